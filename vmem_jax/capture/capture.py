@@ -1,0 +1,188 @@
+"""capture: a flat jaxpr of a whole training step -> Program, and the way back to its equations."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.exact import Applied, apply_exact_rules
+from vmem_jax.capture.flatten import drop_dead, flatten
+from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.primitives import Class, class_of, flops, nbytes, workspace
+from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
+from vmem_jax.jax_compat import ClosedJaxpr, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A step and its Program.
+
+    Attributes:
+      flat: the jaxpr without calls that `Step.equations` index.
+      program: the same with JAX taken out.
+      variables: the variable of `flat` of every buffer.
+      applied: the exact-residual rules that were applied to get `flat`.
+    """
+
+    flat: ClosedJaxpr
+    program: Program
+    variables: tuple[Var, ...]
+    applied: tuple[Applied, ...]
+
+
+def capture(
+    closed: ClosedJaxpr, input_names: Sequence[str] = (), donated: Sequence[bool] = ()
+) -> Captured:
+    """Captures the step `closed`.
+
+    Args:
+      closed: the jaxpr of the step after differentiation, calls and all.
+      input_names: the user's name of each input, "state.params['conv1']['kernel']".
+      donated: for each input whether the caller gives it up.
+    """
+    flat, applied = apply_exact_rules(flatten(closed))
+    flat = drop_dead(flat)
+    opened = compat.open_jaxpr(flat)
+    eqns = opened.eqns
+    kernels = fuse(flat)
+
+    inputs = [*opened.invars, *opened.constvars]
+    names = [*input_names] if input_names else [f"argument {i}" for i in range(len(opened.invars))]
+    names += [f"constant {i}" for i in range(len(opened.constvars))]
+    variables: list[Var] = [*inputs, *(v for k in kernels for v in k.writes)]
+    index = {v: b for b, v in enumerate(variables)}
+    phases = _phases(kernels, eqns, index)
+
+    # outputs in order, each buffer once; a literal output is no buffer
+    outputs = tuple(dict.fromkeys(index[a] for a in opened.outvars if isinstance(a, Var)))
+    kinds = _kinds(kernels, phases, index, len(opened.invars), len(inputs), set(outputs))
+    writer = {v: k for k in kernels for v in k.writes}
+    buffers = []
+    for b, v in enumerate(variables):
+        if b < len(inputs):
+            label = f"{names[b]} {v.aval.str_short()}"
+        else:
+            root = eqns[writer[v].equations[-1]]
+            label = f"{layer_of(root) or root.primitive.name} {v.aval.str_short()}"
+        buffers.append(Buffer(nbytes(v.aval), kinds[b], label))
+
+    steps = [
+        _step(kernel, phase, eqns, index) for kernel, phase in zip(kernels, phases, strict=True)
+    ]
+    given_up = [b for b, gives in enumerate(donated) if gives]
+    program = Program(
+        buffers=tuple(buffers),
+        steps=tuple(steps),
+        inputs=tuple(range(len(inputs))),
+        outputs=outputs,
+        aliases=_aliases(given_up, outputs, variables),
+    )
+    return Captured(flat, program, tuple(variables), applied)
+
+
+def layer_of(eqn: compat.JaxprEqn) -> str:
+    """The user's layer of `eqn`: its name stack without the marks that transformations leave."""
+    stack = compat.name_stack(eqn)
+    stack = re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint|rematted_computation)\b", "", stack)
+    parts = [p for p in re.split(r"[/()]+", stack) if p]
+    return "/".join(parts)
+
+
+def _phases(
+    kernels: Sequence[Kernel], eqns: Sequence[compat.JaxprEqn], index: dict[Var, int]
+) -> list[Phase]:
+    """Backward: AD says so. Update: neither differentiated nor before any backward kernel."""
+    after_backward: set[Var] = set()
+    phases = []
+    for kernel in kernels:
+        stack = compat.name_stack(eqns[kernel.equations[-1]])
+        late = any(v in after_backward for v in kernel.reads)
+        if "transpose(" in stack:
+            phase = Phase.BACKWARD
+        elif late and "jvp(" not in stack:
+            phase = Phase.UPDATE
+        else:
+            phase = Phase.FORWARD
+        if late or phase is Phase.BACKWARD:
+            after_backward.update(kernel.writes)
+        phases.append(phase)
+    return phases
+
+
+def _kinds(
+    kernels: Sequence[Kernel],
+    phases: Sequence[Phase],
+    index: dict[Var, int],
+    arguments: int,
+    inputs: int,
+    outputs: set[int],
+) -> dict[int, Kind]:
+    """What every buffer holds, told from who reads it."""
+    read_in: dict[int, set[Phase]] = {}
+    kinds: dict[int, Kind] = {}
+    for kernel, phase in zip(kernels, phases, strict=True):
+        for v in kernel.reads:
+            read_in.setdefault(index[v], set()).add(phase)
+        for v in kernel.writes:
+            made = Kind.ACTIVATION if phase is Phase.FORWARD else Kind.GRADIENT
+            kinds[index[v]] = Kind.OUTPUT if index[v] in outputs else made
+    for b in range(inputs):
+        where = read_in.get(b, set())
+        if b >= arguments:
+            kinds[b] = Kind.CONSTANT
+        elif Phase.UPDATE not in where:
+            kinds[b] = Kind.BATCH
+        else:
+            kinds[b] = Kind.PARAMETER if Phase.FORWARD in where else Kind.OPTIMISER
+    return kinds
+
+
+def _step(
+    kernel: Kernel, phase: Phase, eqns: Sequence[compat.JaxprEqn], index: dict[Var, int]
+) -> Step:
+    root = eqns[kernel.equations[-1]]
+    own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
+    fusible = class_of(root) is not Class.HEAVY
+    reads = tuple(index[v] for v in kernel.reads)
+    writes = tuple(index[v] for v in kernel.writes)
+    sizes = {index[v]: nbytes(v.aval) for v in (*kernel.reads, *kernel.writes)}
+    in_place: list[tuple[int, int]] = []
+    if class_of(root) in (Class.FUSIBLE, Class.VIEW):
+        in_place = [(r, w) for w in writes for r in reads if sizes[r] == sizes[w]]
+    elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
+        in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
+    operand = root.invars[0].aval if root.invars else None
+    return Step(
+        reads=reads,
+        writes=writes,
+        equations=kernel.equations,
+        op=root.primitive.name,
+        phase=phase,
+        fusible=fusible,
+        flops=sum(map(flops, own)),
+        dtype=str(operand.dtype) if not fusible and hasattr(operand, "dtype") else "",
+        nbytes=sum(sizes.values()),
+        workspace=0 if fusible else workspace(root),
+        pure=not any(eqns[i].effects for i in kernel.equations),
+        in_place=tuple(in_place),
+        layer=layer_of(root),
+        source=compat.user_line(root),
+    )
+
+
+def _aliases(
+    given_up: Sequence[int], outputs: Sequence[int], variables: Sequence[Var]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs donated inputs with outputs of the same shape and dtype, in order, as jit does."""
+    free: dict[str, list[int]] = {}
+    for o in outputs:
+        free.setdefault(variables[o].aval.str_short(), []).append(o)
+    pairs = []
+    for i in given_up:
+        fitting = free.get(variables[i].aval.str_short(), [])
+        if fitting:
+            pairs.append((i, i) if i in fitting else (i, fitting[0]))
+            fitting.remove(pairs[-1][1])
+    return tuple(pairs)

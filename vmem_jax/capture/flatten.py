@@ -1,0 +1,146 @@
+"""flatten: a jaxpr without calls, without dead and without repeated equations.
+
+`jit`, `custom_jvp`, `custom_vjp` and `checkpoint` are inlined, so that the plan sees every equation.
+Inlining a `jax.checkpoint` and merging what it repeats turns the user's recomputation into values
+that the plan may keep or recompute: the user's checkpoint is a hint, the budget decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+# The parameter that holds the callee, by primitive.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+}
+
+
+def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns `closed` with calls inlined, then dead equations dropped and repeated ones merged."""
+    return merge_repeated(drop_dead(inline(closed)))
+
+
+def callee(eqn: JaxprEqn) -> Any | None:
+    """The jaxpr that `eqn` calls, if it may be inlined: a call that only groups equations."""
+    param = _CALLS.get(eqn.primitive.name)
+    if param is None or param not in eqn.params:
+        return None
+    if param == "jaxpr" and eqn.primitive.name in ("jit", "pjit"):
+        # shardings and compiler options on an inner jit mean something: it stays one opaque step
+        shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+        if not all(map(compat.is_unspecified_sharding, shardings)):
+            return None
+        if eqn.params.get("compiler_options_kvs"):
+            return None
+    return eqn.params[param]
+
+
+def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns `closed` with every call replaced by the equations of its callee, at any depth."""
+    opened = compat.open_jaxpr(closed)
+    equations: list[JaxprEqn] = []
+    constvars: list[Var] = []
+    consts: list[Any] = []
+
+    def bind_constants(jaxpr: Any, env: dict[Var, Atom]) -> None:
+        for var, value in zip(
+            compat.open_jaxpr(jaxpr).constvars, compat.constants(jaxpr), strict=True
+        ):
+            env[var] = compat.new_var(var.aval)
+            constvars.append(env[var])
+            consts.append(value)
+
+    def run(jaxpr: Any, args: Sequence[Atom], caller: JaxprEqn | None) -> list[Atom]:
+        opened = compat.open_jaxpr(jaxpr)
+        env: dict[Var, Atom] = {}
+        bind_constants(jaxpr, env)
+        env.update(zip(opened.invars, args, strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in opened.eqns:
+            if caller is not None:
+                eqn = compat.nest_name_stack(eqn, caller)
+            invars = [read(a) for a in eqn.invars]
+            inner = callee(eqn)
+            if inner is not None:
+                outs = run(inner, invars, eqn)
+            else:
+                outs = [compat.new_var(v.aval) for v in eqn.outvars]
+                equations.append(eqn.replace(invars=invars, outvars=outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in opened.outvars]
+
+    outvars = run(closed, opened.invars, None)
+    return compat.close(constvars, consts, opened.invars, outvars, equations, closed)
+
+
+def drop_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns `closed` without the equations that have no effect and no reader."""
+    opened = compat.open_jaxpr(closed)
+    needed = {a for a in opened.outvars if isinstance(a, Var)}
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(opened.eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            needed.update(a for a in eqn.invars if isinstance(a, Var))
+            kept.append(eqn)
+    used = [
+        (v, c)
+        for v, c in zip(opened.constvars, compat.constants(closed), strict=True)
+        if v in needed
+    ]
+    return compat.close(
+        [v for v, _ in used], [c for _, c in used], opened.invars, opened.outvars, kept[::-1], closed
+    )
+
+
+def merge_repeated(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns `closed` with equal pure equations of equal inputs computed once (value numbering)."""
+    opened = compat.open_jaxpr(closed)
+    env: dict[Var, Atom] = {}
+    seen: dict[Hashable, Sequence[Var]] = {}
+    kept: list[JaxprEqn] = []
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else env.get(atom, atom)
+
+    for eqn in opened.eqns:
+        invars = [read(a) for a in eqn.invars]
+        key = None if eqn.effects else _value_number(eqn, invars)
+        if key is not None and key in seen:
+            env.update(zip(eqn.outvars, seen[key], strict=True))
+            continue
+        if key is not None:
+            seen[key] = eqn.outvars
+        kept.append(eqn.replace(invars=invars))
+    outvars = [read(a) for a in opened.outvars]
+    return compat.close(
+        opened.constvars, compat.constants(closed), opened.invars, outvars, kept, closed
+    )
+
+
+def _value_number(eqn: JaxprEqn, invars: Sequence[Atom]) -> Hashable | None:
+    """Equal for equations that compute the same values; None where that cannot be told."""
+    inputs = tuple(
+        ("literal", str(a.aval), repr(a.val)) if isinstance(a, Literal) else id(a) for a in invars
+    )
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    key = (eqn.primitive, params, inputs, id(eqn.ctx), tuple(str(v.aval) for v in eqn.outvars))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

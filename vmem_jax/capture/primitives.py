@@ -1,0 +1,163 @@
+"""What each primitive means for memory: a table of names, and one default for the unknown.
+
+The class of a primitive says what XLA does with it; flops and workspace rules sit beside it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.jax_compat import JaxprEqn
+
+
+class Class(enum.Enum):
+    """How XLA treats an equation.
+
+    VIEW: costs nothing, its result is its operand's memory (or folds into the reader's layout).
+    FUSIBLE: computed inside the kernel that reads it; exists in memory only where it must.
+    REDUCE: ends a fusion: operands are computed inside it, results exist.
+    HEAVY: a kernel of its own: operands and results exist.
+    """
+
+    VIEW = 0
+    FUSIBLE = 1
+    REDUCE = 2
+    HEAVY = 3
+
+
+_VIEWS = """
+reshape squeeze expand_dims transpose bitcast_convert_type name sharding_constraint stop_gradient
+copy layout_constraint reduce_precision pvary
+""".split()
+
+_FUSIBLE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast broadcast_in_dim cbrt ceil
+clamp clz complex concatenate conj convert_element_type cos cosh digamma div dynamic_slice eq eq_to
+erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag integer_pow iota is_finite le le_to lgamma
+log log1p logistic lt lt_to max min mul ne neg nextafter not or pad population_count pow real rem
+rev round rsqrt select_and_gather_add select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh slice split sqrt square sub tan tanh xor copy_p
+""".split()
+
+_REDUCE = """
+argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reduce
+""".split()
+
+_CLASSES = {
+    **dict.fromkeys(_VIEWS, Class.VIEW),
+    **dict.fromkeys(_FUSIBLE, Class.FUSIBLE),
+    **dict.fromkeys(_REDUCE, Class.REDUCE),
+}
+
+
+def class_of(eqn: JaxprEqn) -> Class:
+    """The class of `eqn`; anything unknown, and anything with an effect, stands alone."""
+    if eqn.effects:
+        return Class.HEAVY
+    return _CLASSES.get(eqn.primitive.name, Class.HEAVY)
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a value of `aval`; PRNG keys count their words, tokens nothing."""
+    shape = getattr(aval, "shape", None)
+    dtype = getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    size = math.prod(shape)
+    itemsize = getattr(dtype, "itemsize", 4)
+    return size * itemsize
+
+
+def _conv_flops(eqn: JaxprEqn) -> int:
+    """2 · outputs · (taps · input features / groups), less the zeros that lhs_dilation puts in."""
+    rhs = eqn.invars[1].aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    out_features = rhs[numbers.rhs_spec[0]]
+    taps = math.prod(rhs) // max(out_features, 1)
+    zeros = math.prod(eqn.params["lhs_dilation"])
+    out = math.prod(eqn.outvars[0].aval.shape)
+    return 2 * out * taps // (zeros * eqn.params["batch_group_count"])
+
+
+def _dot_flops(eqn: JaxprEqn) -> int:
+    (contract, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contract)
+
+
+def _window_flops(eqn: JaxprEqn) -> int:
+    return math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.params["window_dimensions"])
+
+
+def _scan_flops(eqn: JaxprEqn) -> int:
+    return eqn.params["length"] * jaxpr_flops(eqn.params["jaxpr"])
+
+
+_FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
+    "conv_general_dilated": _conv_flops,
+    "dot_general": _dot_flops,
+    "reduce_window_max": _window_flops,
+    "reduce_window_sum": _window_flops,
+    "reduce_window": _window_flops,
+    "scan": _scan_flops,
+    # threefry: 20 rounds of about four integer operations a pair of 32-bit words
+    "random_bits": lambda eqn: 80 * math.prod(eqn.outvars[0].aval.shape),
+    "threefry2x32": lambda eqn: 80 * math.prod(eqn.outvars[0].aval.shape),
+}
+
+
+def flops(eqn: JaxprEqn) -> int:
+    """Floating-point operations of `eqn`; one an element where no rule says otherwise."""
+    rule = _FLOPS.get(eqn.primitive.name)
+    if rule is not None:
+        return rule(eqn)
+    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+    return max(sizes, default=0)
+
+
+def jaxpr_flops(jaxpr: Any) -> int:
+    return sum(flops(eqn) for eqn in compat.open_jaxpr(jaxpr).eqns)
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """The jaxprs among the parameters of an opaque equation: bodies, conditions, branches."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") and hasattr(item, "outvars"):
+                found.append(item)
+    return found
+
+
+def workspace(eqn: JaxprEqn) -> int:
+    """Bytes that live only inside an opaque equation: the peak of its largest inner jaxpr.
+
+    Scan stacks its residuals in outputs, which are counted as buffers; what remains is one
+    iteration's own values.
+    """
+    return max((_inner_peak(jaxpr) for jaxpr in inner_jaxprs(eqn)), default=0)
+
+
+def _inner_peak(jaxpr: Any) -> int:
+    """The most bytes live at once among the values that the equations of `jaxpr` make."""
+    opened = compat.open_jaxpr(jaxpr)
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(opened.eqns):
+        last.update({a: i for a in eqn.invars if isinstance(a, compat.Var)})
+    last.update({a: len(opened.eqns) for a in opened.outvars if isinstance(a, compat.Var)})
+    made: set[Any] = set()
+    live = peak = 0
+    for i, eqn in enumerate(opened.eqns):
+        outs = [v for v in eqn.outvars if class_of(eqn) in (Class.HEAVY, Class.REDUCE)]
+        made.update(outs)
+        live += sum(nbytes(v.aval) for v in outs)
+        peak = max(peak, live + workspace(eqn))
+        gone = {a for a in eqn.invars if a in made and last.get(a) == i} if made else set()
+        gone |= {v for v in outs if v not in last}
+        live -= sum(nbytes(v.aval) for v in gone)
+        made -= gone
+    return peak

@@ -1,0 +1,1 @@
+"""Frozen values and pure functions over them. Nothing here imports JAX."""

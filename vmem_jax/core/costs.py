@@ -1,0 +1,81 @@
+"""Costs: the seconds of every step, from a roofline of the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from vmem_jax.core.program import Program, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a device can do, as achieved, not as advertised.
+
+    Attributes:
+      name: the device.
+      flops: floating-point operations a second by dtype, "" for all others.
+      bandwidth: device memory, bytes a second.
+      launch: seconds that every kernel costs at least.
+      memory: device memory, bytes.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    launch: float
+    memory: int
+
+    def seconds(self, step: Step) -> float:
+        """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch."""
+        rate = self.flops.get(step.dtype, self.flops[""])
+        return max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The seconds of every step of one program."""
+
+    machine: str
+    seconds: tuple[float, ...]
+
+
+def analytic(program: Program, machine: Machine) -> Costs:
+    """Costs of `program` on `machine` by its roofline."""
+    return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps))
+
+
+# Rates: convolutions and matrix products of whole training steps reach about half of a GPU's peak
+# (VGG-16(256) bf16 on an H200: 23.8 TFLOP in 61 ms = 390 TFLOP/s); copies about 90 % of HBM's.
+def _gpu(name: str, tensor: float, fp32: float, bandwidth: float, memory: int) -> Machine:
+    flops = {
+        "bfloat16": 0.5 * tensor,
+        "float16": 0.5 * tensor,
+        "float32": 0.5 * tensor / 2,  # TF32, which JAX's default precision uses on these cards
+        "float64": 0.5 * fp32,
+        "": 0.5 * fp32,
+    }
+    return Machine(name, flops, 0.9 * bandwidth, 3e-6, memory)
+
+
+MACHINES: dict[str, Machine] = {
+    m.name: m
+    for m in (
+        _gpu("a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9),
+        _gpu("h100", 990e12, 67e12, 3.35e12, 80 * 10**9),
+        _gpu("h200", 790e12, 67e12, 4.8e12, 143771 * 2**20),
+        _gpu("b200", 2250e12, 80e12, 8.0e12, 180 * 10**9),
+        _gpu("rtx6000pro", 500e12, 125e12, 1.79e12, 96 * 10**9),
+        Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30),
+    )
+}
+"""Datasheet figures times what is reached; `vmem-jax profile` will measure them."""
+
+
+def machine_for(device_kind: str) -> Machine:
+    """The machine of a JAX `device_kind` ("NVIDIA H200"), or the nearest: h200 for GPUs, cpu."""
+    kind = device_kind.lower().replace(" ", "")
+    for name, machine in MACHINES.items():
+        if name in kind:
+            return machine
+    return MACHINES["h200" if "nvidia" in kind else "cpu"]

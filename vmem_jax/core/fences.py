@@ -1,0 +1,198 @@
+"""fences: where XLA must be held to the order of a plan, and by which values.
+
+XLA schedules by data dependence and undoes what is not fenced. A fence is one barrier over values
+and the *spine*, the running cotangent: nothing that reads the fenced values can start before the
+spine is there, and nothing that reads the spine can start before the fenced values are. The order is
+cut into *runs*, from one spine to the next, and one fence stands at the start of a run, for all of
+it: one barrier cuts fewer fusions than one for each value. Behind it stand
+
+- what the run reads from before: kept residuals, and every input of what it recomputes. Without it
+  the compiler merges the copy with the original and keeps what it likes;
+- what the last run made and nothing needs soon: a weight gradient, so that it is computed there,
+  where its inputs die, and not at the end.
+
+Only values that exist in memory are fenced, so no fence breaks a fusion that XLA could have made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vmem_jax.core.program import Phase, Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fence:
+    """A barrier before the step at `position`, over `buffers`; the first is the spine."""
+
+    position: int
+    buffers: tuple[int, ...]
+
+
+def fences(program: Program, order: Sequence[int], small: int | None = None) -> tuple[Fence, ...]:
+    """The fences that hold XLA to `order`.
+
+    Args:
+      small: values below this many bytes are not worth a fence, except as inputs of a recomputation
+        (default: a 2,000th of all temporaries).
+    """
+    if small is None:
+        temporaries = sum(
+            b.nbytes for i, b in enumerate(program.buffers) if not program.is_resident[i]
+        )
+        small = temporaries // 2000
+    return _Fencer(program, order, small).all()
+
+
+class _Fencer:
+    def __init__(self, program: Program, order: Sequence[int], small: int) -> None:
+        self.program, self.order, self.small = program, order, small
+        seen: set[int] = set()
+        self.again = []  # for each position: whether its step ran before
+        for s in order:
+            self.again.append(s in seen)
+            seen.add(s)
+        # for each position and buffer read later: the end of the version, found backwards
+        self.final: dict[int, int] = {}  # buffer -> last position that reads it at all
+        for position, s in enumerate(order):
+            for b in program.steps[s].reads:
+                self.final[b] = position
+
+    def all(self) -> tuple[Fence, ...]:
+        program, order = self.program, self.order
+        starts = self._runs()
+        found: list[Fence] = []
+        made_in: dict[int, int] = {b: -1 for b in program.inputs}  # run of a buffer's version
+        phase_of: dict[int, Phase] = {}
+        fenced_in: dict[int, int] = {}
+        loose: list[int] = []  # made in the last run, not needed on the spine
+        for run, start in enumerate(starts):
+            end = starts[run + 1] if run + 1 < len(starts) else len(order)
+            spine = self._spine(start, made_in)
+            wanted: dict[int, None] = {}
+            fresh: set[int] = set()
+            for position in range(start, end):
+                step = program.steps[order[position]]
+                for b in step.reads:
+                    if b in fresh or b in wanted or b == spine:
+                        continue
+                    if self._needs_fence(position, b, run, made_in, phase_of, fenced_in):
+                        wanted[b] = None
+                fresh.update(step.writes)
+            if spine is not None:
+                ties = [b for b in loose if b != spine and b not in wanted]
+                if run > 0 and (ties or wanted):
+                    found.append(Fence(start, (spine, *ties, *wanted)))
+                    fenced_in.update(dict.fromkeys(wanted, run))
+            loose = []
+            for position in range(start, end):
+                step = program.steps[order[position]]
+                for b in step.writes:
+                    made_in[b] = run
+                    phase_of[b] = step.phase
+                    fenced_in.pop(b, None)
+                if not self.again[position] and step.phase is not Phase.FORWARD:
+                    loose += self._loose(position, end)
+        return tuple(found)
+
+    def _runs(self) -> list[int]:
+        """Positions at which runs start: after each backward step that makes a new spine."""
+        starts = [0]
+        backward = False
+        for position, s in enumerate(self.order):
+            step = self.program.steps[s]
+            if step.phase is Phase.BACKWARD and not backward:
+                backward = True
+                if position > 0:
+                    starts.append(position)
+            makes_spine = (
+                (backward or self.again[position])
+                and not step.fusible
+                and step.phase is Phase.BACKWARD
+                and any(self._can_be_spine(b, position) for b in step.writes)
+            )
+            if makes_spine and position + 1 < len(self.order):
+                starts.append(position + 1)
+        # recomputation before the first backward step: each burst is a run of its own
+        bursts = [
+            p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]
+        ]
+        first_backward = starts[1] if len(starts) > 1 else len(self.order)
+        return sorted({*starts, *(p for p in bursts if p < first_backward)})
+
+    def _can_be_spine(self, b: int, position: int) -> bool:
+        """Large, temporary, and read later by the backward pass."""
+        program = self.program
+        if program.is_resident[b] or program.buffers[b].nbytes <= self.small:
+            return False
+        return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
+
+    def _spine(self, start: int, made_in: dict[int, int]) -> int | None:
+        """The value made last before `start` that a heavy step made and that is still read."""
+        program = self.program
+        fallback = None
+        for position in range(start - 1, -1, -1):
+            step = program.steps[self.order[position]]
+            for b in step.writes:
+                if program.is_resident[b] or self.final.get(b, -1) < start:
+                    continue
+                if not step.fusible and program.buffers[b].nbytes > self.small:
+                    return b
+                if fallback is None:
+                    fallback = b
+            if fallback is not None and start - position > 64:
+                break
+        return fallback
+
+    def _needs_fence(
+        self,
+        position: int,
+        b: int,
+        run: int,
+        made_in: dict[int, int],
+        phase_of: dict[int, Phase],
+        fenced_in: dict[int, int],
+    ) -> bool:
+        program = self.program
+        step = program.steps[self.order[position]]
+        if b not in made_in or made_in[b] == run:
+            return False
+        recent = fenced_in.get(b, -10) >= run - 1
+        if self.again[position]:
+            # every input of a recomputation, whatever its size, or it is merged with the original
+            return not recent and not (made_in[b] >= run - 1 and self._remade(b))
+        if program.buffers[b].nbytes <= self.small or recent or made_in[b] < 0:
+            return False
+        return step.phase is Phase.BACKWARD and phase_of[b] is Phase.FORWARD and not (
+            self._remade(b) and made_in[b] >= run - 1
+        )
+
+    def _remade(self, b: int) -> bool:
+        return self.again_steps.get(self.program.producer[b], False)
+
+    @property
+    def again_steps(self) -> dict[int, bool]:
+        if not hasattr(self, "_again_steps"):
+            self._again_steps = {
+                s: True for s, again in zip(self.order, self.again, strict=True) if again
+            }
+        return self._again_steps
+
+    def _loose(self, position: int, end: int) -> list[int]:
+        """What the step at `position` makes for later than its run, while it frees large values."""
+        program = self.program
+        step = program.steps[self.order[position]]
+        frees = any(
+            not program.is_resident[b]
+            and program.buffers[b].nbytes > self.small
+            and self.final.get(b, -1) < end
+            for b in step.reads
+        )
+        if not frees:
+            return []
+        return [
+            b
+            for b in step.writes
+            if program.is_resident[b] or self.final.get(b, -1) >= end
+        ]

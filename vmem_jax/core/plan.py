@@ -1,0 +1,144 @@
+"""Plan: what to do with a Program so that it fits. Saved as JSON, made for one program only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from vmem_jax.core.program import Program
+from vmem_jax.errors import PlanError, show_nbytes
+
+FORMAT = 1
+"""Version of the saved form. A plan of another version is refused, never guessed at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The schedule of one Program.
+
+    Attributes:
+      program: `Program.fingerprint` of the step that it was made for.
+      policy: the name of the policy that made it.
+      order: the steps in execution order. A step that stands there again is recomputed at that
+        place from what is live there; a buffer dies after the last read before it is made again.
+      fenced: false for a program that is left untouched; true where `rewrite` holds XLA to `order`.
+      budget: bytes, or None.
+      predicted_peak: bytes, as `simulate` gave it.
+      predicted_seconds: seconds of one step, as `simulate` gave it.
+    """
+
+    program: str
+    policy: str
+    order: tuple[int, ...]
+    fenced: bool
+    budget: int | None
+    predicted_peak: int
+    predicted_seconds: float
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The steps that run again, once for each time that they do."""
+        seen: set[int] = set()
+        again = []
+        for s in self.order:
+            if s in seen:
+                again.append(s)
+            seen.add(s)
+        return tuple(again)
+
+    def __str__(self) -> str:
+        budget = "no budget" if self.budget is None else f"budget {show_nbytes(self.budget)}"
+        return (
+            f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
+            f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
+            f"{len(self.recomputed)} of them recomputed)"
+        )
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        return json.dumps({"format": FORMAT, **fields, "order": list(self.order)})
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json() + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "plan") -> Plan:
+        """The plan of `text`.
+
+        Raises:
+          PlanError: it is no JSON (cut off or edited), of another format version, or lacks fields.
+        """
+        try:
+            raw: Any = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise PlanError(
+                f"`{name}` is no whole plan: {e.msg} at character {e.pos} of {len(text)}. "
+                "It was cut off or edited; make it again with `.plan(...).save(...)`."
+            ) from None
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            got = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
+            raise PlanError(
+                f"`{name}` has plan format {got!r}; this version of vmem_jax reads {FORMAT}. "
+                "Make the plan again."
+            )
+        expected = {f.name: f for f in dataclasses.fields(cls)}
+        missing, extra = set(expected) - set(raw), set(raw) - set(expected) - {"format"}
+        if missing or extra:
+            raise PlanError(
+                f"`{name}` is damaged: missing fields {sorted(missing)}, unknown {sorted(extra)}."
+            )
+        values = {k: raw[k] for k in expected}
+        types_ok = (
+            isinstance(values["program"], str)
+            and isinstance(values["policy"], str)
+            and isinstance(values["order"], list)
+            and all(isinstance(s, int) and not isinstance(s, bool) for s in values["order"])
+            and isinstance(values["fenced"], bool)
+            and isinstance(values["budget"], int | None)
+            and isinstance(values["predicted_peak"], int)
+            and isinstance(values["predicted_seconds"], int | float)
+        )
+        if not types_ok:
+            raise PlanError(f"`{name}` is damaged: a field has the wrong type.")
+        return cls(**{**values, "order": tuple(values["order"])})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_json(Path(path).read_text(), str(path))
+
+    def check_made_for(self, program: Program) -> None:
+        """Raises PlanError, naming the first difference, unless the plan was made for `program`."""
+        if self.program != program.fingerprint:
+            steps = len(set(self.order))
+            if steps != len(program.steps):
+                difference = f"it has {steps} distinct steps, this one has {len(program.steps)}"
+            else:
+                difference = "shapes, dtypes, donation or the computation itself differ"
+            raise PlanError(
+                f"this plan was made for another step ({self.program}, this one is "
+                f"{program.fingerprint}): {difference}. Plan again with `.plan(*args)`."
+            )
+        from vmem_jax.core.validate import violations
+
+        broken = violations(program, self)
+        if broken:
+            raise PlanError(f"this plan is not valid for its step: {broken[0]}")
+
+
+def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -> Plan:
+    """The plan that leaves `program` as it is."""
+    return Plan(
+        program=program.fingerprint,
+        policy="keep",
+        order=tuple(range(len(program.steps))),
+        fenced=False,
+        budget=budget,
+        predicted_peak=peak,
+        predicted_seconds=seconds,
+    )

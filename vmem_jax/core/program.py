@@ -1,0 +1,196 @@
+"""Program: one training step in execution order, with JAX taken out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+
+
+class Kind(enum.StrEnum):
+    """What a buffer holds."""
+
+    PARAMETER = "parameter"
+    OPTIMISER = "optimiser state"
+    BATCH = "batch"
+    CONSTANT = "constant"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    OUTPUT = "output"
+
+
+class Phase(enum.StrEnum):
+    """Where in the training step a step belongs: read off the name stacks that AD leaves."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """One value that exists in device memory.
+
+    Attributes:
+      nbytes: size in bytes, before any allocator's rounding.
+      kind: what it holds.
+      label: for people, "params['conv1']['kernel'] f32[3,3,64,64]".
+    """
+
+    nbytes: int
+    kind: Kind
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel, as near as can be told before compiling: a heavy equation or a fused chain.
+
+    Attributes:
+      reads: buffers read, indices into `Program.buffers`, each once.
+      writes: buffers written, likewise.
+      equations: the equations of the flat jaxpr that it stands for, in order. A cheap equation may
+        belong to several steps: each then computes it for itself, as XLA's fusions do.
+      op: the name of the equation that gives the step its name ("conv_general_dilated", "max").
+      phase: forward, backward or update.
+      fusible: an elementwise chain (or a reduction at the end of one), not a library kernel.
+      flops: floating-point operations.
+      dtype: the dtype that `flops` are done in, "bfloat16".
+      nbytes: memory traffic in bytes, reads and writes.
+      workspace: bytes that are live only while the step runs.
+      pure: whether it may be executed again with the same result and no effect.
+      in_place: pairs (read, write): the write may take over the read's memory if that dies here.
+      layer: the user's layer, "VGG/stage1_conv2".
+      source: the user's source line, "model.py:41".
+    """
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    equations: tuple[int, ...]
+    op: str
+    phase: Phase
+    fusible: bool
+    flops: int
+    dtype: str
+    nbytes: int
+    workspace: int
+    pure: bool
+    in_place: tuple[tuple[int, int], ...]
+    layer: str
+    source: str
+
+    @property
+    def where(self) -> str:
+        """The step for people: "VGG/conv2: conv_general_dilated (backward) at model.py:41"."""
+        at = f" at {self.source}" if self.source else ""
+        return f"{self.layer or '(no layer)'}: {self.op} ({self.phase.value}){at}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One training step, in execution order.
+
+    Invariants, checked by `core.validate.check_program` and relied on everywhere else:
+
+    - a buffer is written by at most one step, before every read of it;
+    - `inputs` are written by no step;
+    - every output is an input or is written by some step;
+    - an alias pairs an input with an output of the same size, each at most once.
+
+    Attributes:
+      buffers: all values.
+      steps: in the order in which the step was traced.
+      inputs: buffers that exist before the first step.
+      outputs: buffers that the caller gets.
+      aliases: pairs (input, output): a donated input whose memory the output takes over.
+    """
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    aliases: tuple[tuple[int, int], ...] = ()
+
+    @functools.cached_property
+    def resident_nbytes(self) -> int:
+        """Bytes held throughout: inputs + outputs − aliased, as the compiler counts them."""
+        size = lambda ids: sum(self.buffers[b].nbytes for b in ids)
+        own = set(self.outputs) - set(self.inputs)
+        # an input that is handed back without donation is copied into a buffer of its own
+        returned = [b for b in set(self.outputs) & set(self.inputs) if (b, b) not in self.aliases]
+        aliased = [o for i, o in self.aliases if i != o]
+        return size(set(self.inputs)) + size(own) + size(returned) - size(aliased)
+
+    @functools.cached_property
+    def is_resident(self) -> tuple[bool, ...]:
+        """For every buffer: held throughout (input or output), so no plan can free it."""
+        held = set(self.inputs) | set(self.outputs)
+        return tuple(b in held for b in range(len(self.buffers)))
+
+    @functools.cached_property
+    def producer(self) -> tuple[int, ...]:
+        """For every buffer the step that writes it, −1 for inputs."""
+        made = [-1] * len(self.buffers)
+        for s, step in enumerate(self.steps):
+            for b in step.writes:
+                made[b] = s
+        return tuple(made)
+
+    @functools.cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For every buffer the steps that read it, in traced order."""
+        found: list[list[int]] = [[] for _ in self.buffers]
+        for s, step in enumerate(self.steps):
+            for b in step.reads:
+                found[b].append(s)
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def overwritten_by(self) -> dict[int, int]:
+        """Donated input -> the step that writes the output that takes over its memory."""
+        return {
+            i: self.producer[o] for i, o in self.aliases if i != o and self.producer[o] >= 0
+        }
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of everything that a plan relies on; sources and labels are left out."""
+        facts = [
+            [(b.nbytes, b.kind.value) for b in self.buffers],
+            [(s.reads, s.writes, s.op, s.phase.value, s.pure) for s in self.steps],
+            self.inputs,
+            self.outputs,
+            self.aliases,
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interval:
+    """An idle interval: the gap between two consecutive uses of a buffer (vDNN's reuse distance).
+
+    Attributes:
+      buffer: the buffer.
+      start, end: positions of the two uses in the order; nothing uses the buffer in between.
+    """
+
+    buffer: int
+    start: int
+    end: int
+
+
+def idle_intervals(program: Program, order: tuple[int, ...]) -> Iterator[Interval]:
+    """Yields every idle interval of the buffers that a plan may free, in order of their end."""
+    last_use: dict[int, int] = {}
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        for b in step.reads:
+            if not program.is_resident[b]:
+                if position - last_use[b] > 1:
+                    yield Interval(b, last_use[b], position)
+                last_use[b] = position
+        for b in step.writes:
+            last_use[b] = position

@@ -1,0 +1,127 @@
+"""validate: whether a plan is a correct schedule, by the plain definition.
+
+It shares no code with `simulate`: it replays the order with sets of versions, the slow way, so that
+a mistake in one is caught by the other.
+"""
+
+from __future__ import annotations
+
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+
+
+def check_program(program: Program) -> list[str]:
+    """The invariants of `Program` that do not hold, in words; empty for a correct program."""
+    broken = []
+    exists = set(program.inputs)
+    count = len(program.buffers)
+    for s, step in enumerate(program.steps):
+        for b in (*step.reads, *step.writes):
+            if not 0 <= b < count:
+                broken.append(f"step {s} uses buffer {b} of {count}")
+        for b in step.reads:
+            if b not in exists:
+                broken.append(f"step {s} reads buffer {b} before it is written")
+        for b in step.writes:
+            if b in exists:
+                broken.append(f"step {s} writes buffer {b} a second time")
+            exists.add(b)
+        for r, w in step.in_place:
+            if r not in step.reads or w not in step.writes:
+                broken.append(f"step {s} pairs ({r}, {w}) in place, not of its own")
+    broken += [f"output {b} is never written" for b in program.outputs if b not in exists]
+    for pairs, role in ((0, "input"), (1, "output")):
+        ids = [alias[pairs] for alias in program.aliases]
+        if len(set(ids)) != len(ids):
+            broken.append(f"an {role} is aliased twice")
+    for i, o in program.aliases:
+        if i not in program.inputs or o not in program.outputs:
+            broken.append(f"alias ({i}, {o}) is not from an input to an output")
+        elif program.buffers[i].nbytes != program.buffers[o].nbytes:
+            broken.append(f"alias ({i}, {o}) joins buffers of different sizes")
+    return broken
+
+
+def violations(program: Program, plan: Plan) -> list[str]:
+    """What is wrong with `plan` as a schedule of `program`, in words; empty for a valid plan.
+
+    Rules: every step stands in the order; a read finds a version made before it; only pure steps
+    stand there again; steps with effects keep their traced order; a donated input is not read after
+    the step that overwrites it.
+    """
+    broken = []
+    made = set(program.inputs)
+    ran: set[int] = set()
+    effects: list[int] = []
+    overwritten: set[int] = set()
+    for position, s in enumerate(plan.order):
+        if not 0 <= s < len(program.steps):
+            return [f"position {position} names step {s} of {len(program.steps)}"]
+        step = program.steps[s]
+        name = f"step {s} ({step.where}) at position {position}"
+        for b in step.reads:
+            if b not in made:
+                broken.append(f"{name} reads buffer {b} ({program.buffers[b].label}) unmade")
+            if b in overwritten:
+                broken.append(f"{name} reads donated input {b} after it was overwritten")
+        if s in ran and not step.pure:
+            broken.append(f"{name} is repeated but is not pure")
+        if not step.pure:
+            effects.append(s)
+        made.update(step.writes)
+        ran.add(s)
+        overwritten.update(i for i, by in program.overwritten_by.items() if by == s)
+    if effects != sorted(effects):
+        broken.append(f"effects are out of order: {effects}")
+    missing = set(range(len(program.steps))) - ran
+    if missing:
+        first = min(missing)
+        broken.append(f"step {first} ({program.steps[first].where}) never runs")
+    return broken
+
+
+def peak_by_definition(program: Program, order: tuple[int, ...]) -> int:
+    """The peak in bytes, straight from the definition: O(n²), for tests.
+
+    A version of a buffer is live at a position if it was made at or before it and is read at or
+    after it, with no other version made in between.
+    """
+    peak = program.resident_nbytes
+    uses: dict[int, list[tuple[int, bool]]] = {}
+    for position, s in enumerate(order):
+        for b in program.steps[s].reads:
+            uses.setdefault(b, []).append((position, False))
+        for b in program.steps[s].writes:
+            uses.setdefault(b, []).append((position, True))
+
+    def span(b: int, position: int) -> tuple[int, int] | None:
+        """First and last position of the version of `b` that is live at `position`."""
+        written = [p for p, is_write in uses[b] if is_write and p <= position]
+        if not written:
+            return None
+        remade = min((p for p, is_write in uses[b] if is_write and p > written[-1]), default=None)
+        reads = [
+            p for p, is_write in uses[b] if not is_write and p > written[-1]
+            and (remade is None or p <= remade)
+        ]
+        last = max(reads, default=written[-1])
+        return (written[-1], last) if last >= position else None
+
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        total = program.resident_nbytes + step.workspace
+        spans = {}
+        for b in uses:
+            if not program.is_resident[b]:
+                live = span(b, position)
+                if live is not None:
+                    spans[b] = live
+                    total += program.buffers[b].nbytes
+        used: set[int] = set()
+        for r, w in step.in_place:
+            dies = r in spans and spans[r][1] == position
+            if dies and not program.is_resident[w] and not {r, w} & used:
+                used |= {r, w}
+                total -= program.buffers[w].nbytes
+        peak = max(peak, total)
+    return peak

@@ -1,0 +1,128 @@
+"""What goes wrong, said in the user's terms: what failed, the two numbers, where, what to try."""
+
+from __future__ import annotations
+
+import math
+
+
+class VmemError(Exception):
+    """Base of every error that vmem_jax raises on purpose."""
+
+
+class BudgetError(VmemError, ValueError):
+    """No plan that the policy can express fits in the budget; nothing was run.
+
+    Attributes:
+      budget: the budget in bytes.
+      lowest_peak: the lowest peak in bytes that was reached, compiled where `compiled` is true,
+        otherwise predicted.
+      at: the user's layer and source line where that peak stands.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str,
+        budget: int,
+        lowest_peak: int,
+        at: str,
+        holders: str = "",
+        compiled: bool = False,
+        advice: str = "",
+    ) -> None:
+        how = "compiled" if compiled else "predicted"
+        advice = advice or (
+            "Try a larger `budget`, a smaller batch, or a policy with more means "
+            "(`policy='auto'` with `allow=('order', 'recompute')`)."
+        )
+        held = f" What holds the bytes there: {holders}." if holders else ""
+        super().__init__(
+            f"policy `{policy}` cannot fit this step in {show_nbytes(budget)}: the lowest {how} "
+            f"peak is {show_nbytes(lowest_peak)}, at {at}.{held} {advice}"
+        )
+        self.budget = budget
+        self.lowest_peak = lowest_peak
+        self.at = at
+
+
+class PlanError(VmemError, ValueError):
+    """A plan that does not belong to this step, or is damaged."""
+
+
+class DifferentiationError(VmemError, TypeError):
+    """A budgeted step was put under `grad`, `jvp` or `vmap`."""
+
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def show_nbytes(nbytes: float) -> str:
+    """`nbytes` for people, in binary units: 3 significant digits, never rounded to zero."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes:.0f} B"
+    exponent = min(int(math.log2(abs(nbytes)) // 10), 4)
+    return f"{nbytes / 2 ** (10 * exponent):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+
+
+def parse_budget(budget: object) -> int | float | str:
+    """Returns a budget as bytes (int), a fraction of the plain peak (float), or `"device"`.
+
+    Args:
+      budget: bytes (`int`), `"12GiB"` or `"800MB"`, a fraction in (0, 1] (`float`), or `"device"`.
+
+    Raises:
+      ValueError: it is no size, not positive, not finite, or a fraction above 1.
+      TypeError: it is neither a number nor a string.
+    """
+    forms = "bytes as an int, a size such as '12GiB' or '800MB', a fraction of plain jit's peak such as 0.5, or 'device'"  # noqa: E501
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise TypeError(f"`budget` must be {forms}. Got {budget!r} ({type(budget).__name__}).")
+    if isinstance(budget, str):
+        if budget.strip().lower() == "device":
+            return "device"
+        return _parse_size(budget, forms)
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise ValueError(f"`budget` must be more than 0 bytes. Got {budget}.")
+        return budget
+    if math.isnan(budget) or math.isinf(budget) or budget <= 0:
+        raise ValueError(f"`budget` must be a positive, finite number. Got {budget}.")
+    if budget > 1:
+        if budget == int(budget) and budget >= 1024:
+            return int(budget)
+        raise ValueError(
+            f"`budget`={budget} is a fraction above 1 of plain jit's peak. For bytes give an int "
+            f"or a size such as '{budget}GiB'."
+        )
+    return budget
+
+
+def _parse_size(text: str, forms: str) -> int:
+    stripped = text.strip().replace(" ", "").replace("_", "")
+    digits = len(stripped)
+    while digits and not (stripped[digits - 1].isdigit() or stripped[digits - 1] == "."):
+        digits -= 1
+    number, unit = stripped[:digits], stripped[digits:].upper()
+    try:
+        value = float(number)
+    except ValueError:
+        raise ValueError(f"`budget`={text!r} is no size. Give {forms}.") from None
+    if unit == "%":
+        return_value = value / 100
+        raise ValueError(f"`budget`={text!r}: give the fraction as a float, {return_value}.")
+    if unit not in _UNITS:
+        raise ValueError(f"`budget`={text!r} has no unit of {', '.join(_UNITS)}. Give {forms}.")
+    nbytes = value * _UNITS[unit]
+    if math.isnan(nbytes) or math.isinf(nbytes) or nbytes < 1:
+        raise ValueError(f"`budget`={text!r} must be a finite size of at least one byte.")
+    return int(nbytes)

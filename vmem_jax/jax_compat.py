@@ -1,0 +1,115 @@
+"""Every private JAX import and every version split, each with its reason. Nothing else knows them.
+
+Supported: 0.10.2 (the newest for Python 3.11), 0.11.2, 0.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core  # new_jaxpr_eqn, check_jaxpr, Tracer: no public equivalents
+from jax._src import source_info_util  # name stacks and the user's frame of an equation
+from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
+from jax.extend import core as jexc
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+# JAX 0.11 merged ClosedJaxpr into Jaxpr: a jaxpr carries its constants. Before, they are two.
+_MERGED = jexc.ClosedJaxpr is _core.Jaxpr
+
+Var = jexc.Var
+Literal = jexc.Literal
+JaxprEqn = jexc.JaxprEqn
+ClosedJaxpr = jexc.ClosedJaxpr
+Atom = Any  # Var | Literal
+
+
+def new_var(aval: Any) -> Var:
+    return _core.Var(aval)
+
+
+def new_equation(
+    primitive: Any, invars: Sequence[Atom], outvars: Sequence[Var], params: dict, like: JaxprEqn
+) -> JaxprEqn:
+    """An equation with the source line, name stack and context of `like`."""
+    return like.replace(
+        primitive=primitive,
+        invars=list(invars),
+        outvars=list(outvars),
+        params=params,
+        effects=frozenset(),
+    )
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The part with `eqns`, `invars`, `outvars` and `constvars`, of either kind of jaxpr."""
+    return jaxpr.jaxpr if isinstance(jaxpr, jexc.ClosedJaxpr) else jaxpr
+
+
+def constants(jaxpr: Any) -> Sequence[Any]:
+    return jaxpr.consts if isinstance(jaxpr, jexc.ClosedJaxpr) else ()
+
+
+def close(
+    constvars: Sequence[Var],
+    consts: Sequence[Any],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+    like: ClosedJaxpr,
+) -> ClosedJaxpr:
+    """A closed jaxpr with the debug information (argument names) of `like`."""
+    effects: set[Any] = set()
+    for eqn in eqns:
+        effects |= set(eqn.effects)
+    names = open_jaxpr(like).debug_info
+    if len(names.arg_names or ()) != len(invars) or len(names.result_paths or ()) != len(outvars):
+        names = None
+    kwargs: dict[str, Any] = {"effects": frozenset(effects)}
+    if names is not None:
+        kwargs["debug_info"] = names
+    parts = (list(constvars), list(invars), list(outvars), list(eqns))
+    if _MERGED:
+        return _core.Jaxpr(*parts, consts=list(consts), **kwargs)
+    return jexc.ClosedJaxpr(_core.Jaxpr(*parts, **kwargs), list(consts))
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    return str(eqn.source_info.name_stack)
+
+
+def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """`eqn` of an inner jaxpr with the name stack of the equation that called it put in front."""
+    stack = outer.source_info.name_stack + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback or outer.source_info.traceback
+    return eqn.replace(
+        source_info=eqn.source_info.replace(name_stack=stack, traceback=traceback)
+    )
+
+
+def user_line(eqn: JaxprEqn) -> str:
+    """"file.py:41", the line of the user's code that made the equation, or ""."""
+    traceback = eqn.source_info.traceback
+    frame = None if traceback is None else source_info_util.user_frame(traceback)
+    if frame is None:
+        return ""
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
+
+
+def check_jaxpr(jaxpr: ClosedJaxpr) -> None:
+    _core.check_jaxpr(open_jaxpr(jaxpr))
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, _core.Tracer)
+
+
+def is_jit_tracer(x: Any) -> bool:
+    """Whether `x` is traced by jit (or make_jaxpr), where a budgeted step may be inlined."""
+    return isinstance(x, DynamicJaxprTracer)
+
+
+def is_unspecified_sharding(x: Any) -> bool:
+    return x is None or type(x).__name__ == "UnspecifiedValue"

@@ -1,0 +1,16 @@
+"""Policies: one file each, and the table of their names."""
+
+from __future__ import annotations
+
+from vmem_jax.policy.auto import Auto
+from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.policy.exact import Exact
+from vmem_jax.policy.keep import Keep
+from vmem_jax.policy.recompute import Recompute
+
+POLICIES: dict[str, type[AbstractPolicy]] = {
+    policy.name: policy for policy in (Auto, Exact, Keep, Recompute)
+}
+"""A new policy is a file and one entry here."""
+
+__all__ = ["POLICIES", "AbstractPolicy", "Auto", "Exact", "Keep", "Recompute"]

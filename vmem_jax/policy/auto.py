@@ -1,0 +1,201 @@
+"""auto: the fewest seconds whose peak is within the budget at every step.
+
+Greedy on the exact simulation: while the peak is over the budget, drop, among the values that lie
+idle across it, those that cost the fewest seconds a byte to make again, given what is dropped
+already. Long stretches of dropped neighbours come back together, as one bubble, so a stretch may
+hold no more than a share of the free memory; several shares are tried. What is still over the
+budget is left to the executor's limit (policy `recompute`). At the end each dropped value is
+offered back, dearest first. The best of all is taken by `simulate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, live_at, simulate
+from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.executor import Drop, Execution, can_remake
+from vmem_jax.policy.order import canonical_order
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(AbstractPolicy):
+    """Chooses among all means that `allow` names.
+
+    Attributes:
+      allow: means: "order" (exact residuals, always), "recompute".
+      shares: the largest stretches of neighbours to drop, as shares of the memory that is free.
+      offers: how often dropped values are offered back.
+    """
+
+    name: ClassVar[str] = "auto"
+    allow: tuple[str, ...] = ("order", "recompute")
+    shares: tuple[float, ...] = (0.08, 0.2, 0.4, 1.0)
+    offers: int = 48
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        base = canonical_order(program)
+        best = simulate(program, base, costs)
+        if budget is None or best.peak <= budget or "recompute" not in self.allow:
+            return finish(self.name, program, best, budget)
+        best = _better(best, _under_limit(program, costs, base, (), budget), budget)
+        for share in self.shares:
+            search = _Search(program, costs, base, budget, share)
+            best = _better(best, search.run(), budget)
+            if search.timeline.peak > budget:
+                limited = _under_limit(program, costs, base, search.drops, budget)
+                best = _better(best, limited, budget)
+            elif search.timeline is best:
+                best = _better(best, search.offer_back(self.offers), budget)
+        return finish(self.name, program, best, budget)
+
+
+def _under_limit(
+    program: Program, costs: Costs, base: Sequence[int], drops: Sequence[Drop] | set[Drop],
+    limit: int,
+) -> Timeline:
+    return simulate(
+        program, Execution(program, costs, base, set(drops), limit=limit).order, costs
+    )
+
+
+def _better(a: Timeline, b: Timeline, budget: int) -> Timeline:
+    """The faster of two that fit, else the lower."""
+    rank = lambda t: (t.peak > budget, t.seconds if t.peak <= budget else t.peak, t.peak)
+    return min(a, b, key=rank)
+
+
+class _Search:
+    """The greedy search for one share."""
+
+    def __init__(
+        self, program: Program, costs: Costs, base: Sequence[int], budget: int, share: float
+    ) -> None:
+        self.program, self.costs, self.base, self.budget = program, costs, base, budget
+        self.stretch = share * max(budget - program.resident_nbytes, 0)
+        self.drops: set[Drop] = set()
+        self.dropped: set[int] = set()
+        self.uses: list[list[int]] = [[] for _ in program.buffers]
+        for position, s in enumerate(base):
+            for b in (*program.steps[s].reads, *program.steps[s].writes):
+                self.uses[b].append(position)
+        self.rank = {s: p for p, s in enumerate(base)}
+        self.timeline = simulate(program, base, costs)
+
+    def run(self) -> Timeline:
+        """Drops until the peak is within the budget, or nothing that lies across it is left."""
+        while self.timeline.peak > self.budget:
+            excess = self.timeline.peak - self.budget
+            chosen = self._choose(excess)
+            if not chosen:
+                break
+            self.drops |= chosen
+            self.dropped |= {b for b, _ in chosen}
+            self._execute()
+        return self.timeline
+
+    def offer_back(self, times: int) -> Timeline:
+        """Keeps what may be kept after all, dearest seconds first."""
+        for drop in sorted(self.drops, key=lambda d: (-self._seconds(d), d))[:times]:
+            before = self.timeline
+            self.drops.discard(drop)
+            self._execute()
+            if self.timeline.peak > self.budget or self.timeline.seconds >= before.seconds:
+                self.drops.add(drop)
+                self.timeline = before
+        return self.timeline
+
+    def _execute(self) -> None:
+        order = Execution(self.program, self.costs, self.base, self.drops).order
+        self.timeline = simulate(self.program, order, self.costs)
+
+    def _choose(self, excess: int) -> set[Drop]:
+        """The cheapest drops across the peak that free about half of `excess`, at least one."""
+        candidates = []
+        for b, n in self._idle_at_peak():
+            nbytes = self.program.buffers[b].nbytes
+            candidates.append((self._seconds((b, n)) / nbytes, b, n))
+        candidates.sort()
+        chosen: set[Drop] = set()
+        freed = 0
+        target = max(excess // 2, min(excess, self.budget // 50))
+        for _, b, n in candidates:
+            if freed >= target:
+                break
+            if self._stretch(b, chosen) > self.stretch:
+                continue
+            chosen.add((b, n))
+            self.dropped.add(b)
+            freed += self.program.buffers[b].nbytes
+        return chosen
+
+    def _idle_at_peak(self) -> list[Drop]:
+        """The base intervals across the peak whose buffer is live there and may be made again."""
+        order, at = self.timeline.order, self.timeline.peak_at
+        done = 0  # steps of the base order that ran before the peak
+        for s in order[: at + 1]:
+            if done < len(self.base) and s == self.base[done]:
+                done += 1
+        step = self.program.steps[order[at]]
+        busy = {*step.reads, *step.writes}
+        found = []
+        for b in live_at(self.program, order, at):
+            uses = self.uses[b]
+            n = sum(1 for u in uses if u < done) - 1
+            idle = 0 <= n < len(uses) - 1 and (b, n) not in self.drops
+            if b not in busy and idle and self.program.buffers[b].nbytes > 0:
+                if can_remake(self.program, b, self._overwritten_before(uses[n + 1])):
+                    found.append((b, n))
+        return found
+
+    def _overwritten_before(self, position: int) -> set[int]:
+        rank = self.rank
+        return {i for i, by in self.program.overwritten_by.items() if rank[by] < position}
+
+    def _seconds(self, drop: Drop) -> float:
+        """Seconds that dropping adds: its producer, and what else is gone for good by then."""
+        program = self.program
+        b, n = drop
+        need = self.uses[b][n + 1]
+        total, seen, stack = 0.0, set(), [b]
+        while stack and len(seen) < 32:
+            s = program.producer[stack.pop()]
+            if s in seen or s < 0:
+                continue
+            seen.add(s)
+            total += self.costs.seconds[s]
+            for r in program.steps[s].reads:
+                # what is read later in the base order is there by then, or is made for that anyway
+                if not program.is_resident[r] and self.uses[r][-1] < need:
+                    stack.append(r)
+        return total
+
+    def _crosses(self, b: int) -> bool:
+        """Whether `b` is read in another phase than it is made in: a residual."""
+        made, read = self.base[self.uses[b][0]], self.base[self.uses[b][-1]]
+        return self.program.steps[made].phase is not self.program.steps[read].phase
+
+    def _stretch(self, b: int, chosen: set[Drop]) -> float:
+        """Bytes that come back with `b`: dropped neighbours, through the steps that make them."""
+        program, total = self.program, 0.0
+        seen, stack = {b}, [b]
+        while stack and total <= self.stretch:
+            v = stack.pop()
+            if v in self.dropped or v == b:
+                total += program.buffers[v].nbytes
+            elif self._crosses(v):
+                continue  # kept: a stretch ends here
+            near = [*program.steps[program.producer[v]].reads] if program.producer[v] >= 0 else []
+            for r in program.readers[v]:
+                if program.steps[r].phase == program.steps[program.producer[v]].phase:
+                    near += program.steps[r].writes
+            for other in near:
+                if other not in seen and not program.is_resident[other]:
+                    seen.add(other)
+                    stack.append(other)
+        return total

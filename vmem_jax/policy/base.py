@@ -1,0 +1,101 @@
+"""What a policy is: a pure function from a Program, its Costs and a budget to a Plan."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind, simulate
+from vmem_jax.errors import BudgetError, show_nbytes
+
+
+class AbstractPolicy(abc.ABC):
+    """Decides what to keep and what to recompute, and in which order.
+
+    A policy touches nothing but its arguments and its own fields: no clock, no device, no random
+    state. It returns a plan whose predicted peak is within the budget, or raises BudgetError.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        """The plan for `program` within `budget` bytes (None: no limit)."""
+
+
+def finish(
+    policy: str, program: Program, timeline: Timeline, budget: int | None, fenced: bool = True
+) -> Plan:
+    """The plan of `timeline`, or BudgetError if its peak is over `budget`."""
+    if budget is not None and timeline.peak > budget:
+        raise cannot_fit(policy, program, timeline, budget)
+    return Plan(
+        program=program.fingerprint,
+        policy=policy,
+        order=timeline.order,
+        fenced=fenced,
+        budget=budget,
+        predicted_peak=timeline.peak,
+        predicted_seconds=timeline.seconds,
+    )
+
+
+def cannot_fit(policy: str, program: Program, timeline: Timeline, budget: int) -> BudgetError:
+    """The error for a budget that `timeline`, the best of `policy`, does not meet."""
+    if program.resident_nbytes > budget:
+        largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
+        return BudgetError(
+            policy=policy,
+            budget=budget,
+            lowest_peak=max(timeline.peak, program.resident_nbytes),
+            at="the arguments and outputs alone",
+            holders=(
+                f"arguments and outputs take {show_nbytes(program.resident_nbytes)}; the largest "
+                f"is {program.buffers[largest].label}, "
+                f"{show_nbytes(program.buffers[largest].nbytes)}"
+            ),
+            advice=(
+                "No plan can free them. Donate the state (`donate_argnums`), use a smaller dtype "
+                "or model, or a larger `budget`."
+            ),
+        )
+    return BudgetError(
+        policy=policy,
+        budget=budget,
+        lowest_peak=timeline.peak,
+        at=where_peak(program, timeline),
+        holders=what_holds(program, timeline.order, timeline.peak_at),
+    )
+
+
+def where_peak(program: Program, timeline: Timeline) -> str:
+    if timeline.peak_at < 0:
+        return "the arguments and outputs alone"
+    return program.steps[timeline.order[timeline.peak_at]].where
+
+
+def what_holds(program: Program, order: Sequence[int], position: int) -> str:
+    """For people: bytes by kind at `position`, and the three largest buffers there."""
+    if position < 0:
+        return ""
+    live = live_at(program, order, position)
+    kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
+    kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
+    largest = sorted(live, key=lambda b: -program.buffers[b].nbytes)[:3]
+    names = [f"{program.buffers[b].label} {show_nbytes(program.buffers[b].nbytes)}" for b in largest]
+    return ", ".join(kinds) + ("; largest: " + ", ".join(names) if names else "")
+
+
+def best_of(
+    program: Program, costs: Costs, orders: Sequence[Sequence[int]], budget: int | None
+) -> Timeline:
+    """The fastest of `orders` within `budget`, else the one with the lowest peak."""
+    timelines = [simulate(program, order, costs) for order in orders]
+    fitting = [t for t in timelines if budget is None or t.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda t: (t.seconds, t.peak))
+    return min(timelines, key=lambda t: t.peak)

@@ -1,0 +1,28 @@
+"""exact: the canonical order and exactly the residuals that the backward pass needs.
+
+Nothing is recomputed but what a fusion computes for itself. Plain jit holds whatever its fusions
+happened to write; this holds what is read, each value once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.policy.base import AbstractPolicy, best_of, finish
+from vmem_jax.policy.order import canonical_order
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(AbstractPolicy):
+    """Order and exact residuals only: results are bitwise those of the plain step."""
+
+    name: ClassVar[str] = "exact"
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        traced = tuple(range(len(program.steps)))
+        orders = [canonical_order(program), traced]
+        return finish(self.name, program, best_of(program, costs, orders, 0), budget)

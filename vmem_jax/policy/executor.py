@@ -1,0 +1,208 @@
+"""The executor: runs an order on paper and recomputes what is not there when it is read.
+
+Given the canonical order, a set of idle intervals to drop, and a limit, it emits the order with the
+recomputed steps in their places. Recomputation follows any graph: the steps needed for a value are
+found backwards to what is live, run in program order, and what they make stays for its next use
+(speed-centric). Where the limit is reached, the value that is cheapest to make again per byte and
+second of absence is dropped, as DTR does (Kirisame et al., ICLR 2021, section 3.1: h = cost /
+(memory × staleness)), with the known next use in place of staleness (as Belady's rule has it); on a
+chain of n layers this gives √n memory for about one extra forward pass, and deeper recursion below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.program import Program
+
+Drop = tuple[int, int]
+"""(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
+
+
+class Execution:
+    """One run of the executor over `base`; `order` is the result.
+
+    Attributes:
+      order: steps in execution order, recomputed ones in place.
+      fits: whether the limit held at every step, by the executor's own count.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        base: Sequence[int],
+        drops: Collection[Drop] = (),
+        limit: int | None = None,
+    ) -> None:
+        self._program = program
+        self._costs = costs
+        self._drops = drops if isinstance(drops, set | frozenset) else frozenset(drops)
+        self._limit = limit
+        self._base = base
+        self._uses: list[list[int]] = [[] for _ in program.buffers]
+        for position, s in enumerate(base):
+            for b in (*program.steps[s].reads, *program.steps[s].writes):
+                self._uses[b].append(position)
+        self._next = [0] * len(program.buffers)  # index into _uses: the next use still to come
+        self._present = list(program.is_resident)
+        for b in program.inputs:
+            self._present[b] = True
+        self._live: dict[int, None] = {}
+        self._nbytes = program.resident_nbytes
+        self._overwritten: set[int] = set()
+        self._overwrites = {by: i for i, by in program.overwritten_by.items()}
+        self._ran = [False] * len(program.steps)
+        self.order: list[int] = []
+        self.fits = True
+        self._most = 40 * len(base) + 1000  # a limit that makes it thrash is a limit not met
+        self._now = 0
+        for self._now, s in enumerate(base):
+            self._run_base(s)
+            if len(self.order) > self._most:
+                self.fits = False
+                break
+
+    # -- one step of the base order
+
+    def _run_base(self, s: int) -> None:
+        program = self._program
+        step = program.steps[s]
+        pinned = set(step.reads)
+        missing = [b for b in step.reads if not self._present[b]]
+        if missing:
+            self._recompute(missing, pinned)
+        self._emit(s, pinned)
+        for b in (*step.reads, *step.writes):
+            self._next[b] += 1
+            if program.is_resident[b]:
+                continue
+            uses = self._uses[b]
+            if self._next[b] >= len(uses) or (b, self._next[b] - 1) in self._drops:
+                self._free(b)
+
+    # -- recomputation
+
+    def _recompute(self, wanted: Sequence[int], pinned: set[int]) -> None:
+        """Makes `wanted` present by running their producers, inputs first."""
+        program = self._program
+        steps: set[int] = set()
+        stack = list(wanted)
+        while stack:
+            b = stack.pop()
+            s = program.producer[b]
+            if s not in steps:
+                steps.add(s)
+                stack += [r for r in program.steps[s].reads if not self._present[r]]
+        pending: dict[int, int] = {}  # reads of a temporary still to come in this burst
+        for s in steps:
+            for r in program.steps[s].reads:
+                pending[r] = pending.get(r, 0) + 1
+        held = pinned | set(wanted)
+        for s in sorted(steps):
+            step = program.steps[s]
+            gone = [r for r in step.reads if not self._present[r]]
+            pins = held | set(step.reads)
+            if gone:  # evicted during this burst, to stay below the limit
+                if len(self.order) > self._most:
+                    self.fits = False
+                    return
+                self._recompute(gone, pins)
+            self._emit(s, pins)
+            for r in step.reads:
+                pending[r] -= 1
+                if not pending[r]:
+                    self._free_unneeded(r, held)
+            for w in step.writes:
+                if not pending.get(w):
+                    self._free_unneeded(w, held)
+
+    def _free_unneeded(self, b: int, held: set[int]) -> None:
+        """Frees what a burst made for itself: nothing in the base order reads it any more."""
+        done = self._next[b] >= len(self._uses[b]) or self._next[b] == 0
+        if done and b not in held and not self._program.is_resident[b]:
+            self._free(b)
+
+    # -- memory
+
+    def _emit(self, s: int, pinned: set[int]) -> None:
+        program = self._program
+        step = program.steps[s]
+        fresh = [
+            w for w in step.writes if not program.is_resident[w] and w not in self._live
+        ]
+        need = sum(program.buffers[w].nbytes for w in fresh) + step.workspace
+        if self._limit is not None:
+            need -= self._reused(s, fresh)
+            while self._nbytes + need > self._limit:
+                victim = self._victim(pinned | set(step.writes))
+                if victim is None:
+                    self.fits = False
+                    break
+                self._free(victim)
+        for w in fresh:
+            self._live[w] = None
+            self._present[w] = True
+            self._nbytes += program.buffers[w].nbytes
+        for w in step.writes:
+            self._present[w] = True
+        if s in self._overwrites:
+            self._overwritten.add(self._overwrites[s])
+        self._ran[s] = True
+        self.order.append(s)
+
+    def _reused(self, s: int, fresh: list[int]) -> int:
+        """Bytes that `s` writes over what it reads last."""
+        for r, w in self._program.steps[s].in_place:
+            last = self._next[r] + 1 >= len(self._uses[r])
+            if last and w in fresh and r in self._live:
+                return self._program.buffers[w].nbytes
+        return 0
+
+    def _free(self, b: int) -> None:
+        if b in self._live:
+            del self._live[b]
+            self._present[b] = False
+            self._nbytes -= self._program.buffers[b].nbytes
+
+    def _victim(self, pinned: set[int]) -> int | None:
+        """The live value with the lowest cost / (bytes × time until its next use)."""
+        best, best_score = None, float("inf")
+        for b in self._live:
+            if b in pinned or not self.can_remake(b):
+                continue
+            uses = self._uses[b]
+            following = uses[self._next[b]] if self._next[b] < len(uses) else len(self._base)
+            absence = max(following - self._now, 1)
+            score = self._remake_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
+            if score < best_score:
+                best, best_score = b, score
+        return best
+
+    def can_remake(self, b: int) -> bool:
+        """Whether the producer of `b` may run again, now or later."""
+        return can_remake(self._program, b, self._overwritten)
+
+    def _remake_seconds(self, b: int) -> float:
+        """Seconds to make `b` again from what is live, a few missing steps deep."""
+        program, total = self._program, 0.0
+        seen: set[int] = set()
+        stack = [b]
+        while stack and len(seen) < 32:
+            s = program.producer[stack.pop()]
+            if s in seen:
+                continue
+            seen.add(s)
+            total += self._costs.seconds[s]
+            stack += [r for r in program.steps[s].reads if not self._present[r]]
+        return total
+
+
+def can_remake(program: Program, b: int, overwritten: Collection[int] = ()) -> bool:
+    """Whether the producer of `b` is pure, reads something, and no donated input that is gone."""
+    s = program.producer[b]
+    if s < 0:
+        return False
+    step = program.steps[s]
+    return step.pure and bool(step.reads) and not any(r in overwritten for r in step.reads)

@@ -1,0 +1,94 @@
+"""rewrite: the equations of a captured step in the order of a plan, with fences and recomputation."""
+
+from __future__ import annotations
+
+from jax import lax
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.capture import Captured
+from vmem_jax.core.fences import fences
+from vmem_jax.core.plan import Plan
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+
+def rewrite(captured: Captured, plan: Plan) -> ClosedJaxpr:
+    """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
+
+    A step that stands in the order again becomes a clone of its equations on new variables; each
+    fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
+    """
+    if not plan.fenced and plan.order == tuple(range(len(captured.program.steps))):
+        return captured.flat
+    return _Rewriter(captured, plan).run()
+
+
+class _Rewriter:
+    def __init__(self, captured: Captured, plan: Plan) -> None:
+        self.program = captured.program
+        self.plan = plan
+        self.flat = captured.flat
+        self.opened = compat.open_jaxpr(captured.flat)
+        self.variables = captured.variables
+        self.current: dict[Var, Var] = {}  # existing value -> the variable that holds it now
+        for v in (*self.opened.invars, *self.opened.constvars):
+            self.current[v] = v
+        self.done: dict[tuple, list[Var]] = {}  # (equation, inputs) -> results, to emit once
+        self.equations: list[JaxprEqn] = []
+
+    def run(self) -> ClosedJaxpr:
+        at = {}
+        if self.plan.fenced:
+            at = {f.position: f.buffers for f in fences(self.program, self.plan.order)}
+        for position, s in enumerate(self.plan.order):
+            if position in at:
+                self._fence(at[position], self.program.steps[s].equations[-1])
+            self._step(s)
+        outvars = [
+            a if isinstance(a, Literal) else self.current[a] for a in self.opened.outvars
+        ]
+        return compat.close(
+            self.opened.constvars,
+            compat.constants(self.flat),
+            self.opened.invars,
+            outvars,
+            self.equations,
+            self.flat,
+        )
+
+    def _step(self, s: int) -> None:
+        """Emits the equations of step `s` on the current versions of what it reads."""
+        step = self.program.steps[s]
+        local: dict[Var, Atom] = {
+            self.variables[b]: self.current[self.variables[b]] for b in step.reads
+        }
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else local[atom]
+
+        for i in step.equations:
+            eqn = self.opened.eqns[i]
+            if all(v in local for v in eqn.outvars):
+                continue  # a view of what the step reads, read itself
+            invars = [read(a) for a in eqn.invars]
+            key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
+            outs = None if eqn.effects else self.done.get(key)
+            if outs is None:
+                outs = [compat.new_var(v.aval) for v in eqn.outvars]
+                self.done[key] = outs
+                self.equations.append(eqn.replace(invars=invars, outvars=outs))
+            local.update(zip(eqn.outvars, outs, strict=True))
+        for b in step.writes:
+            v = self.variables[b]
+            self.current[v] = local[v]
+
+    def _fence(self, buffers: tuple[int, ...], like: int) -> None:
+        """One barrier over the current versions of `buffers`, in front of equation `like`."""
+        held = [self.variables[b] for b in buffers]
+        invars = [self.current[v] for v in held]
+        outs = [compat.new_var(v.aval) for v in held]
+        self.equations.append(
+            compat.new_equation(
+                lax.optimization_barrier_p, invars, outs, {}, self.opened.eqns[like]
+            )
+        )
+        self.current.update(zip(held, outs, strict=True))
