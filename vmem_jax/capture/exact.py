@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +31,12 @@ import numpy as np
 from jax import lax
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.flatten import drop_dead
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.editor import Editor, Equation, is_view, spliced
+from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.unpool import MAX_WINDOW, unpool, window_index
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, Literal, Var
 
-# A JaxprEqn: JAX declares its atoms and types too loosely for a type checker.
-Equation = Any
-
-# Primitives that keep a constant fill, those that keep every element, and swapped comparisons.
-_FILLS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "stop_gradient")
-_VIEWS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims")
+# Comparisons with their operands swapped.
 _FLIPPED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
 
 
@@ -73,7 +67,7 @@ class Rule:
 
     name: str
     why_exact: str
-    apply: Callable[[_Program], list[Applied]]
+    apply: Callable[[Editor], list[Applied]]
 
 
 def apply_exact_rules(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Applied, ...]]:
@@ -87,186 +81,116 @@ def apply_exact_rules(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Applied, .
     """
     applied: list[Applied] = []
     for rule in RULES:
-        program = _Program(jaxpr)
-        if fired := rule.apply(program):
-            jaxpr = program.edited()
+        editor = Editor(jaxpr)
+        if fired := rule.apply(editor):
+            jaxpr = editor.edited()
             applied += fired
     return jaxpr, tuple(applied)
 
 
-class _Program:
-    """A flat jaxpr with its def-use chains, and the edits that one rule makes to it."""
-
-    def __init__(self, closed: ClosedJaxpr) -> None:
-        self.closed = closed
-        self.eqns: Sequence[Equation] = compat.open_jaxpr(closed).eqns
-        self.results = {v for v in compat.open_jaxpr(closed).outvars if isinstance(v, Var)}
-        self.producer: dict[Var, int] = {}
-        self.consumers: dict[Var, list[int]] = {}
-        self.late: set[int] = set()  # equations that need a cotangent, or belong to those
-        self.replaced: dict[int, list[Equation]] = {}
-        self.inserted: dict[int, list[Equation]] = {}  # after an equation
-        for i, eqn in enumerate(self.eqns):
-            inputs = {v for v in eqn.invars if isinstance(v, Var)}
-            for v in inputs:
-                self.consumers.setdefault(v, []).append(i)
-            if (
-                "transpose(" in compat.name_stack(eqn)
-                or eqn.primitive.name == "select_and_scatter_add"
-                or any(self.producer.get(v) in self.late for v in inputs)
-            ):
-                self.late.add(i)
-            self.producer.update((v, i) for v in eqn.outvars)
-        # A cheap forward equation that only the backward pass reads (a mask, a derivative) may as
-        # well run there: what it reads counts as read by the backward pass. Not so through the
-        # heavy ones, or a step that returns no loss would be backward from its first layer on.
-        self.backward = set(self.late)
-        for i in reversed(range(len(self.eqns))):
-            outs = self.eqns[i].outvars
-            users = [j for v in outs for j in self.users(v)]
-            if (
-                class_of(self.eqns[i]) in (Class.VIEW, Class.FUSIBLE)
-                and self.backward.issuperset(users)
-                and self.results.isdisjoint(outs)
-            ):
-                self.backward.add(i)
-
-    def source(self, atom: Atom) -> Equation | None:
-        """The equation that defines a value; None for literals, arguments and constants."""
-        i = self.producer.get(atom) if isinstance(atom, Var) else None
-        return None if i is None else self.eqns[i]
-
-    def users(self, var: Var) -> list[int]:
-        """Indices of the equations that read a value."""
-        return self.consumers.get(var, [])
-
-    def only_user(self, var: Var) -> int | None:
-        """Index of the one equation that reads a value, None if it has several or is a result."""
-        users = self.users(var)
-        return users[0] if len(users) == 1 and var not in self.results else None
-
-    def constant(self, atom: Atom) -> Any:
-        """The number that fills an array, as a NumPy scalar of its dtype, or None."""
-        if isinstance(atom, Literal):
-            aval: Any = atom.aval
-            return None if aval.shape else np.asarray(atom.val).astype(aval.dtype)
-        eqn = self.source(atom)
-        if eqn is None or eqn.primitive.name not in _FILLS:
-            return None
-        value = self.constant(eqn.invars[0])
-        return None if value is None else value.astype(eqn.outvars[0].aval.dtype)
-
-    def edited(self) -> ClosedJaxpr:
-        """The program after the edits, without what they left dead."""
-        opened = compat.open_jaxpr(self.closed)
-        eqns: list[Equation] = []
-        for i, eqn in enumerate(self.eqns):
-            eqns += self.replaced.get(i, [eqn]) + self.inserted.get(i, [])
-        consts = compat.constants(self.closed)
-        parts = (opened.constvars, consts, opened.invars, opened.outvars, eqns)
-        return drop_dead(compat.close(*parts, like=self.closed))
-
-
-def _relu_mask(program: _Program) -> list[Applied]:
+def _relu_mask(editor: Editor) -> list[Applied]:
     """A backward comparison of a clamp's input with a constant becomes one of its output."""
     applied: list[Applied] = []
-    for i, eqn in enumerate(program.eqns):
-        clamp = None if i in program.late else _clamp(program, eqn)
+    for i, eqn in enumerate(editor.eqns):
+        clamp = None if i in editor.late else _clamp(editor, eqn)
         if clamp is None:
             continue
         x, lo, hi = clamp
-        first, y = i, eqn.outvars[0]
+        last, y = i, eqn.outvars[0]
         # relu6 is min(max(x, 0), 6), and the next layer reads the last of the chain.
-        while (j := program.only_user(y)) is not None and j not in program.late:
-            if (clamp := _clamp(program, program.eqns[j])) is None:
+        while (j := editor.only_user(y)) is not None and j not in editor.late:
+            if (clamp := _clamp(editor, editor.eqns[j])) is None:
                 break
             lo, hi = max(lo, clamp[1]), min(hi, clamp[2])
-            i, y = j, program.eqns[j].outvars[0]
-        readers = [j for j in program.users(x) if j in program.backward and j != first]
-        if not readers or program.source(x) is None:  # a step's argument stays in memory anyway
+            last, y = j, editor.eqns[j].outvars[0]
+        readers = [j for j in editor.users(x) if j in editor.backward and j != i]
+        if not readers or editor.source(x) is None:  # a step's argument stays in memory anyway
             continue
-        masks = [_as_mask(program, j, x, y, lo, hi) if j > i else None for j in readers]
+        masks = [_as_mask(editor, j, x, y, lo, hi) if j > last else None for j in readers]
         if None not in masks:
-            program.replaced.update((j, [mask]) for j, mask in zip(readers, masks, strict=True))
-            stack = compat.name_stack(program.eqns[readers[0]])
+            editor.replaced.update((j, [mask]) for j, mask in zip(readers, masks, strict=True))
+            stack = compat.name_stack(editor.eqns[readers[0]])
             applied.append(Applied("relu_mask", stack, nbytes(x.aval)))
     return applied
 
 
-def _clamp(program: _Program, eqn: Equation) -> tuple[Atom, float, float] | None:
+def _clamp(editor: Editor, eqn: Equation) -> tuple[Atom, float, float] | None:
     """`(x, lo, hi)` if an equation clamps the floats x between constants of their dtype."""
     name = eqn.primitive.name
     if name not in ("max", "min", "clamp") or not _is_float(eqn.outvars[0]):
         return None
     if name == "clamp":
         lo, x, hi = eqn.invars
-        bounds = program.constant(lo), program.constant(hi)
+        bounds = editor.constant(lo), editor.constant(hi)
     else:
-        bound, x = eqn.invars if program.constant(eqn.invars[1]) is None else eqn.invars[::-1]
-        value = program.constant(bound)
+        bound, x = eqn.invars if editor.constant(eqn.invars[1]) is None else eqn.invars[::-1]
+        value = editor.constant(bound)
         bounds = (value, math.inf) if name == "max" else (-math.inf, value)
     if None in bounds or isinstance(x, Literal) or x.aval.shape != eqn.outvars[0].aval.shape:
         return None
     return x, float(bounds[0]), float(bounds[1])
 
 
-def _as_mask(program: _Program, i: int, x: Atom, y: Atom, lo: float, hi: float) -> Equation | None:
+def _as_mask(editor: Editor, i: int, x: Atom, y: Atom, lo: float, hi: float) -> Equation | None:
     """Equation `i`, a comparison of x with a constant, on y = clamp(lo, x, hi) if that is exact."""
-    eqn = program.eqns[i]
+    eqn = editor.eqns[i]
     if eqn.primitive.name not in _FLIPPED:
         return None
     a, b = eqn.invars
     name = eqn.primitive.name if a is x else _FLIPPED[eqn.primitive.name]
-    limit = program.constant(b if a is x else a)
+    limit = editor.constant(b if a is x else a)
     if limit is None:
         return None
     exact = lo <= limit < hi if name in ("gt", "le") else lo < limit <= hi
     return eqn.replace(invars=[y if v is x else v for v in eqn.invars]) if exact else None
 
 
-def _max_pool_index(program: _Program) -> list[Applied]:
+def _max_pool_index(editor: Editor) -> list[Applied]:
     """A pool's backward reads a one-byte index of the pooled shape, not the pool's input."""
     applied: list[Applied] = []
-    for i, eqn in enumerate(program.eqns):
-        forward = _forward_pool(program, eqn)
+    for i, eqn in enumerate(editor.eqns):
+        forward = _forward_pool(editor, eqn)
         if forward is None:
             continue
         (grad, y), out = eqn.invars, eqn.outvars[0]
-        views, fold = _mask_after(program, out)
-        reads, at, ours = [y], forward, {i}
+        views, fold = _mask_after(editor, out)
+        at, reads, ours = forward, [y], {i}
         if fold is not None:
-            mask = program.eqns[fold].invars[0]
-            at = max(at, program.producer[mask])
-            reads, ours = [y, mask], {i, program.producer[mask]}
-        if not _is_freed(program, y, ours):
+            reads.append(mask := editor.eqns[fold].invars[0])
+            ours.add(editor.producer[mask])
+        if not _is_freed(editor, y, ours):
             continue
+        if fold is not None:
+            source = editor.eqns[editor.producer[mask]]
+            at = max(at, *editor.producers(source))
+            editor.replaced[editor.producer[mask]] = []
+            editor.inserted.setdefault(at, []).append(source)
         window = tuple(eqn.params["window_dimensions"])
-        index, code = _spliced(
+        index, code = spliced(
             lambda y, *mask, w=window, v=views: window_index(
                 w, y, *(_in_layout_before(m, v) for m in mask)
             ),
             reads,
-            program.eqns[forward],
+            editor.eqns[forward],
         )
-        program.inserted.setdefault(at, []).extend(index)
+        editor.inserted.setdefault(at, []).extend(index)
         if fold is not None:
-            # The index holds the mask now: the select's result is the unpooled gradient, seen
-            # through the views in between.
-            result = program.eqns[fold].outvars[0]
-            program.replaced[fold] = []
+            # The index holds the mask now: what the select gave is the unpooled gradient, seen
+            # through the views.
+            editor.replaced[fold] = []
             if views:
-                last = program.producer[views[-1].outvars[0]]
-                program.replaced[last] = [views[-1].replace(outvars=[result])]
+                last = views[-1].replace(outvars=editor.eqns[fold].outvars)
+                editor.replaced[editor.producer[views[-1].outvars[0]]] = [last]
             else:
-                out = result
-        program.replaced[i], _ = _spliced(
+                out = editor.eqns[fold].outvars[0]
+        editor.replaced[i], _ = spliced(
             lambda g, c, w=window, s=y.aval.shape: unpool(w, s, g, c), [grad, code], eqn, out
         )
         applied.append(Applied("max_pool_index", compat.name_stack(eqn), nbytes(y.aval)))
     return applied
 
 
-def _forward_pool(program: _Program, eqn: Equation) -> int | None:
+def _forward_pool(editor: Editor, eqn: Equation) -> int | None:
     """The pool of a backward scatter, if its windows tile the input and their places fit a byte."""
     if eqn.primitive.name != "select_and_scatter_add":
         return None
@@ -288,49 +212,52 @@ def _forward_pool(program: _Program, eqn: Equation) -> int | None:
         or any(getattr(getattr(y.aval, "sharding", None), "spec", ()))
     ):
         return None
-    for i in program.users(y):
-        pool = program.eqns[i]
-        if pool.primitive.name == "reduce_window_max" and i not in program.late:
-            if all(tuple(pool.params[k]) == v for k, v in want.items()):
+    for i in editor.users(y):
+        name, params = editor.eqns[i].primitive.name, editor.eqns[i].params
+        if name == "reduce_window_max" and i not in editor.late:
+            if all(tuple(params[k]) == v for k, v in want.items()):
                 return i
     return None
 
 
-def _mask_after(program: _Program, var: Atom) -> tuple[list[Equation], int | None]:
+def _mask_after(editor: Editor, var: Atom) -> tuple[list[Equation], int | None]:
     """The `select_n(mask, 0, value)` that alone reads a value, and the views in between.
 
     Per-example models pool one image at a time, so that vmap leaves dimensions of size one and
     transposes between the pool and the ReLU before it.
     """
     views: list[Equation] = []
-    while (i := program.only_user(var)) is not None and _is_view(program.eqns[i]):
-        views.append(program.eqns[i])
-        var = program.eqns[i].outvars[0]
-    if i is None or program.eqns[i].primitive.name != "select_n":
+    while (i := editor.only_user(var)) is not None and is_view(editor.eqns[i]):
+        views.append(editor.eqns[i])
+        var = editor.eqns[i].outvars[0]
+    if i is None or editor.eqns[i].primitive.name != "select_n":
         return [], None
-    mask, zero, *values = program.eqns[i].invars
-    fill = program.constant(zero)
+    mask, zero, *values = editor.eqns[i].invars
+    fill, source = editor.constant(zero), editor.source(mask)
     if (
         values == [var]
         and fill is not None
         and fill == 0
         and not np.signbit(fill)
-        and mask.aval.shape == var.aval.shape
-        and program.only_user(mask) == i
-        and program.producer.get(mask, i) not in program.late
+        and (mask.aval.shape, mask.aval.dtype) == (var.aval.shape, bool)
+        and source is not None
+        and len(source.outvars) == 1
+        and editor.only_user(mask) == i
+        # jax.checkpoint leaves masks in the backward pass that only read forward values
+        and not any(j in editor.late for j in editor.producers(source))
     ):
         return views, i
     return [], None
 
 
-def _is_freed(program: _Program, var: Var, ours: set[int]) -> bool:
+def _is_freed(editor: Editor, var: Var, ours: set[int]) -> bool:
     """Whether no backward equation beside `ours` needs a value or what it is a view of."""
-    while (eqn := program.source(var)) is not None:
-        for i in program.backward.intersection(program.users(var)) - ours:
+    while (eqn := editor.source(var)) is not None:
+        for i in editor.backward.intersection(editor.users(var)) - ours:
             # A forward mask is a one-byte residual of its own and does not keep its input.
-            if i in program.late or any(v.aval.dtype != bool for v in program.eqns[i].outvars):
+            if i in editor.late or any(v.aval.dtype != bool for v in editor.eqns[i].outvars):
                 return False
-        if not _is_view(eqn):
+        if not is_view(eqn):
             return True
         var = eqn.invars[0]
     return False
@@ -344,40 +271,6 @@ def _in_layout_before(mask: jax.Array, views: Sequence[Equation]) -> jax.Array:
         else:
             mask = lax.reshape(mask, view.invars[0].aval.shape)
     return mask
-
-
-def _spliced(
-    fn: Callable[..., jax.Array], args: Sequence[Atom], like: Equation, out: Var | None = None
-) -> tuple[list[Equation], Var]:
-    """Traces `fn` to equations on `args`, with the name and source line of the equation `like`."""
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
-    traced = compat.open_jaxpr(jax.make_jaxpr(fn)(*avals))
-    env: dict[Var, Atom] = dict(zip(traced.invars, args, strict=True))
-    env[traced.outvars[0]] = out or compat.new_var(traced.outvars[0].aval)
-    eqns = []
-    for eqn in traced.eqns:
-        env.update((v, compat.new_var(v.aval)) for v in eqn.outvars if v not in env)
-        eqns.append(
-            eqn.replace(
-                invars=[v if isinstance(v, Literal) else env[v] for v in eqn.invars],
-                outvars=[env[v] for v in eqn.outvars],
-                source_info=like.source_info,
-                ctx=like.ctx,
-            )
-        )
-    return eqns, env[traced.outvars[0]]
-
-
-def _is_view(eqn: Equation) -> bool:
-    """Whether an equation only rearranges all elements of its input."""
-    (x, *rest), y = eqn.invars, eqn.outvars[0]
-    if rest or isinstance(x, Literal):
-        return False
-    if eqn.primitive.name == "reduce_sum":  # over dimensions of size one, as vmap leaves them
-        return all(x.aval.shape[d] == 1 for d in eqn.params["axes"])
-    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
-        return False
-    return eqn.primitive.name in _VIEWS and x.aval.size == y.aval.size
 
 
 def _is_float(atom: Atom) -> bool:

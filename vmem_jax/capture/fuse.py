@@ -2,14 +2,15 @@
 
 A fusible equation is computed inside every kernel that reads it. Where the reader is far away (a
 backward equation that reads a forward chain), two ways are open: the value exists in between, or the
-chain is computed again from values that exist anyway. The cheaper one in byte-epochs (bytes × the
-heavy kernels that they outlive) is taken: a dropout mask (1 byte an element) rather than the random
-bits (4), a batch-normalised value from the convolution's output that the backward pass reads anyway.
+chain is computed again from values that exist anyway. The cheaper one is taken, in bytes moved plus
+bytes held: a dropout mask (1 byte an element) rather than the random bits (4), a batch-normalised
+value from the convolution's output, which the backward pass reads anyway.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import Class, class_of, nbytes
@@ -17,6 +18,9 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 _MOST_VISITS = 500
 """Fusible equations looked at for one kernel; beyond it a value exists. XLA's fusions end too."""
+
+_EPOCHS_PER_PASS = 8
+"""Holding a value over so many heavy kernels counts as much as reading it once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,11 @@ class _Fuser:
             self.epoch.append(heavy)
             sizes = [nbytes(v.aval) for v in (*eqn.outvars, *eqn.invars)]
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096
+        self.uses: dict[Var, int] = {}
+        for eqn in self.eqns:
+            for a in eqn.invars:
+                if isinstance(a, Var):
+                    self.uses[a] = self.uses.get(a, 0) + 1
         self.exists: set[Var] = set()  # fusible values that some kernel must write
         self.until: dict[Var, int] = {}  # the last epoch that reads an existing value
 
@@ -65,7 +74,7 @@ class _Fuser:
                 for atom in eqn.invars:
                     source = self._source(atom)
                     if source is not None:
-                        self._must_exist(source, self.epoch[i])
+                        self.read_at(source, self.epoch[i])
         found: list[Kernel] = []
         for i in range(len(self.eqns) - 1, -1, -1):
             if self.classes[i] is Class.HEAVY:
@@ -85,8 +94,14 @@ class _Fuser:
             atom = self.eqns[i].invars[0]
         return atom if isinstance(atom, Var) else None
 
-    def _must_exist(self, v: Var, epoch: int) -> None:
-        if v in self.maker and self.classes[self.maker[v]] in (Class.FUSIBLE, Class.VIEW):
+    def must_exist(self, v: Var) -> bool:
+        """Whether `v` is in memory whatever is decided: an input, or made by a kernel of its own."""
+        i = self.maker.get(v)
+        return i is None or self.classes[i] in (Class.HEAVY, Class.REDUCE)
+
+    def read_at(self, v: Var, epoch: int) -> None:
+        """`v` is read in `epoch`: it exists from its making until then."""
+        if not self.must_exist(v):
             self.exists.add(v)
         self.until[v] = max(self.until.get(v, 0), epoch)
 
@@ -115,14 +130,12 @@ class _Fuser:
         epoch = self.epoch[root]
         # Twice: what the first pass finds to be read anyway makes reading it again free, so that
         # the second pass computes the rest from it.
-        trial: dict[Var, int] = {}
-        for _ in range(2):
-            walk = _Walk(self, epoch, {**self.until, **trial})
-            for atom in self.eqns[root].invars:
-                walk.visit(atom, 0)
-            trial = dict.fromkeys(walk.reads, epoch)
+        walk = _Walk(self, epoch, ())
+        walk.visit_all(self.eqns[root].invars)
+        walk = _Walk(self, epoch, walk.reads)
+        walk.visit_all(self.eqns[root].invars)
         for v in walk.reads:
-            self._must_exist(v, epoch)
+            self.read_at(v, epoch)
         written = [
             v for v in self.eqns[root].outvars
             if v in self.exists or self.classes[root] is Class.REDUCE
@@ -134,13 +147,18 @@ class _Fuser:
 class _Walk:
     """One walk from the operands of a chain's root back to the values that it reads."""
 
-    def __init__(self, fuser: _Fuser, epoch: int, until: dict[Var, int]) -> None:
+    def __init__(self, fuser: _Fuser, epoch: int, free: Iterable[Var]) -> None:
         self.fuser = fuser
         self.epoch = epoch
-        self.until = until
-        self.costs: dict[Var, tuple[float, bool]] = {}  # value -> (byte-epochs, read it?)
+        self.until = fuser.until
+        self.free = {v for v in free if v in fuser.exists or fuser.must_exist(v)}
+        self.costs: dict[Var, tuple[float, bool]] = {}  # value -> (price in bytes, read it?)
         self.reads: dict[Var, None] = {}
         self.inlined: set[int] = set()
+
+    def visit_all(self, atoms: Iterable[Atom]) -> None:
+        for atom in atoms:
+            self.visit(atom, 0)
 
     def visit(self, atom: Atom, depth: int) -> None:
         """Adds what computing `atom` reads and inlines."""
@@ -157,35 +175,37 @@ class _Walk:
                 self.visit(operand, depth + 1)
 
     def _cost(self, v: Var, depth: int) -> tuple[float, bool]:
-        """Byte-epochs that needing `v` here adds, and whether to read it (or compute it)."""
+        """The price in bytes of needing `v` here, and whether to read it (or compute it)."""
         if v in self.costs:
             return self.costs[v]
         fuser = self.fuser
+        size = nbytes(v.aval)
         i = fuser.maker.get(v)
-        if i is None:  # an input of the program: always there
+        if v in self.free:
             self.costs[v] = (0.0, True)
             return self.costs[v]
+        if i is None:  # an input of the program: always there
+            self.costs[v] = (float(size), True)
+            return self.costs[v]
         born = fuser.epoch[i]
-        known = max(self.until.get(v, born), born)
-        read_cost = float(nbytes(v.aval) * max(0, self.epoch - known))
-        exists = v in fuser.exists or fuser.classes[i] in (Class.HEAVY, Class.REDUCE)
+        outlives = max(0, self.epoch - max(self.until.get(v, born), born))
+        read = size * (1 + outlives / _EPOCHS_PER_PASS)
         if fuser.classes[i] in (Class.HEAVY, Class.REDUCE):
-            self.costs[v] = (read_cost, True)
+            self.costs[v] = (read, True)
             return self.costs[v]
-        too_far = len(self.costs) > _MOST_VISITS or depth > 100
-        if too_far or (exists and read_cost == 0 and born == self.epoch):
-            self.costs[v] = (read_cost, True)
+        if len(self.costs) > _MOST_VISITS or depth > 100:
+            self.costs[v] = (read, True)
             return self.costs[v]
-        self.costs[v] = (read_cost, exists)  # for the recursion; a jaxpr has no cycles
-        inline_cost = sum(
-            self._cost(a, depth + 1)[0]
-            for a in fuser.eqns[i].invars
-            if isinstance(a, Var)
+        compute = sum(
+            self._cost(a, depth + 1)[0] for a in fuser.eqns[i].invars if isinstance(a, Var)
         )
-        # equal: an existing value of an earlier epoch is computed anew only from what is read here
-        compute = inline_cost <= read_cost
-        self.costs[v] = (min(inline_cost, read_cost), not compute)
-        return self.costs[v]
+        if v in fuser.exists:
+            choice = (compute, False) if compute < read else (read, True)
+        else:  # somebody has to compute and write it first
+            read += size + compute / max(fuser.uses[v], 1)
+            choice = (compute, False) if compute <= read else (read, True)
+        self.costs[v] = choice
+        return choice
 
 
 def _join_siblings(
