@@ -1,0 +1,29 @@
+"""vmem_jax: virtual memory for JAX training steps.
+
+    step = vmem_jax.jit(train_step, budget="12GiB", donate_argnums=0)
+
+runs the same step inside 12 GiB, and proves that it fits before anything runs.
+"""
+
+from vmem_jax.core.plan import Plan
+from vmem_jax.errors import BudgetError, DifferentiationError, PlanError, VmemError
+from vmem_jax.jit import BudgetedStep, jit
+from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Exact, Keep, Recompute
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "POLICIES",
+    "AbstractPolicy",
+    "Auto",
+    "BudgetError",
+    "BudgetedStep",
+    "DifferentiationError",
+    "Exact",
+    "Keep",
+    "Plan",
+    "PlanError",
+    "Recompute",
+    "VmemError",
+    "jit",
+]

@@ -113,3 +113,12 @@ def is_jit_tracer(x: Any) -> bool:
 
 def is_unspecified_sharding(x: Any) -> bool:
     return x is None or type(x).__name__ == "UnspecifiedValue"
+
+
+FENCE_OPTIONS: dict[str, dict[str, str]] = {
+    # XLA:CPU removes optimization barriers before it merges equal instructions and schedules, so no
+    # rematerialisation, jax.checkpoint's included, survives there. Without that pass they live until
+    # after scheduling, as on the GPU, and its code generator takes them as they are (0.10.2–0.12).
+    "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
+}
+"""Compiler options, by platform, that keep fences until after scheduling."""

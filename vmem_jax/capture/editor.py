@@ -61,12 +61,10 @@ class Editor:
         # heavy ones, or a step that returns no loss would be backward from its first layer on.
         self.backward = set(self.late)
         for i in reversed(range(len(self.eqns))):
-            outs = self.eqns[i].outvars
-            users = [j for v in outs for j in self.users(v)]
             if (
                 class_of(self.eqns[i]) in (Class.VIEW, Class.FUSIBLE)
-                and self.backward.issuperset(users)
-                and self.results.isdisjoint(outs)
+                and self.backward.issuperset(self.users_of(i))
+                and self.results.isdisjoint(self.eqns[i].outvars)
             ):
                 self.backward.add(i)
 
@@ -86,6 +84,10 @@ class Editor:
     def users(self, var: Var) -> list[int]:
         """Indices of the equations that read a value."""
         return self.consumers.get(var, [])
+
+    def users_of(self, i: int) -> list[int]:
+        """Indices of the equations that read a result of equation `i`."""
+        return [j for v in self.eqns[i].outvars for j in self.users(v)]
 
     def only_user(self, var: Var) -> int | None:
         """Index of the one equation that reads a value, None if it has several or is a result."""

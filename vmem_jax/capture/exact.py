@@ -106,11 +106,16 @@ def _relu_mask(editor: Editor) -> list[Applied]:
         readers = [j for j in editor.users(x) if j in editor.backward and j != i]
         if not readers or editor.source(x) is None:  # a step's argument stays in memory anyway
             continue
-        masks = [_as_mask(editor, j, x, y, lo, hi) if j > last else None for j in readers]
-        if None not in masks:
-            editor.replaced.update((j, [mask]) for j, mask in zip(readers, masks, strict=True))
-            stack = compat.name_stack(editor.eqns[readers[0]])
-            applied.append(Applied("relu_mask", stack, nbytes(x.aval)))
+        masks = [_as_mask(editor, j, x, y, lo, hi) for j in readers]
+        uses = [k for j in readers for k in editor.users_of(j)]
+        if None in masks or min(uses, default=last) < last:
+            continue
+        for j, mask in zip(readers, masks, strict=True):
+            editor.replaced[j] = [mask] if j > last else []
+            if j < last:  # a mask that was taken before the clamp
+                editor.inserted.setdefault(last, []).append(mask)
+        stack = compat.name_stack(editor.eqns[readers[0]])
+        applied.append(Applied("relu_mask", stack, nbytes(x.aval)))
     return applied
 
 

@@ -1,0 +1,264 @@
+"""Models: shapes, published sizes, gradients with and without checkpoints."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vmem_jax.models import (
+    VGG,
+    ResNet,
+    build_model,
+    cross_entropy,
+    job,
+    resnet_blocks,
+    vgg_stages,
+)
+from vmem_jax.models.initialisers import drawn_in_float32, padding_aware_he
+
+
+def _size(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _step_shapes(the_job):
+    return jax.eval_shape(the_job.step, the_job.state_shapes(), the_job.batch)
+
+
+def _filled(shapes):
+    """Random variables without compiling an initialiser for each shape."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(0.3, 0.3, leaf.shape).astype("float32"), shapes)
+
+
+def _remats(function, *args):
+    equations = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return sum("policy" in equation.params for equation in equations)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("vgg16", 138_357_544),
+        ("vgg19", 143_667_240),
+        ("resnet18", 11_689_512),
+        ("resnet34", 21_797_672),
+        ("resnet50", 25_557_032),
+        ("resnet101", 44_549_160),
+        ("resnet152", 60_192_808),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name, parameters):
+    assert _size(job(name, batch=2).state_shapes().params) == parameters
+
+
+def test_resnet1001_has_the_published_size():
+    state = job("resnet1001", batch=4, image=32, classes=10).state_shapes()
+    assert _size(state.params) == pytest.approx(10.2e6, rel=0.02)
+    convs = sum(name.startswith("conv") for block in state.params.values() for name in block)
+    assert convs == 999  # with the stem and the classifier 1,001
+
+
+@pytest.mark.parametrize(
+    ("depth", "convs"),
+    [
+        (16, (2, 2, 3, 3, 3)),
+        (19, (2, 2, 4, 4, 4)),
+        (101, (19, 19, 20, 20, 20)),
+        (116, (22, 22, 23, 23, 23)),
+        (416, (82, 82, 83, 83, 83)),
+    ],
+)
+def test_vgg_stages(depth, convs):
+    stages = vgg_stages(depth)
+    assert stages == tuple(zip((64, 128, 256, 512, 512), convs, strict=True))
+    assert sum(convs) + 3 == depth
+
+
+def test_resnet_blocks():
+    assert resnet_blocks(50) == ((3, 4, 6, 3), True, False)
+    assert resnet_blocks(18) == ((2, 2, 2, 2), False, False)
+    assert resnet_blocks(1001) == ((111, 111, 111), True, True)
+    assert resnet_blocks(164) == ((18, 18, 18), True, True)
+
+
+@pytest.mark.parametrize("depth", [-4, 0, 10, 17, 52, 417, 1000])
+def test_other_depths_are_refused(depth):
+    with pytest.raises(ValueError, match=r"19 or 16 \+ 5k"):
+        vgg_stages(depth)
+    with pytest.raises(ValueError, match=r"18, 34, 50, 101, 152 .* 9n \+ 2"):
+        resnet_blocks(depth)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("alexnet", {}, "no model"),
+        ("vgg", {}, "no model"),
+        ("vgg17", {}, "VGG-17"),
+        ("resnet50", {"head_width": 64}, "head_width"),
+        ("resnet50", {"wrap": "scan"}, "wrap"),
+        ("resnet50", {"optimizer": "lion"}, "optimizer"),
+        ("resnet50", {"image": 0}, "image"),
+    ],
+)
+def test_job_refuses(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        job(name, batch=2, **options)
+
+
+def test_vgg_refuses_images_too_small_to_pool():
+    with pytest.raises(ValueError, match="32x32"):
+        job("vgg16", batch=2, image=16).state_shapes()
+
+
+@pytest.mark.parametrize(("name", "image"), [("vgg416", 224), ("resnet29", 32)])
+def test_deep_steps_have_shapes(name, image):
+    deep = job(name, batch=4, image=image, optimizer="momentum")
+    state, metrics = _step_shapes(deep)
+    assert state == deep.state_shapes()
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("vgg16", "sgd"), ("resnet18", "momentum"), ("resnet11", "adamw")]
+)
+def test_types(name, optimizer):
+    plain = job(name, batch=2, image=32, optimizer=optimizer)
+    state, metrics = _step_shapes(plain)
+    assert state == plain.state_shapes()  # so that it can be donated
+    for path, leaf in jax.tree.leaves_with_path(state.params):
+        norm = "norm" in jax.tree_util.keystr(path)
+        assert leaf.dtype == (jnp.float32 if norm else jnp.bfloat16), path
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.batch_stats))
+    assert {leaf.dtype for leaf in metrics.values()} == {jnp.dtype("float32")}
+
+    master = job(name, batch=2, image=32, optimizer=optimizer, param_dtype="float32")
+    state, _ = _step_shapes(master)
+    assert state == master.state_shapes()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    model = build_model(name, image=32, param_dtype="float32")
+    text = str(
+        jax.make_jaxpr(lambda s, x: cross_entropy(model, s.params, s.batch_stats, x)[0])(
+            state, master.batch
+        )
+    )
+    assert "bf16[" in text
+
+
+def test_logits_and_random_batch():
+    small = job("resnet11", batch=3, image=16, classes=7)
+    images, labels = small.random_batch(jax.random.key(1))
+    assert images.shape == (3, 16, 16, 3) and images.dtype == jnp.float32
+    assert labels.shape == (3,) and labels.dtype == jnp.int32 and int(labels.max()) < 7
+    state = small.state_shapes()
+    model = build_model("resnet11", image=16, classes=7)
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    logits = jax.eval_shape(lambda v, x: model.apply(v, x, train=False), variables, images)
+    assert logits.shape == (3, 7) and logits.dtype == jnp.float32
+
+
+def test_stem_follows_the_image_size():
+    for image, size in [(224, 7), (64, 3)]:
+        params = job("resnet50", batch=2, image=image).state_shapes().params
+        assert params["stem_conv"]["kernel"].shape == (size, size, 3, 64)
+        assert "conv3" in params["stage1_block2"]
+
+
+_SMALL_RESNET = {"blocks": (1, 1), "classes": 5, "width": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "wrapped_layers"),
+    [
+        (VGG(((8, 2), (16, 1)), classes=5, head_width=16), 3),
+        (ResNet(bottleneck=False, **_SMALL_RESNET), 2),
+        (ResNet(bottleneck=True, preactivation=True, cifar_stem=True, **_SMALL_RESNET), 2),
+    ],
+)
+def test_checkpoint_gives_the_same_loss_and_gradients(model, wrapped_layers):
+    images = jax.random.normal(jax.random.key(0), (4, 16, 16, 3))
+    batch = (images, jnp.arange(4, dtype=jnp.int32))
+    shapes = jax.eval_shape(model.init, jax.random.key(1), images)
+    variables = _filled(shapes)
+    results = []
+    for checkpoint in (False, True):
+        candidate = model.clone(checkpoint=checkpoint)
+        assert jax.eval_shape(candidate.init, jax.random.key(1), images) == shapes
+
+        def loss(params, candidate=candidate):
+            return cross_entropy(candidate, params, variables.get("batch_stats", {}), batch)
+
+        assert _remats(loss, variables["params"]) == (wrapped_layers if checkpoint else 0)
+        results.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"]))
+    flat = [jax.tree.leaves_with_path(result) for result in results]
+    assert len(flat[0]) > len(jax.tree.leaves(variables["params"]))
+    for (path, plain), (_, checkpointed) in zip(*flat, strict=True):
+        scale = float(jnp.abs(plain).max()) + 1e-6
+        np.testing.assert_allclose(
+            checkpointed / scale, plain / scale, atol=1e-4, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+@pytest.mark.parametrize(("name", "count"), [("vgg16", 13), ("resnet50", 16)])
+def test_job_wraps_each_layer_or_block(name, count):
+    plain = job(name, batch=2, image=32)
+    wrapped = job(name, batch=2, image=32, wrap="checkpoint")
+    assert plain.state_shapes() == wrapped.state_shapes()
+    state = plain.state_shapes()
+    model = build_model(name, image=32, wrap="checkpoint")
+    assert (
+        _remats(lambda s, x: cross_entropy(model, s.params, s.batch_stats, x), state, plain.batch)
+        == count
+    )
+
+
+def test_116_layers_start_alive_in_bfloat16():
+    # VGG-116 with fewer channels. Eager, as that compiles each shape of layer once.
+    stages = tuple((64, convs) for _, convs in vgg_stages(116))
+    model = VGG(stages, 10, head_width=64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    images = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
+    params = model.init(jax.random.key(0, impl="rbg"), images)["params"]
+    value, grads = jax.value_and_grad(
+        lambda params: cross_entropy(model, params, {}, (images, np.array([3, 7])))[0]
+    )(params)
+    assert 0.1 < value < 100
+    for path, leaf in jax.tree.leaves_with_path(grads):
+        norm = np.linalg.norm(np.asarray(leaf, np.float32))
+        assert 1e-4 < norm < 1e4, (jax.tree_util.keystr(path), norm)
+
+
+@pytest.mark.parametrize("side", [1, 2, 7])
+def test_padding_aware_he_keeps_the_second_moment(side):
+    x = jax.random.normal(jax.random.key(0), (4, side, side, 64))
+    for key in jax.random.split(jax.random.key(1), 40):
+        kernel = padding_aware_he(side, side)(key, (3, 3, 64, 64))
+        x = jax.nn.relu(
+            jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
+    assert 0.02 < float(jnp.mean(x**2)) < 50  # a random walk; without the correction 1e-14 at 2x2
+
+
+def test_bfloat16_draws_have_no_bias():
+    he = drawn_in_float32(jax.nn.initializers.he_normal())
+    kernel = he(jax.random.key(0), (512, 2048), jnp.bfloat16)
+    assert kernel.dtype == jnp.bfloat16
+    kernel = kernel.astype(jnp.float32) * (512 / 2) ** 0.5
+    assert abs(float(kernel.mean())) < 0.004 and abs(float(kernel.std()) - 1) < 0.01
+
+
+def test_dropout_only_drops_in_training():
+    model = VGG(((4, 1),), classes=3, head_width=64, dropout=0.5)
+    images = jax.random.normal(jax.random.key(0), (2, 4, 4, 3))
+    shapes = jax.eval_shape(partial(model.init, train=False), jax.random.key(1), images)
+    variables = _filled(shapes)
+    first, second = (
+        model.apply(variables, images, rngs={"dropout": jax.random.key(seed)}) for seed in (2, 3)
+    )
+    assert not np.allclose(first, second)
+    assert model.apply(variables, images, train=False).shape == (2, 3)

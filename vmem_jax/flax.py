@@ -1,0 +1,57 @@
+"""What Flax NNX users need beyond `jit`: modules and optimisers as arguments, updated in place.
+
+A call is made pure as `nnx.jit` does it: the graph of the arguments is split into its definition
+(static) and its state (arrays), merged inside the step, and split again with the result; the state
+that comes back is written into the caller's own objects. Linen needs nothing: its states are
+pytrees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from vmem_jax.arguments import Call, Signature, split_static
+
+
+def has_modules(tree: Any) -> bool:
+    """Whether `tree` holds NNX modules, optimisers, metrics, rngs or variables."""
+    found = False
+
+    def look(x: Any) -> bool:
+        nonlocal found
+        is_node = isinstance(x, nnx.Object | nnx.Variable)
+        found = found or is_node
+        return is_node
+
+    jax.tree.leaves(tree, is_leaf=look)
+    return found
+
+
+def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
+    """A call with NNX objects among its arguments."""
+    dynamic, named, static, rebuild = split_static(sig, args, kwargs)
+    graph, state = nnx.split((dynamic, named))
+
+    def fun(state: Any) -> tuple[Any, Any]:
+        inside = nnx.merge(graph, state)
+        out = rebuild(*inside)
+        out_graph, out_state = nnx.split((inside, out))
+        return out_state, out_graph
+
+    def finish(out_state: Any, out_graph: Any) -> Any:
+        inside, out = nnx.merge(out_graph, out_state)
+        nnx.update((dynamic, named), nnx.state(inside))
+        return out
+
+    return Call(fun, state, (graph, static), lambda path: _is_donated(sig, path), finish)
+
+
+def _is_donated(sig: Signature, path: tuple) -> bool:
+    """Paths of the split state begin with (0 or 1, place or name) of the argument."""
+    keys = [getattr(p, "key", getattr(p, "idx", None)) for p in path[:2]]
+    if keys[0] == 0:
+        return keys[1] in sig.donate_nums
+    return keys[1] in sig.donate_names

@@ -1,0 +1,424 @@
+"""jit: the pipeline on one screen. trace → capture → plan → rewrite → compile → prove → run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+from jax.extend.core import jaxpr_as_fun
+
+from vmem_jax import arguments
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture import Captured, capture
+from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic, machine_for
+from vmem_jax.core.plan import Plan
+from vmem_jax.errors import (
+    BudgetError,
+    DifferentiationError,
+    PlanError,
+    parse_budget,
+    show_nbytes,
+)
+from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
+from vmem_jax.prove.device import free_nbytes, total_nbytes
+from vmem_jax.prove.prove import Attempt, need_nbytes, prove
+from vmem_jax.report.explain import Explanation, explain
+from vmem_jax.rewrite import rewrite
+
+MEANS = ("order", "recompute")
+"""What a plan may use. Transfers, convolutions and sub-batches will follow."""
+
+
+def jit(
+    fun: Callable | None = None,
+    *,
+    budget: int | float | str | None = None,
+    policy: str | AbstractPolicy = "auto",
+    allow: Sequence[str] = MEANS,
+    plan: Plan | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
+    machine: Machine | None = None,
+) -> Any:
+    """`jax.jit` inside a memory budget: the same results, and a proof that it fits.
+
+    Args:
+      fun: a training step, or any function: raw JAX, Flax (Linen, NNX), Equinox, Optax. Without it
+        `jit` is a decorator.
+      budget: the device memory that the compiled step may need (arguments + outputs − aliased +
+        temporaries), per device: bytes, `"12GiB"`, a fraction of plain jit's compiled need
+        (`0.5`), or `"device"` (what is free now).
+      policy: one of `POLICIES`, by name or as an instance with its options. "keep" leaves the
+        program untouched.
+      allow: the means that a plan may use: "order" (exact residuals) and "recompute".
+      plan: a plan made before, for exactly this step; nothing is planned then.
+      donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
+        `jax.jit`.
+      machine: what to reckon time with (default: the device's, from its name).
+
+    Returns:
+      A `BudgetedStep`, called like `fun`.
+
+    Raises:
+      ValueError, TypeError: an argument makes no sense.
+      BudgetError: on the first call, if no plan fits. Nothing over the budget is ever run.
+    """
+    if fun is None:
+        return functools.partial(
+            jit,
+            budget=budget,
+            policy=policy,
+            allow=allow,
+            plan=plan,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            compiler_options=compiler_options,
+            machine=machine,
+        )
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function. Got {type(fun).__name__}.")
+    if budget is None and plan is None:
+        raise TypeError("`budget` is missing: bytes, '12GiB', a fraction such as 0.5, or 'device'.")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"`plan` must be a Plan (`Plan.load(path)`). Got {type(plan).__name__}.")
+    return BudgetedStep(
+        fun,
+        arguments.signature(
+            getattr(fun, "__wrapped__", fun) if _is_jitted(fun) else fun,
+            static_argnums,
+            static_argnames,
+            donate_argnums,
+            donate_argnames,
+        ),
+        None if budget is None else parse_budget(budget),
+        _policy(policy, allow),
+        plan,
+        dict(compiler_options or {}),
+        machine,
+    )
+
+
+def _is_jitted(fun: Any) -> bool:
+    return hasattr(fun, "__wrapped__") and hasattr(fun, "lower")
+
+
+def _policy(policy: str | AbstractPolicy, allow: Sequence[str]) -> AbstractPolicy:
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
+    unknown = [means for means in allow if means not in MEANS]
+    if unknown or not allow:
+        raise ValueError(f"`allow` names {unknown or 'nothing'}; there is {', '.join(MEANS)}.")
+    if isinstance(policy, AbstractPolicy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"`policy`={policy!r} is unknown; there is {', '.join(sorted(POLICIES))}.")
+    return Auto(allow=allow) if policy == "auto" else POLICIES[policy]()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step for one set of shapes: captured, not yet planned."""
+
+    plain: ClosedJaxpr
+    captured: Captured
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[bool, ...]
+    names: tuple[str, ...]
+    out_tree: Any
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A step for one set of shapes: planned, compiled, proved.
+
+    Attributes:
+      budget: bytes that it was proved against; None for a given plan without a budget.
+      plain_need: bytes that plain jit needs, where that was compiled.
+      attempts: every plan that was compiled; the last is the one that runs.
+    """
+
+    traced: Traced
+    budget: int | None
+    plain_need: int | None
+    costs: Costs
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def best(self) -> Attempt:
+        return self.attempts[-1]
+
+
+class BudgetedStep:
+    """A function that runs inside its budget. Made by `jit`."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        sig: arguments.Signature,
+        budget: int | float | str | None,
+        policy: AbstractPolicy,
+        plan: Plan | None,
+        compiler_options: dict[str, Any],
+        machine: Machine | None,
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._sig = sig
+        self._budget = budget
+        self._policy = policy
+        self._plan = plan
+        self._compiler_options = compiler_options
+        self._machine = machine
+        self._entries: dict[Hashable, Entry] = {}
+
+    # -- the public face
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = arguments.prepare(self._sig, args, kwargs)
+        leaves, tree = jax.tree.flatten(call.tree)
+        tracers = [x for x in leaves if compat.is_tracer(x)]
+        if any(not compat.is_jit_tracer(x) for x in tracers):
+            raise DifferentiationError(
+                f"`{self._name}` is a budgeted step: it is not differentiable and cannot be "
+                "batched, since its memory was planned as it stands. Put `grad`, `jvp` or `vmap` "
+                "inside: budget the whole training step, `vmem_jax.jit(lambda *a: "
+                "jax.grad(f)(*a), budget=...)`."
+            )
+        entry = self._entry(call, leaves, tree)
+        if tracers:  # inside an outer jit: the rewritten equations go in, its compiler does the rest
+            rewritten = rewrite(entry.traced.captured, entry.best.plan)
+            outs = jaxpr_as_fun(rewritten)(*leaves)
+        else:
+            arguments.check_donation(entry.traced.names, leaves, entry.traced.donated)
+            outs = entry.best.compiled(*leaves)
+        return call.finish(jax.tree.unflatten(entry.traced.out_tree, outs), entry.traced.aux)
+
+    def plan(self, *args: Any, target: str | None = None, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays, or `jax.ShapeDtypeStruct`s), compiled and proved.
+
+        Args:
+          target: a card that is not there, "h200": plan for it and prove it with XLA:GPU's own
+            compiler, on any machine with `vmem_jax[gpu-compile]`.
+        """
+        return self._entry_for(args, kwargs, target).best.plan
+
+    def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
+        """What was decided and what it costs, for people: print it. Compiles plain jit to compare."""
+        entry = self._entry_for(args, kwargs, target)
+        plain = entry.plain_need
+        if plain is None:
+            plain = need_nbytes(self._compile_plain(entry.traced, target))
+        return explain(
+            entry.traced.captured.program,
+            entry.costs,
+            entry.best.plan,
+            budget=entry.budget,
+            plain_need=plain,
+            compiled_need=entry.best.need,
+            compiles=len(entry.attempts),
+        )
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """As `jax.jit(fun).lower(*args)`; `.compile()` gives the planned and proved step."""
+        return Lowered(self, args, kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets every plan and compiled step."""
+        self._entries.clear()
+
+    @property
+    def _name(self) -> str:
+        return getattr(self, "__name__", type(self).__name__)
+
+    # -- trace, plan, prove
+
+    def _entry_for(self, args: tuple, kwargs: dict, target: str | None) -> Entry:
+        call = arguments.prepare(self._sig, args, kwargs)
+        leaves, tree = jax.tree.flatten(call.tree)
+        return self._entry(call, leaves, tree, target)
+
+    def _entry(
+        self, call: arguments.Call, leaves: list[Any], tree: Any, target: str | None = None
+    ) -> Entry:
+        avals = tuple(map(arguments.aval_of, leaves))
+        key = (
+            tree,
+            call.static,
+            target,
+            tuple((a.shape, a.dtype, a.weak_type, a.sharding) for a in avals),
+            jax.config.jax_enable_x64,
+            jax.config.jax_default_matmul_precision,
+        )
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._make(self._trace(call, avals, tree), target)
+            self._entries[key] = entry
+        return entry
+
+    def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> Traced:
+        paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]
+        donated = tuple(call.donated(path) for path in paths)
+        names = tuple(arguments.leaf_names(self._sig, call.tree))
+        found: dict[str, Any] = {}
+
+        def flat(*leaves: Any) -> Any:
+            out, found["aux"] = call.fun(jax.tree.unflatten(tree, leaves))
+            outs, found["tree"] = jax.tree.flatten(out)
+            return outs
+
+        plain = jax.jit(flat).trace(*avals).jaxpr
+        captured = capture(plain, names, donated)
+        return Traced(plain, captured, avals, donated, names, found["tree"], found["aux"])
+
+    def _make(self, traced: Traced, target: str | None) -> Entry:
+        program = traced.captured.program
+        machine = self._machine or _machine(traced.avals, target)
+        costs = analytic(program, machine)
+        budget, plain_need = self._budget_nbytes(traced, target)
+        compile_plan = lambda plan: self._compile(traced, plan, target)
+        if self._plan is not None:
+            self._plan.check_made_for(program)
+            compiled = compile_plan(self._plan)
+            attempt = Attempt(self._plan, compiled, need_nbytes(compiled))
+            limit = budget if budget is not None else self._plan.budget
+            if limit is not None and attempt.need > limit:
+                raise PlanError(
+                    f"the given plan compiles to {show_nbytes(attempt.need)} here, over its budget "
+                    f"of {show_nbytes(limit)}. Plan again for this machine."
+                )
+            return Entry(traced, limit, plain_need, costs, (attempt,))
+        attempts = prove(program, self._policy, costs, budget, compile_plan)
+        best = attempts[-1]
+        logging.info(
+            "%s: %s of a budget of %s, predicted %s, after %d compiles",
+            self._name,
+            show_nbytes(best.need),
+            show_nbytes(budget or 0),
+            show_nbytes(best.plan.predicted_peak),
+            len(attempts),
+        )
+        return Entry(traced, budget, plain_need, costs, attempts)
+
+    def _budget_nbytes(self, traced: Traced, target: str | None) -> tuple[int | None, int | None]:
+        """(budget in bytes, plain jit's need where that had to be compiled)."""
+        budget = self._budget
+        if budget is None:
+            return None, None
+        total = total_nbytes(traced.avals, target)
+        if budget == "device":
+            arguments_nbytes = sum(
+                b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)]
+            )
+            return min(free_nbytes(traced.avals, target) + arguments_nbytes, total), None
+        if isinstance(budget, float):
+            plain_need = need_nbytes(self._compile_plain(traced, target))
+            return int(budget * plain_need), plain_need
+        assert isinstance(budget, int)
+        if budget > total:
+            raise ValueError(
+                f"`budget` is {show_nbytes(budget)}, but the device has {show_nbytes(total)}. Use "
+                "`budget='device'` for what is free, or a smaller one."
+            )
+        return budget, None
+
+    def _compile_plain(self, traced: Traced, target: str | None) -> Any:
+        return self._compile_jaxpr(traced, traced.plain, target)
+
+    def _compile(self, traced: Traced, plan: Plan, target: str | None) -> Any:
+        if not plan.fenced:
+            return self._compile_plain(traced, target)
+        return self._compile_jaxpr(traced, rewrite(traced.captured, plan), target)
+
+    def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None) -> Any:
+        avals = traced.avals
+        if target is not None:
+            from vmem_jax.prove.targets import target as card
+
+            sharding = card(target).sharding()
+            avals = tuple(
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)
+                for a in avals
+            )
+        flat = jaxpr_as_fun(jaxpr)
+
+        def step(*leaves: Any) -> Any:
+            return flat(*leaves)
+
+        step.__name__ = step.__qualname__ = self._name
+        donate = tuple(i for i, gives in enumerate(traced.donated) if gives)
+        lowered = jax.jit(step, donate_argnums=donate, keep_unused=True).lower(*avals)
+        fences = compat.FENCE_OPTIONS.get(_platform(avals), {})
+        return lowered.compile(compiler_options={**fences, **self._compiler_options} or None)
+
+
+class Lowered:
+    """A budgeted step for given arguments, not yet compiled."""
+
+    def __init__(self, step: BudgetedStep, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._step, self._args, self._kwargs = step, args, kwargs
+
+    def compile(self) -> Compiled:
+        """The planned step, compiled and proved. Raises BudgetError if none fits."""
+        return Compiled(self._step, self._step._entry_for(self._args, self._kwargs, None))
+
+    def as_text(self) -> str:
+        """The StableHLO of the planned step."""
+        entry = self._step._entry_for(self._args, self._kwargs, None)
+        jaxpr = rewrite(entry.traced.captured, entry.best.plan)
+        return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
+
+
+class Compiled:
+    """A compiled budgeted step; called like the user's function, dynamic arguments only."""
+
+    def __init__(self, step: BudgetedStep, entry: Entry) -> None:
+        self._step, self._entry = step, entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        return self._entry.best.plan
+
+    @property
+    def need_nbytes(self) -> int:
+        """Bytes that the step needs by the compiler's figures."""
+        return self._entry.best.need
+
+    def memory_analysis(self) -> Any:
+        return self._entry.best.compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        return self._entry.best.compiled.cost_analysis()
+
+    def as_text(self) -> str:
+        return self._entry.best.compiled.as_text()
+
+
+def _device(avals: Sequence[jax.ShapeDtypeStruct]) -> jax.Device:
+    """Some device that the step runs on."""
+    devices = {d for a in avals if a.sharding is not None for d in a.sharding.device_set}
+    return next(iter(devices), None) or jax.devices()[0]
+
+
+def _platform(avals: Sequence[jax.ShapeDtypeStruct]) -> str:
+    return _device(avals).platform
+
+
+def _machine(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Machine:
+    if target is not None:
+        return MACHINES.get(target, MACHINES["h200"])
+    return machine_for(_device(avals).device_kind)
+
+
+__all__ = ["MEANS", "BudgetError", "BudgetedStep", "Compiled", "Lowered", "jit"]

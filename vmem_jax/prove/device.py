@@ -1,0 +1,44 @@
+"""What the devices of a step have: total and free memory, in bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import jax
+
+
+def _devices(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
+    placed = {d for a in avals if a.sharding is not None for d in a.sharding.device_set}
+    return sorted(placed, key=lambda d: d.id) or [jax.devices()[0]]
+
+
+def total_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> int:
+    """Bytes that the smallest device of the step may use in all."""
+    if target is not None:
+        from vmem_jax.prove.targets import target as card
+
+        return card(target).memory_nbytes
+    limits = []
+    for device in _devices(avals):
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        limits.append(stats["bytes_limit"] if stats else _host_nbytes("SC_PHYS_PAGES"))
+    return min(limits)
+
+
+def free_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> int:
+    """Bytes that are free now on the fullest device of the step."""
+    if target is not None:
+        return total_nbytes(avals, target)
+    free = []
+    for device in _devices(avals):
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        if stats:
+            free.append(stats["bytes_limit"] - stats["bytes_in_use"])
+        else:
+            free.append(_host_nbytes("SC_AVPHYS_PAGES"))
+    return min(free)
+
+
+def _host_nbytes(pages: str) -> int:
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,128 @@
+"""prove: compile a plan and read what it needs; plan again with the difference taken off.
+
+Only the compiler knows the peak. At most four compiles, typically one or two; the fastest by
+prediction that fits is kept, and nothing over the budget is ever returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import simulate
+from vmem_jax.errors import BudgetError, show_nbytes
+from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
+
+MOST_COMPILES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One plan and what it compiled to.
+
+    Attributes:
+      plan: the plan; its `budget` is what it was planned for, at or below the user's.
+      compiled: the compiled step.
+      need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
+    """
+
+    plan: Plan
+    compiled: Any
+    need: int
+
+
+def need_nbytes(compiled: Any) -> int:
+    """Bytes of device memory that a compiled step needs.
+
+    `peak_memory_in_bytes` is not used: it counts host buffers on some backends and leaves the
+    temporaries out on the CPU.
+    """
+    stats = compiled.memory_analysis()
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def prove(
+    program: Program,
+    policy: AbstractPolicy,
+    costs: Costs,
+    budget: int | None,
+    compile_plan: Callable[[Plan], Any],
+) -> tuple[Attempt, ...]:
+    """Returns the attempts, the best last: it fits, by the compiler's own figures.
+
+    Args:
+      budget: bytes, or None for no limit.
+      compile_plan: Plan -> compiled step; called at most `MOST_COMPILES` times.
+
+    Raises:
+      BudgetError: no attempt fits, or the policy has no plan to try.
+    """
+    attempts: list[Attempt] = []
+    target = budget
+    while len(attempts) < MOST_COMPILES:
+        try:
+            plan = policy.plan(program, costs, target)
+        except BudgetError as error:
+            # Nothing that low is predicted to exist: compile the lowest that does, since the
+            # compiler may pack better than predicted, and it tells the true lowest peak.
+            lowest = error.lowest_peak
+            too_low = lowest <= program.resident_nbytes or target is None
+            if too_low or any(a.plan.predicted_peak <= lowest for a in attempts):
+                break
+            try:
+                plan = policy.plan(program, costs, lowest)
+            except BudgetError:
+                break
+        compiled = compile_plan(plan)
+        attempt = Attempt(plan, compiled, need_nbytes(compiled))
+        attempts.append(attempt)
+        logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))
+        if budget is None or target is None or attempt.need <= budget or not plan.fenced:
+            break
+        # The compiler's excess over the prediction, taken off what is planned for; a little more
+        # each time, since freeing other values moves the peak.
+        excess = max(attempt.need - plan.predicted_peak, 0)
+        step = attempt.need - budget
+        target = min(budget - excess, plan.predicted_peak - step)
+        target -= (len(attempts) - 1) * (budget // 100)
+    fitting = [a for a in attempts if budget is None or a.need <= budget]
+    if not fitting:
+        raise _cannot_fit(program, policy, costs, budget or 0, attempts)
+    best = min(fitting, key=lambda a: a.plan.predicted_seconds)
+    return (*(a for a in attempts if a is not best), best)
+
+
+def _cannot_fit(
+    program: Program,
+    policy: AbstractPolicy,
+    costs: Costs,
+    budget: int,
+    attempts: Sequence[Attempt],
+) -> BudgetError:
+    """The error that names the lowest compiled peak, or the policy's own where nothing compiled."""
+    if not attempts:
+        try:
+            policy.plan(program, costs, budget)
+        except BudgetError as error:
+            return error
+    lowest = min(attempts, key=lambda a: a.need)
+    timeline = simulate(program, lowest.plan.order, costs)
+    return BudgetError(
+        policy=policy.name,
+        budget=budget,
+        lowest_peak=lowest.need,
+        at=where_peak(program, timeline),
+        holders=what_holds(program, timeline.order, timeline.peak_at),
+        compiled=True,
+    )

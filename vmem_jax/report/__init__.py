@@ -1,0 +1,1 @@
+"""Reports: they read values and run nothing."""

@@ -1,0 +1,145 @@
+"""explain: a plan for people, as a table by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.simulate import simulate
+from vmem_jax.errors import show_nbytes
+from vmem_jax.policy.base import what_holds, where_peak
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRow:
+    """One layer of the user's model.
+
+    Attributes:
+      layer: its name.
+      kept_nbytes: bytes of its forward values that live until the backward pass reads them.
+      recomputed_nbytes: bytes of its forward values that are dropped and made again.
+      recompute_seconds: seconds that making them again takes.
+    """
+
+    layer: str
+    kept_nbytes: int
+    recomputed_nbytes: int
+    recompute_seconds: float
+
+    @property
+    def why(self) -> str:
+        if not self.recomputed_nbytes:
+            return "kept: read by the backward pass" if self.kept_nbytes else "nothing to keep"
+        price = self.recompute_seconds / self.recomputed_nbytes * 2**30
+        return f"recomputed: {price * 1e3:.2f} ms a GiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a plan does and what it costs. `str()` gives the table.
+
+    Attributes:
+      plain_need, compiled_need: bytes, the compiler's figures for plain jit and for the plan.
+      peak_at: the user's layer and line where the plan's peak is predicted.
+      holders: what holds the bytes there.
+    """
+
+    plan: Plan
+    budget: int | None
+    plain_need: int
+    compiled_need: int
+    compiles: int
+    peak_at: str
+    holders: str
+    seconds: float
+    plain_seconds: float
+    rows: tuple[LayerRow, ...]
+
+    def table(self) -> Table:
+        table = Table(title=str(self.plan))
+        for column, justify in (
+            ("layer", "left"),
+            ("kept", "right"),
+            ("recomputed", "right"),
+            ("ms", "right"),
+            ("why", "left"),
+        ):
+            table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        for row in self.rows:
+            table.add_row(
+                row.layer,
+                show_nbytes(row.kept_nbytes) if row.kept_nbytes else "",
+                show_nbytes(row.recomputed_nbytes) if row.recomputed_nbytes else "",
+                f"{row.recompute_seconds * 1e3:.3f}" if row.recompute_seconds else "",
+                row.why,
+            )
+        return table
+
+    def summary(self) -> str:
+        budget = "none" if self.budget is None else show_nbytes(self.budget)
+        return (
+            f"peak: plain jit {show_nbytes(self.plain_need)}, budget {budget}, predicted "
+            f"{show_nbytes(self.plan.predicted_peak)}, compiled {show_nbytes(self.compiled_need)} "
+            f"({self.compiled_need / max(self.plain_need, 1):.0%} of plain) after "
+            f"{self.compiles} compile{'s' if self.compiles > 1 else ''}\n"
+            f"predicted peak at {self.peak_at}: {self.holders}\n"
+            f"predicted time: {self.seconds * 1e3:.2f} ms, {self.plain_seconds * 1e3:.2f} ms without "
+            "recomputation"
+        )
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=120)
+        console.print(self.table())
+        console.print(self.summary(), markup=False, highlight=False)
+        return out.getvalue()
+
+
+def explain(
+    program: Program,
+    costs: Costs,
+    plan: Plan,
+    *,
+    budget: int | None,
+    plain_need: int,
+    compiled_need: int,
+    compiles: int,
+) -> Explanation:
+    """The explanation of `plan` for `program`."""
+    timeline = simulate(program, plan.order, costs)
+    again: dict[int, int] = {}
+    for s in plan.recomputed:
+        again[s] = again.get(s, 0) + 1
+    rows: dict[str, list[float]] = {}
+    for s, step in enumerate(program.steps):
+        if step.phase is not Phase.FORWARD:
+            continue
+        row = rows.setdefault(step.layer or "(no layer)", [0, 0, 0.0])
+        row[2] += costs.seconds[s] * again.get(s, 0)
+        for b in step.writes:
+            late = any(program.steps[r].phase is not Phase.FORWARD for r in program.readers[b])
+            if not late or program.is_resident[b]:
+                continue
+            row[1 if s in again else 0] += program.buffers[b].nbytes
+    return Explanation(
+        plan=plan,
+        budget=budget,
+        plain_need=plain_need,
+        compiled_need=compiled_need,
+        compiles=compiles,
+        peak_at=where_peak(program, timeline),
+        holders=what_holds(program, plan.order, timeline.peak_at),
+        seconds=timeline.seconds,
+        plain_seconds=simulate(program, range(len(program.steps)), costs).seconds,
+        rows=tuple(
+            LayerRow(layer, int(kept), int(made), seconds)
+            for layer, (kept, made, seconds) in rows.items()
+            if kept or made or seconds
+        ),
+    )
