@@ -17,6 +17,7 @@ class BudgetError(VmemError, ValueError):
       lowest_peak: the lowest peak in bytes that was reached, compiled where `compiled` is true,
         otherwise predicted.
       at: the user's layer and source line where that peak stands.
+      lowest_plan: the `Plan` of that peak, where a plan can change it.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class BudgetError(VmemError, ValueError):
         holders: str = "",
         compiled: bool = False,
         advice: str = "",
+        lowest_plan: object = None,
     ) -> None:
         how = "compiled" if compiled else "predicted"
         advice = advice or (
@@ -43,6 +45,7 @@ class BudgetError(VmemError, ValueError):
         self.budget = budget
         self.lowest_peak = lowest_peak
         self.at = at
+        self.lowest_plan = lowest_plan
 
 
 class PlanError(VmemError, ValueError):

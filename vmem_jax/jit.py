@@ -391,6 +391,11 @@ class Compiled:
         return self._entry.best.plan
 
     @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Every plan that was compiled on the way; the last is the one that runs."""
+        return self._entry.attempts
+
+    @property
     def need_nbytes(self) -> int:
         """Bytes that the step needs by the compiler's figures."""
         return self._entry.best.need

@@ -31,10 +31,16 @@ import numpy as np
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture import overlap
 from vmem_jax.capture.editor import Editor, Equation, is_view, spliced
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.unpool import MAX_WINDOW, unpool, window_index
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, Literal, Var
+
+_WINDOW = ("window_dimensions", "window_strides", "padding")
+
+# Each place of an overlapping window is a term of a sum over the input: a 7x7 window is 49.
+_MOST_OVERLAPPING = 49
 
 # Comparisons with their operands swapped.
 _FLIPPED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
@@ -195,6 +201,44 @@ def _max_pool_index(editor: Editor) -> list[Applied]:
     return applied
 
 
+def _max_pool_overlap(editor: Editor) -> list[Applied]:
+    """A pool with overlapping or padded windows: its backward is a sum over an index, no scatter."""
+    applied: list[Applied] = []
+    for i, eqn in enumerate(editor.eqns):
+        if eqn.primitive.name != "select_and_scatter_add":
+            continue
+        params = {k: tuple(eqn.params[k]) for k in _WINDOW}
+        grad, y = eqn.invars
+        forward = [
+            j
+            for j in editor.users(y)
+            if editor.eqns[j].primitive.name == "reduce_window_max"
+            and j not in editor.late
+            and all(tuple(editor.eqns[j].params[k]) == params[k] for k in _WINDOW)
+        ] if isinstance(y, Var) else []
+        if (
+            not forward
+            or eqn.params["select_prim"].name != "ge"
+            or not 1 < math.prod(params["window_dimensions"]) <= _MOST_OVERLAPPING
+            or not (_is_float(y) and grad.aval.size)
+            or any(getattr(getattr(y.aval, "sharding", None), "spec", ()))
+        ):
+            continue
+        pool = (params["window_dimensions"], params["window_strides"], params["padding"])
+        index, code = spliced(
+            lambda y, pool=pool: overlap.window_index(*pool, y), [y], editor.eqns[forward[0]]
+        )
+        editor.inserted.setdefault(forward[0], []).extend(index)
+        editor.replaced[i], _ = spliced(
+            lambda g, c, pool=pool, shape=y.aval.shape: overlap.scatter(*pool, shape, g, c),
+            [grad, code],
+            eqn,
+            eqn.outvars[0],
+        )
+        applied.append(Applied("max_pool_overlap", compat.name_stack(eqn), nbytes(y.aval)))
+    return applied
+
+
 def _forward_pool(editor: Editor, eqn: Equation) -> int | None:
     """The pool of a backward scatter, if its windows tile the input and their places fit a byte."""
     if eqn.primitive.name != "select_and_scatter_add":
@@ -298,7 +342,16 @@ RULES: tuple[Rule, ...] = (
         "repeats the scatter's own scan (row-major, the current element stays if it is >= the "
         "next), so ties and NaN select the same element; -0 becomes +0 as in 0 + g, the rest is "
         "+0. A select(mask, 0, .) that follows only changes the chosen element, since the others "
-        "are +0 either way: the mask's value there joins the index.",
+        "are +0 either way: the mask's value there joins the index. (XLA:GPU adds by f32 atomics, "
+        "which flush denormal cotangents to zero; the rule keeps them.)",
         _max_pool_index,
+    ),
+    Rule(
+        "max_pool_overlap",
+        "The index repeats the scatter's own scan over the padded input, and each element adds the "
+        "windows that selected it in row-major order, as the sequential scatter does; windows that "
+        "did not add +0, which changes no sum that began at +0. XLA:GPU's own scatter adds with "
+        "atomics, in no fixed order: there this is one of its possible results.",
+        _max_pool_overlap,
     ),
 )

@@ -31,9 +31,7 @@ def finish(
     policy: str, program: Program, timeline: Timeline, budget: int | None, fenced: bool = True
 ) -> Plan:
     """The plan of `timeline`, or BudgetError if its peak is over `budget`."""
-    if budget is not None and timeline.peak > budget:
-        raise cannot_fit(policy, program, timeline, budget)
-    return Plan(
+    plan = Plan(
         program=program.fingerprint,
         policy=policy,
         order=timeline.order,
@@ -42,9 +40,14 @@ def finish(
         predicted_peak=timeline.peak,
         predicted_seconds=timeline.seconds,
     )
+    if budget is not None and timeline.peak > budget:
+        raise cannot_fit(policy, program, timeline, budget, plan)
+    return plan
 
 
-def cannot_fit(policy: str, program: Program, timeline: Timeline, budget: int) -> BudgetError:
+def cannot_fit(
+    policy: str, program: Program, timeline: Timeline, budget: int, lowest: Plan
+) -> BudgetError:
     """The error for a budget that `timeline`, the best of `policy`, does not meet."""
     if program.resident_nbytes > budget:
         largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
@@ -69,6 +72,7 @@ def cannot_fit(policy: str, program: Program, timeline: Timeline, budget: int) -
         lowest_peak=timeline.peak,
         at=where_peak(program, timeline),
         holders=what_holds(program, timeline.order, timeline.peak_at),
+        lowest_plan=lowest,
     )
 
 

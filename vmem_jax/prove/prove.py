@@ -7,6 +7,7 @@ prediction that fits is kept, and nothing over the budget is ever returned.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,11 +31,13 @@ class Attempt:
       plan: the plan; its `budget` is what it was planned for, at or below the user's.
       compiled: the compiled step.
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
+      plan_seconds: seconds that planning took.
     """
 
     plan: Plan
     compiled: Any
     need: int
+    plan_seconds: float = 0.0
 
 
 def need_nbytes(compiled: Any) -> int:
@@ -71,21 +74,19 @@ def prove(
     attempts: list[Attempt] = []
     target = budget
     while len(attempts) < MOST_COMPILES:
+        start = time.perf_counter()
         try:
             plan = policy.plan(program, costs, target)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            lowest = error.lowest_peak
-            too_low = lowest <= program.resident_nbytes or target is None
-            if too_low or any(a.plan.predicted_peak <= lowest for a in attempts):
+            lowest = error.lowest_plan
+            if not isinstance(lowest, Plan) or any(a.plan.order == lowest.order for a in attempts):
                 break
-            try:
-                plan = policy.plan(program, costs, lowest)
-            except BudgetError:
-                break
+            plan = lowest
+        seconds = time.perf_counter() - start
         compiled = compile_plan(plan)
-        attempt = Attempt(plan, compiled, need_nbytes(compiled))
+        attempt = Attempt(plan, compiled, need_nbytes(compiled), seconds)
         attempts.append(attempt)
         logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))
         if budget is None or target is None or attempt.need <= budget or not plan.fenced:

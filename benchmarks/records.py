@@ -1,0 +1,96 @@
+"""Rows of results: what was run, on what, and what came out. A row can be run again from itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One variant of one step, measured.
+
+    Attributes:
+      model, batch, image, dtype, optimizer: the step; its state is donated.
+      variant: "plain" (jax.jit), "checkpoint" (jax.checkpoint per layer or block), or a policy.
+      budget: the fraction of plain jit's need that was asked for; None without a budget.
+      outcome: "ok", or what failed: failures are rows too.
+      need: bytes by the compiler's figures, arguments + outputs − aliased + temporaries.
+      predicted_need: bytes that the first compiled plan was predicted to need; None without a plan.
+      first_need: bytes that this first plan compiled to.
+      step_seconds: every timed block's seconds a step; compare medians.
+      compile_seconds: from call to proved step, planning and all compiles.
+      plan_seconds: planning alone, all attempts.
+      compiles: how often the step was compiled.
+      recomputed: steps that run again.
+      predicted_seconds: seconds a step by the simulator.
+      loss: after the timed steps, to see that all variants compute the same.
+    """
+
+    model: str
+    batch: int
+    image: int
+    dtype: str
+    optimizer: str
+    variant: str
+    budget: float | None
+    outcome: str
+    need: int | None = None
+    predicted_need: int | None = None
+    first_need: int | None = None
+    step_seconds: tuple[float, ...] = ()
+    compile_seconds: float | None = None
+    plan_seconds: float | None = None
+    compiles: int | None = None
+    recomputed: int | None = None
+    predicted_seconds: float | None = None
+    loss: float | None = None
+    machine: str = ""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    commit: str = ""
+
+
+def machine() -> str:
+    device = jax.devices()[0]
+    return f"{device.device_kind} ({platform.machine()}, {platform.python_version()})"
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("jax", "jaxlib", "flax", "optax", "nvidia-cudnn-cu13", "vmem_jax"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the checkout; "" where there is none, so that a flag can give it."""
+    here = Path(__file__).parent
+    try:
+        return subprocess.run(
+            ["git", "-C", here, "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Writes one JSON object a line."""
+    path.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
+
+
+def read(path: Path) -> list[Record]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Record(**{**row, "step_seconds": tuple(row["step_seconds"])}) for row in rows]

@@ -1,0 +1,197 @@
+"""Times a model's train step: plain jit, jax.checkpoint, and budgets, interleaved in one process.
+
+    python benchmarks/run.py --model=resnet50 --batch=256 --budgets=0.5,0.4 --out=rows.jsonl
+
+Random data, state donated, warmed up, every block of steps waited for. The variants take turns, so
+that a drifting clock meets them all; compare the medians. Peaks are the compiler's figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import records
+from absl import app, flags, logging
+from records import Record
+
+import vmem_jax
+from vmem_jax.errors import show_nbytes
+from vmem_jax.models import job
+from vmem_jax.prove.prove import need_nbytes
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", "vgg16", "Model of vmem_jax.models.")
+flags.DEFINE_integer("batch", 256, "Images in a batch.")
+flags.DEFINE_integer("image", 224, "Pixels in height and width.")
+flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
+flags.DEFINE_string("optimizer", "sgd", "sgd, momentum or adamw.")
+flags.DEFINE_list("budgets", ["0.5"], "Fractions of plain jit's need.")
+flags.DEFINE_list("policies", ["auto"], "Policies to run under each budget.")
+flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
+flags.DEFINE_bool("exact", True, "Also time the exact policy, without a budget below plain's.")
+flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
+flags.DEFINE_integer("steps", 4, "Steps in a block.")
+flags.DEFINE_string("out", "", "File for the rows; none by default.")
+flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
+
+
+class Variant:
+    """One way to run the step: compiled, with its own state."""
+
+    def __init__(self, name: str, budget: float | None, build: Callable[[], Any]) -> None:
+        self.name, self.budget = name, budget
+        self.facts: dict[str, Any] = {}
+        self.seconds: list[float] = []
+        self.outcome = "ok"
+        self.run: Callable | None = None
+        start = time.perf_counter()
+        try:
+            self.run, self.facts = build()
+        except vmem_jax.BudgetError as error:
+            self.outcome = f"BudgetError: {error}"
+        except jax.errors.JaxRuntimeError as error:
+            self.outcome = f"{type(error).__name__}: {str(error)[:300]}"
+        self.compile_seconds = time.perf_counter() - start
+        self.state: Any = None
+        self.loss: float | None = None
+
+    def time(self, batch: Any, steps: int, keep: bool) -> None:
+        """Runs one block of steps; a device that runs out of memory ends the variant."""
+        if self.run is None:
+            return
+        try:
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.state, metrics = self.run(self.state, batch)
+            jax.block_until_ready((self.state, metrics))
+        except jax.errors.JaxRuntimeError as error:
+            self.outcome = f"{type(error).__name__}: {str(error)[:300]}"
+            self.run = self.state = None
+            return
+        if keep:
+            self.seconds.append((time.perf_counter() - start) / steps)
+        self.loss = float(metrics["loss"])
+
+
+def _plain(step: Callable, shapes: tuple) -> Callable[[], Any]:
+    def build() -> tuple[Callable, dict]:
+        compiled = jax.jit(step, donate_argnums=0).lower(*shapes).compile()
+        return compiled, {"need": need_nbytes(compiled), "compiles": 1}
+
+    return build
+
+
+def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callable[[], Any]:
+    def build() -> tuple[Callable, dict]:
+        budgeted = vmem_jax.jit(step, budget=nbytes, policy=policy, donate_argnums=0)
+        compiled = budgeted.lower(*shapes).compile()
+        attempts = sorted(compiled.attempts, key=lambda a: -(a.plan.budget or 0))
+        return budgeted, {
+            "need": compiled.need_nbytes,
+            "predicted_need": attempts[0].plan.predicted_peak,
+            "first_need": attempts[0].need,
+            "compiles": len(attempts),
+            "recomputed": len(compiled.plan.recomputed),
+            "predicted_seconds": compiled.plan.predicted_seconds,
+            "plan_seconds": sum(a.plan_seconds for a in attempts),
+        }
+
+    return build
+
+
+def measure() -> list[Record]:
+    """The rows of one model, by the flags."""
+    make = lambda wrap: job(
+        FLAGS.model,
+        batch=FLAGS.batch,
+        image=FLAGS.image,
+        dtype=FLAGS.dtype,
+        optimizer=FLAGS.optimizer,
+        wrap=wrap,
+    )
+    work = make(None)
+    shapes = (work.state_shapes(), work.batch)
+    variants = [Variant("plain", None, _plain(work.step, shapes))]
+    plain_need = variants[0].facts["need"]
+    if FLAGS.checkpoint:
+        variants.append(Variant("checkpoint", None, _plain(make("checkpoint").step, shapes)))
+    if FLAGS.exact:
+        variants.append(
+            Variant("exact", None, _budgeted(work.step, shapes, "exact", 2 * plain_need))
+        )
+    for fraction in map(float, FLAGS.budgets):
+        nbytes = int(fraction * plain_need)
+        for policy in FLAGS.policies:
+            build = _budgeted(work.step, shapes, policy, nbytes)
+            variants.append(Variant(policy, fraction, build))
+
+    batch = jax.block_until_ready(jax.jit(work.random_batch)(jax.random.key(1)))
+    init = jax.jit(work.init)
+    for variant in variants:
+        if variant.run is not None:
+            variant.state = jax.block_until_ready(init(jax.random.key(0)))
+            variant.time(batch, 2, keep=False)
+    for _ in range(FLAGS.rounds):
+        for variant in variants:
+            variant.time(batch, FLAGS.steps, keep=True)
+    return [
+        Record(
+            model=FLAGS.model,
+            batch=FLAGS.batch,
+            image=FLAGS.image,
+            dtype=FLAGS.dtype,
+            optimizer=FLAGS.optimizer,
+            variant=v.name,
+            budget=v.budget,
+            outcome=v.outcome,
+            step_seconds=tuple(v.seconds),
+            compile_seconds=v.compile_seconds,
+            loss=v.loss,
+            machine=records.machine(),
+            versions=records.versions(),
+            commit=FLAGS.commit or records.commit(),
+            **v.facts,
+        )
+        for v in variants
+    ]
+
+
+def show(rows: list[Record]) -> None:
+    """A short table: time and peak against plain."""
+    plain = rows[0]
+    for r in rows:
+        name = f"{r.model}({r.batch}) {r.variant} {r.budget if r.budget is not None else ''}"
+        if not r.step_seconds or not plain.step_seconds:
+            print(f"{name:38s} {r.outcome[:150]}")
+            continue
+        seconds = statistics.median(r.step_seconds)
+        ratio = seconds / statistics.median(plain.step_seconds)
+        text = f"{name:38s} {seconds * 1e3:8.2f} ms {ratio:6.3f}  {show_nbytes(r.need or 0):>11s} "
+        text += f"{(r.need or 0) / (plain.need or 1):6.3f}  loss {r.loss:.4f}"
+        if r.first_need:
+            text += (
+                f"  predicted/compiled {r.predicted_need / r.first_need:.3f}, {r.compiles} compiles,"
+                f" plan {r.plan_seconds:.1f} s, {r.predicted_seconds * 1e3:.1f} ms predicted"
+            )
+        print(text, flush=True)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    rows = measure()
+    show(rows)
+    if FLAGS.out:
+        path = Path(FLAGS.out)
+        before = records.read(path) if path.exists() else []
+        records.write(path, [*before, *rows])
+        logging.info("%d rows in %s", len(rows), path)
+
+
+if __name__ == "__main__":
+    app.run(main)
