@@ -30,6 +30,7 @@ flags.DEFINE_integer("batch", 256, "Images in a batch.")
 flags.DEFINE_integer("image", 224, "Pixels in height and width.")
 flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
 flags.DEFINE_string("optimizer", "sgd", "sgd, momentum or adamw.")
+flags.DEFINE_float("learning_rate", 1e-5, "Small, so that random data leaves the loss finite.")
 flags.DEFINE_list("budgets", ["0.5"], "Fractions of plain jit's need.")
 flags.DEFINE_list("policies", ["auto"], "Policies to run under each budget.")
 flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
@@ -112,6 +113,7 @@ def measure() -> list[Record]:
         image=FLAGS.image,
         dtype=FLAGS.dtype,
         optimizer=FLAGS.optimizer,
+        learning_rate=FLAGS.learning_rate,
         wrap=wrap,
     )
     work = make(None)
