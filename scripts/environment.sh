@@ -1,0 +1,32 @@
+# Sourced by the other scripts: find_python and make_environment. POSIX sh.
+
+# Prints the path of a Python 3.11 or newer: $PYTHON if that is set, else the first on the PATH.
+find_python() {
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "vmem_jax needs Python 3.11 or newer; set PYTHON to one. Tried: ${PYTHON:-python3 ...}" >&2
+    return 1
+}
+
+# make_environment DIR ARGUMENT...: a virtual environment in DIR with what `pip install ARGUMENT...`
+# installs. Reused as it is while the arguments, pyproject.toml and the Python stay the same.
+make_environment() {
+    directory=$1
+    shift
+    python=$(find_python) || return 1
+    wanted="$("$python" -V) $* $(cksum <pyproject.toml)"
+    if [ "$(cat "$directory/.installed" 2>/dev/null)" = "$wanted" ]; then
+        return 0
+    fi
+    echo "== setting up $directory with $("$python" -V): pip install $*"
+    rm -rf "$directory"
+    "$python" -m venv "$directory" || return 1
+    # pip before 25.1 does not know --group
+    "$directory/bin/python" -m pip install --quiet --disable-pip-version-check "pip>=25.1" &&
+        "$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$@" &&
+        printf '%s\n' "$wanted" >"$directory/.installed"
+}

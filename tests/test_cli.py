@@ -1,0 +1,117 @@
+"""The command line: a whole training, a plan, and what the user is told when something is wrong."""
+
+import re
+
+import pytest
+
+from vmem_jax import Plan, cli
+
+pytest.importorskip("flax")
+
+TINY = ["--model", "resnet11", "--batch", "16", "--image", "16"]
+
+
+def run(capsys, *argv):
+    """The exit status, and what was written to both streams."""
+    status = cli.main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_train_ends_with_both_peaks_and_both_losses(capsys):
+    status, out, _ = run(capsys, "train", *TINY, "--steps", 3, "--budget", 0.6)
+    last = out.strip().splitlines()[-1]
+    found = re.fullmatch(
+        r"resnet11, 3 steps of 16 images\. Peak: plain ([\d.]+) MiB, vmem_jax ([\d.]+) MiB "
+        r"\((\d+)% of plain\)\. Final loss: plain ([\d.]+), vmem_jax ([\d.]+)\.",
+        last,
+    )
+    assert status == 0 and found, last
+    plain_peak, peak, share, plain_loss, loss = map(float, found.groups())
+    assert peak <= 0.6 * plain_peak and share <= 60
+    assert loss == pytest.approx(plain_loss, rel=1e-2)
+
+
+def test_train_without_comparison_runs_only_the_budgeted_step(capsys):
+    status, out, _ = run(
+        capsys, "train", *TINY, "--steps", 1, "--budget", "1GiB", "--no-compare", "--policy", "keep"
+    )
+    assert status == 0
+    assert re.search(r"Final loss: vmem_jax [\d.]+\.$", out.strip())
+
+
+def test_plan_prints_the_table_and_saves(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    status, out, _ = run(
+        capsys,
+        *("plan", "resnet11", "--batch", 4, "--image", 16, "--classes", 10),
+        *("--budget", 0.7, "--save", path),
+    )
+    assert status == 0
+    assert "stage1_block1" in out and "peak: plain jit" in out
+    assert Plan.load(path).policy == "auto"
+
+
+def test_info_names_versions_and_devices(capsys):
+    status, out, _ = run(capsys, "info")
+    assert status == 0
+    assert re.search(r"^jax \d", out, re.M)
+    assert "device " in out and "auto" in out and "device-less compiler: " in out
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (("train", "--model", "alexnet"), "no model 'alexnet'"),
+        (("train", "--model", "vgg17", "--image", 32), "19 or 16 + 5k"),
+        (("train", "--batch", 2000), "1437 images"),
+        (("train", *TINY, "--budget", "1KB"), "cannot fit this step in 1000 B"),
+        (("plan", "resnet11", "--batch", 4, "--budget", "900TiB"), "but the device has"),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_status_2(capsys, argv, says):
+    status, _, err = run(capsys, *argv)
+    assert status == 2
+    assert err.startswith(f"vmem-jax {argv[0]}: ") and says in err and "Traceback" not in err
+
+
+def test_an_error_keeps_its_traceback_on_demand():
+    with pytest.raises(ValueError, match="no model"):
+        cli.main(["--traceback", "train", "--model", "alexnet"])
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["train", "--budget", "50%"], "give the fraction as a float"),
+        (["train", "--steps", "0"], "must be 1 or more"),
+        (["train", "--steps", "1", "--epochs", "1"], "not allowed with"),
+        (["plan", "vgg16", "--batch", "4"], "--budget"),
+        ([], "COMMAND"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, argv, says):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(argv)
+    assert raised.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, budget",
+    [("0.5", 0.5), ("1", 1.0), ("1048576", 1048576), ("800MB", 800_000_000), ("device", "device")],
+)
+def test_budget_strings(text, budget):
+    assert cli._budget(text) == budget
+    assert type(cli._budget(text)) is type(budget)
+
+
+@pytest.mark.gpu_compile
+def test_plan_for_a_card_that_is_not_there(capsys):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    status, out, _ = run(
+        capsys,
+        *("plan", "resnet11", "--batch", 8, "--image", 32, "--classes", 10),
+        *("--budget", 0.7, "--target", "h200"),
+    )
+    assert status == 0 and "peak: plain jit" in out

@@ -1,0 +1,326 @@
+"""The command line: vmem-jax train | plan | info. A command is one parser and one function here."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import vmem_jax
+from vmem_jax.errors import VmemError, parse_budget, show_nbytes
+from vmem_jax.prove.device import total_nbytes
+from vmem_jax.prove.prove import need_nbytes
+from vmem_jax.prove.targets import TARGETS, target
+
+Subparsers = Any  # argparse gives the type of add_subparsers() no public name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 2 for what the user can put right."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (VmemError, ValueError, ImportError, OSError) as error:
+        if arguments.traceback:
+            raise
+        print(f"vmem-jax {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vmem-jax", description=vmem_jax.__doc__)
+    parser.add_argument("--version", action="version", version=vmem_jax.__version__)
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_train, _add_plan, _add_info):
+        add(commands)
+    return parser
+
+
+def _add_command(
+    commands: Subparsers, name: str, run: Callable[[argparse.Namespace], int], about: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=about,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_step_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say which step is meant and how it is to fit."""
+    parser.add_argument("--policy", choices=sorted(vmem_jax.POLICIES), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type of computation and parameters",
+    )
+    parser.add_argument("--head-width", type=int, help="VGG's hidden fully connected layers")
+
+
+def _budget(text: str) -> int | float | str:
+    """A number up to 1 is a fraction of plain jit's need; a larger one bytes; else a size."""
+    budget: int | float | str = text
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        budget = int(number) if number > 1 and number.is_integer() else number
+    try:
+        return parse_budget(budget)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
+    return number
+
+
+# -- train
+
+
+def _add_train(commands: Subparsers) -> None:
+    parser = _add_command(
+        commands,
+        "train",
+        _train,
+        "train on handwritten digits with plain jax.jit and inside a budget, and compare",
+    )
+    parser.add_argument("--model", default="resnet20", help="vgg or resnet and a depth")
+    parser.add_argument("--batch", type=_positive, default=64, help="images in a batch")
+    parser.add_argument("--image", type=_positive, default=32, help="pixels of an image's side")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        default=0.5,
+        help="a fraction of plain jit's peak, a size such as 800MB, or 'device'",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=_positive, default=44, help="batches to train on")
+    length.add_argument("--epochs", type=_positive, help="passes over the 1,437 training images")
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
+    parser.add_argument("--learning-rate", type=float, help="default: the optimiser's own")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches")
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train with plain jax.jit too, from the same state on the same batches",
+    )
+    _add_step_options(parser)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from vmem_jax.models import batches, digits, job
+    from vmem_jax.models.data import TRAIN_IMAGES
+
+    batch = arguments.batch
+    if batch > TRAIN_IMAGES:
+        raise ValueError(f"--batch {batch} is more than the {TRAIN_IMAGES} images to train on.")
+    count = arguments.steps
+    if arguments.epochs:
+        count = arguments.epochs * (TRAIN_IMAGES // batch)
+    work = job(
+        arguments.model,
+        batch=batch,
+        image=arguments.image,
+        classes=10,
+        dtype=arguments.dtype,
+        optimizer=arguments.optimizer,
+        learning_rate=arguments.learning_rate,
+        head_width=arguments.head_width,
+    )
+    data = digits(arguments.image)
+    console = Console()
+    with console.status(f"initialising {work.name}"):
+        # Plain arrays are kept on the host: each run starts from a copy that it may donate.
+        start = jax.device_get(jax.jit(work.init)(jax.random.key(arguments.seed)))
+
+    def run(name: str, step: Callable, peak: str) -> float:
+        feed = batches(data.train_images, data.train_labels, batch, arguments.seed)
+        return _run(console, name, step, jax.device_put(start), feed, count, peak)
+
+    shapes = work.state_shapes(), work.batch
+    with console.status("compiling with plain jax.jit"):
+        plain = jax.jit(work.step, donate_argnums=0).lower(*shapes).compile()
+    plain_need = need_nbytes(plain)
+    console.print(f"plain jax.jit needs {show_nbytes(plain_need)}", highlight=False)
+    budget = arguments.budget
+    if isinstance(budget, float):
+        budget = int(budget * plain_need)
+    step = vmem_jax.jit(work.step, budget=budget, policy=arguments.policy, donate_argnums=0)
+    with console.status(f"planning and compiling for {_show_budget(budget)}"):
+        compiled = step.lower(*shapes).compile()
+    need = compiled.need_nbytes
+    share = f"{need / plain_need:.0%} of plain"
+    console.print(
+        f"vmem_jax needs {show_nbytes(need)} ({share}) of a budget of {_show_budget(budget)}, "
+        f"with {len(compiled.plan.recomputed)} of {len(compiled.plan.order)} steps recomputed",
+        highlight=False,
+        soft_wrap=True,
+    )
+    losses = ""
+    if arguments.compare:
+        try:
+            losses = f"plain {run('plain', plain, f'peak {show_nbytes(plain_need)}'):.4f}, "
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            losses = "plain out of memory, "
+    losses += f"vmem_jax {run('vmem_jax', step, f'peak {share}'):.4f}"
+    console.print(
+        f"{work.name}, {count} steps of {batch} images. Peak: plain {show_nbytes(plain_need)}, "
+        f"vmem_jax {show_nbytes(need)} ({share}). Final loss: {losses}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _run(
+    console: Console,
+    name: str,
+    step: Callable,
+    state: Any,
+    feed: Iterator[Any],
+    count: int,
+    peak: str,
+) -> float:
+    """Trains for `count` batches of `feed` under a progress bar; returns the last batch's loss."""
+    metrics: dict[str, Any] = {}
+    with _progress(console) as progress:
+        task = progress.add_task(name, total=count, metrics="", peak=peak)
+        began = time.perf_counter()
+        for done in range(1, count + 1):
+            images, labels = next(feed)
+            state, metrics = step(state, (images, labels))
+            loss, accuracy = float(metrics["loss"]), float(metrics["accuracy"])
+            rate = done * len(labels) / (time.perf_counter() - began)
+            shown = f"loss {loss:.3f} accuracy {accuracy:.2f} {rate:.0f} images/s"
+            progress.update(task, advance=1, metrics=shown)
+    return float(metrics["loss"])
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:8}"),
+        BarColumn(bar_width=8),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[metrics]}"),
+        TextColumn("{task.fields[peak]}"),
+        console=console,
+    )
+
+
+def _show_budget(budget: int | float | str) -> str:
+    if isinstance(budget, float):
+        return f"{budget:.0%} of plain jit's peak"
+    return show_nbytes(budget) if isinstance(budget, int) else f"what the {budget} has free"
+
+
+# -- plan
+
+
+def _add_plan(commands: Subparsers) -> None:
+    parser = _add_command(
+        commands, "plan", _plan, "show how a training step would fit, without running it"
+    )
+    parser.add_argument("model", help="vgg or resnet and a depth: vgg16, vgg116, resnet50")
+    parser.add_argument("--batch", type=_positive, required=True, help="images in a batch")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        required=True,
+        help="a fraction of plain jit's peak, a size such as 12GiB, or 'device'",
+    )
+    parser.add_argument("--image", type=_positive, default=224, help="pixels of an image's side")
+    parser.add_argument("--classes", type=_positive, default=1000)
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd")
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        help="a card that is not there; needs vmem_jax[gpu-compile], no GPU",
+    )
+    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
+    _add_step_options(parser)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from vmem_jax.models import job
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
+        target(arguments.target).device()
+    work = job(
+        arguments.model,
+        batch=arguments.batch,
+        image=arguments.image,
+        classes=arguments.classes,
+        dtype=arguments.dtype,
+        optimizer=arguments.optimizer,
+        head_width=arguments.head_width,
+    )
+    step = vmem_jax.jit(
+        work.step, budget=arguments.budget, policy=arguments.policy, donate_argnums=0
+    )
+    shapes = work.state_shapes(), work.batch
+    where = arguments.target or jax.devices()[0].device_kind
+    with console.status(f"planning and compiling {work.name} for {where}"):
+        explanation = step.explain(*shapes, target=arguments.target)
+    console.print(explanation.table())
+    console.print(explanation.summary(), markup=False, highlight=False, soft_wrap=True)
+    if arguments.save:
+        step.plan(*shapes, target=arguments.target).save(arguments.save)
+        console.print(f"saved to {arguments.save}", markup=False, highlight=False)
+    return 0
+
+
+# -- info
+
+
+def _add_info(commands: Subparsers) -> None:
+    _add_command(commands, "info", _info, "show versions, devices, and what can be compiled for")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    print(f"vmem_jax {vmem_jax.__version__}, Python {platform.python_version()}")
+    for package in ("jax", "jaxlib", "flax", "optax", "equinox", "scikit-learn"):
+        try:
+            print(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package} is not installed")
+    try:  # first, so that JAX misses no driver when it looks for devices
+        target(TARGETS[0]).device()
+        deviceless = ", ".join(TARGETS)
+    except ImportError:
+        deviceless = 'none, pip install "vmem_jax[gpu-compile]"'
+    for device in jax.devices():
+        here = jax.ShapeDtypeStruct((), "float32", sharding=_on(device))
+        print(f"device {device}: {device.device_kind}, {show_nbytes(total_nbytes([here]))}")
+    print(f"policies: {', '.join(sorted(vmem_jax.POLICIES))}")
+    print(f"device-less compiler: {deviceless}")
+    return 0
+
+
+def _on(device: jax.Device) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
