@@ -10,7 +10,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
-from vmem_jax.capture.primitives import Class, class_of, flops, nbytes, workspace
+from vmem_jax.capture.primitives import Class, aligned, class_of, flops, nbytes, workspace
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -163,6 +163,7 @@ def _step(
         fusible=fusible,
         flops=sum(map(flops, own)),
         dtype=str(operand.dtype) if not fusible and hasattr(operand, "dtype") else "",
+        aligned=aligned(root),
         nbytes=sum(sizes.values()),
         workspace=0 if fusible else workspace(root),
         pure=not any(eqns[i].effects for i in kernel.equations),

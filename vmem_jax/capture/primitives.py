@@ -119,6 +119,27 @@ def flops(eqn: JaxprEqn) -> int:
     return max(sizes, default=0)
 
 
+def aligned(eqn: JaxprEqn) -> bool:
+    """Whether tensor cores take `eqn` as it is: channels in whole 16-byte vectors.
+
+    cuDNN's tensor-core kernels want the channels (and cuBLAS's the inner dimensions) in multiples
+    of 16 bytes; a 3-channel stem falls back to kernels that are an order of magnitude slower.
+    """
+    if eqn.primitive.name == "conv_general_dilated":
+        lhs, rhs = (a.aval for a in eqn.invars)
+        numbers = eqn.params["dimension_numbers"]
+        channels = [lhs.shape[numbers.lhs_spec[1]], rhs.shape[numbers.rhs_spec[0]]]
+        if numbers.lhs_spec[0] != 0:  # a weight gradient: the channels stand where the batch does
+            channels = [lhs.shape[numbers.lhs_spec[0]], rhs.shape[numbers.rhs_spec[0]]]
+    elif eqn.primitive.name == "dot_general":
+        lhs, rhs = (a.aval for a in eqn.invars)
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        channels = [math.prod(lhs.shape[d] for d in contract), rhs.shape[-1] if rhs.ndim else 1]
+    else:
+        return True
+    return all(c * lhs.dtype.itemsize % 16 == 0 for c in channels)
+
+
 def jaxpr_flops(jaxpr: Any) -> int:
     return sum(flops(eqn) for eqn in compat.open_jaxpr(jaxpr).eqns)
 

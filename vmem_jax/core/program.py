@@ -65,6 +65,7 @@ class Step:
       in_place: pairs (read, write): the write may take over the read's memory if that dies here.
       layer: the user's layer, "VGG/stage1_conv2".
       source: the user's source line, "model.py:41".
+      aligned: whether tensor cores take its shapes as they are.
     """
 
     reads: tuple[int, ...]
@@ -81,6 +82,7 @@ class Step:
     in_place: tuple[tuple[int, int], ...]
     layer: str
     source: str
+    aligned: bool = True
 
     @property
     def where(self) -> str:
