@@ -26,7 +26,8 @@ make_environment() {
     rm -rf "$directory"
     "$python" -m venv "$directory" || return 1
     # pip before 25.1 does not know --group
-    "$directory/bin/python" -m pip install --quiet --disable-pip-version-check "pip>=25.1" &&
-        "$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$@" &&
+    install="$directory/bin/python -W ignore -m pip install --quiet --disable-pip-version-check"
+    # shellcheck disable=SC2086  # the command is words
+    $install "pip>=25.1" && PYTHONWARNINGS=ignore $install "$@" &&
         printf '%s\n' "$wanted" >"$directory/.installed"
 }

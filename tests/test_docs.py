@@ -1,4 +1,4 @@
-"""The code in README.md and the tutorial runs, as it stands."""
+"""The code in README.md and on the pages of docs/ runs, as it stands."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ pytest.importorskip("flax")
 pytest.importorskip("equinox")
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/policies.md")
 MARKERS = {"gpu_compile": "jax_plugins.xla_cuda13"}
 """What a block may say that it needs, in a comment above it, and the module that brings it."""
 
