@@ -64,7 +64,7 @@ def capture(
         if b < len(inputs):
             label = f"{names[b]} {v.aval.str_short()}"
         else:
-            root = eqns[writer[v].equations[-1]]
+            root = eqns[writer[v].root]
             label = f"{layer_of(root) or root.primitive.name} {v.aval.str_short()}"
         buffers.append(Buffer(nbytes(v.aval), kinds[b], label))
 
@@ -97,7 +97,7 @@ def _phases(
     after_backward: set[Var] = set()
     phases = []
     for kernel in kernels:
-        stack = compat.name_stack(eqns[kernel.equations[-1]])
+        stack = compat.name_stack(eqns[kernel.root])
         late = any(v in after_backward for v in kernel.reads)
         if "transpose(" in stack:
             phase = Phase.BACKWARD
@@ -142,7 +142,7 @@ def _kinds(
 def _step(
     kernel: Kernel, phase: Phase, eqns: Sequence[compat.JaxprEqn], index: dict[Var, int]
 ) -> Step:
-    root = eqns[kernel.equations[-1]]
+    root = eqns[kernel.root]
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.primitives import Class, class_of, nbytes, takes_epilogue
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 _MOST_VISITS = 500
@@ -28,12 +28,14 @@ class Kernel:
     """A heavy equation, or a chain of fusible ones, with what it reads and writes.
 
     Attributes:
-      equations: indices of its equations, in order; the last gives it its name.
+      equations: indices of its equations, in order.
+      root: the equation that gives it its name: the heavy one, or the last of a chain.
       reads: the existing values that it reads.
       writes: the values that it brings into existence.
     """
 
     equations: tuple[int, ...]
+    root: int
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
 
@@ -60,25 +62,31 @@ class _Fuser:
             sizes = [nbytes(v.aval) for v in (*eqn.outvars, *eqn.invars)]
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096
         self.uses: dict[Var, int] = {}
-        for eqn in self.eqns:
+        self.reader: dict[Var, int] = {}  # the last equation that reads a value
+        for i, eqn in enumerate(self.eqns):
             for a in eqn.invars:
                 if isinstance(a, Var):
                     self.uses[a] = self.uses.get(a, 0) + 1
+                    self.reader[a] = i
+        self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
+        self.epilogue = {i: self._epilogue(i) for i in range(len(self.eqns))}
+        for j in self.absorbed:
+            self.classes[j] = Class.HEAVY
         self.exists: set[Var] = set()  # fusible values that some kernel must write
         self.until: dict[Var, int] = {}  # the last epoch that reads an existing value
 
     def kernels(self) -> tuple[Kernel, ...]:
         self.exists |= {v for v in self.outputs if v in self.maker}
-        for i, eqn in enumerate(self.eqns):
-            if self.classes[i] is Class.HEAVY:
-                for atom in eqn.invars:
-                    source = self._source(atom)
-                    if source is not None:
-                        self.read_at(source, self.epoch[i])
+        for i in range(len(self.eqns)):
+            if self.classes[i] is Class.HEAVY and i not in self.absorbed:
+                for source in self._heavy(i).reads:
+                    self.read_at(source, self.epoch[i])
         found: list[Kernel] = []
         for i in range(len(self.eqns) - 1, -1, -1):
-            if self.classes[i] is Class.HEAVY:
-                found.append(self._heavy(i))
+            heavy = self.absorbed.get(i, i)
+            if self.classes[heavy] is Class.HEAVY:
+                if i == [heavy, *self.epilogue[heavy]][-1]:
+                    found.append(self._heavy(heavy))
             elif self.classes[i] is Class.REDUCE or any(
                 v in self.exists for v in self.eqns[i].outvars
             ):
@@ -117,13 +125,60 @@ class _Fuser:
                 atom = self.eqns[i].invars[0]
         return found
 
-    def _heavy(self, i: int) -> Kernel:
+    def _epilogue(self, i: int) -> list[int]:
+        """The equations behind heavy equation `i` that its kernel computes before it writes.
+
+        cuDNN's forward convolutions and cuBLASLt's products take a bias, a tensor to add and a
+        ReLU; XLA uses that where nothing else reads what is in between.
+        """
         eqn = self.eqns[i]
-        reads = dict.fromkeys(
-            s for s in map(self._source, eqn.invars) if s is not None
-        )
-        equations = (*sorted(self._views(eqn.invars)), i)
-        return Kernel(equations, tuple(reads), tuple(eqn.outvars))
+        chain: list[int] = []
+        if self.classes[i] is not Class.HEAVY or not eqn.invars:
+            return chain
+        if not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
+            return chain
+        out = eqn.outvars[0]
+        while out not in self.outputs and self.uses.get(out) == 1 and len(chain) < 3:
+            j = self.reader[out]
+            name, after = self.eqns[j].primitive.name, self.eqns[j].outvars[0]
+            same = (after.aval.shape, after.aval.dtype) == (out.aval.shape, out.aval.dtype)
+            if name not in ("add", "add_any", "max") or not same or j in self.absorbed:
+                break
+            chain.append(j)
+            self.absorbed[j] = i
+            out = after
+            if name == "max":
+                break
+        return chain
+
+    def _source_equation(self, atom: Atom) -> JaxprEqn | None:
+        source = self._source(atom)
+        return self.eqns[self.maker[source]] if source in self.maker else None
+
+    def _heavy(self, i: int) -> Kernel:
+        """The kernel of heavy equation `i` with its epilogue."""
+        eqn = self.eqns[i]
+        reads = dict.fromkeys(s for s in map(self._source, eqn.invars) if s is not None)
+        equations = {i, *self._views(eqn.invars)}
+        out = eqn.outvars[0] if eqn.outvars else None
+        for j in self.epilogue[i]:
+            equations.add(j)
+            for atom in self.eqns[j].invars:
+                if atom is out:
+                    continue
+                # a bias is spread over the result inside the kernel
+                while isinstance(atom, Var) and atom in self.maker:
+                    maker = self.maker[atom]
+                    spread = self.eqns[maker].primitive.name == "broadcast_in_dim"
+                    if atom in self.outputs or not (spread or self.classes[maker] is Class.VIEW):
+                        break
+                    equations.add(maker)
+                    atom = self.eqns[maker].invars[0]
+                if isinstance(atom, Var):
+                    reads[atom] = None
+            out = self.eqns[j].outvars[0]
+        writes = tuple(eqn.outvars) if not self.epilogue[i] else (out,)
+        return Kernel(tuple(sorted(equations)), i, tuple(reads), writes)
 
     def _chain(self, root: int) -> Kernel:
         """The fused chain that ends in equation `root`; decides what it reads."""
@@ -141,7 +196,7 @@ class _Fuser:
             if v in self.exists or self.classes[root] is Class.REDUCE
         ]
         equations = (*sorted(walk.inlined - {root}), root)
-        return Kernel(equations, tuple(walk.reads), tuple(written))
+        return Kernel(equations, root, tuple(walk.reads), tuple(written))
 
 
 class _Walk:
@@ -214,11 +269,11 @@ def _join_siblings(
     """Joins neighbouring reductions of the same values: XLA makes one multi-output fusion of them."""
     joined: list[Kernel] = []
     for kernel in kernels:
-        last = kernel.equations[-1]
+        last = kernel.root
         if joined and class_of(eqns[last]) is Class.REDUCE:
             for back in range(len(joined) - 1, max(len(joined) - 4, -1), -1):
                 other = joined[back]
-                end = other.equations[-1]
+                end = other.root
                 between = {v for k in joined[back:] for v in k.writes}
                 if epoch[end] != epoch[last] or between & set(kernel.reads):
                     break
@@ -226,6 +281,7 @@ def _join_siblings(
                 if class_of(eqns[end]) is Class.REDUCE and big in other.reads:
                     joined[back] = Kernel(
                         tuple(sorted({*other.equations, *kernel.equations})),
+                        last,
                         tuple(dict.fromkeys((*other.reads, *kernel.reads))),
                         (*other.writes, *kernel.writes),
                     )

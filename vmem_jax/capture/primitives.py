@@ -140,6 +140,27 @@ def aligned(eqn: JaxprEqn) -> bool:
     return all(c * lhs.dtype.itemsize % 16 == 0 for c in channels)
 
 
+def takes_epilogue(eqn: JaxprEqn, kernel: JaxprEqn | None) -> bool:
+    """Whether the library kernel of `eqn` can add a tensor and apply a ReLU before it writes.
+
+    Forward convolutions and products can. A gradient by a flipped kernel becomes cuDNN's
+    backward-data and cannot, unless the kernel has one tap, where nothing is flipped.
+
+    Args:
+      kernel: the equation that makes the last operand.
+    """
+    if eqn.primitive.name == "dot_general":
+        return True
+    if eqn.primitive.name != "conv_general_dilated" or eqn.params["batch_group_count"] != 1:
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    if numbers.lhs_spec[0] != 0 or any(d != 1 for d in eqn.params["lhs_dilation"]):
+        return False  # a weight gradient, a strided backward-data
+    rhs = eqn.invars[1].aval.shape
+    taps = math.prod(rhs[d] for d in numbers.rhs_spec[2:])
+    return taps == 1 or kernel is None or kernel.primitive.name != "rev"
+
+
 def jaxpr_flops(jaxpr: Any) -> int:
     return sum(flops(eqn) for eqn in compat.open_jaxpr(jaxpr).eqns)
 
