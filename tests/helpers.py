@@ -62,6 +62,7 @@ class Builder:
                 fusible=fusible,
                 flops=flops,
                 dtype="float32",
+                aligned=True,
                 nbytes=sum(sizes) + sum(self.buffers[b].nbytes for b in set(reads)),
                 workspace=workspace,
                 pure=pure,
@@ -72,9 +73,7 @@ class Builder:
         )
         return writes[0] if isinstance(nbytes, int) else writes
 
-    def program(
-        self, outputs: Sequence[int], aliases: Sequence[tuple[int, int]] = ()
-    ) -> Program:
+    def program(self, outputs: Sequence[int], aliases: Sequence[tuple[int, int]] = ()) -> Program:
         return Program(
             tuple(self.buffers),
             tuple(self.steps),
@@ -202,8 +201,8 @@ SHAPES: dict[str, Program] = {
 
 
 @st.composite
-def programs(draw: st.DrawFn, layers: int = 8) -> Program:
-    """A valid random training step.
+def programs(draw: st.DrawFn, layers: int = 8, pure: bool = False) -> Program:
+    """A valid random training step; without effects and donation if `pure`.
 
     A forward graph over random earlier values, a mirrored backward pass that reads the cotangent
     and random forward values, updates of donated parameters; some steps are impure, have a
@@ -222,7 +221,7 @@ def programs(draw: st.DrawFn, layers: int = 8) -> Program:
     def options() -> dict:
         return {
             "workspace": draw(size) if rare() else 0,
-            "pure": not rare(),
+            "pure": pure or not rare(),
             "in_place": draw(st.booleans()),
             "fusible": draw(st.booleans()),
             "flops": draw(st.integers(1, 1000)),
@@ -244,7 +243,7 @@ def programs(draw: st.DrawFn, layers: int = 8) -> Program:
             gradient = b.step([cotangent, *some(values, 1)], b.buffers[p].nbytes, BACKWARD)
             new = b.step([gradient, p], b.buffers[p].nbytes, UPDATE, fusible=True, in_place=True)
             outputs.append(new)
-            if draw(st.booleans()):
+            if not pure and draw(st.booleans()):
                 # a donated parameter is overwritten: nothing later may read it
                 aliases.append((p, new))
                 parameters.remove(p)

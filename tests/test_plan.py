@@ -1,4 +1,4 @@
-"""Plan: saved and loaded unchanged; cut-off, edited, foreign and other-version files are refused."""
+"""Plan: saved and loaded unchanged; damaged, foreign and other-version files are refused."""
 
 from __future__ import annotations
 

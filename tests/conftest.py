@@ -1,0 +1,23 @@
+"""What every test gets: shared helpers on the path, reproducible hypothesis, visible GPU skips."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+# A test must not depend on what this machine has: no accelerator unless it asks for one.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+hypothesis.settings.register_profile("vmem_jax", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile(os.environ.get("VMEM_JAX_HYPOTHESIS", "vmem_jax"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu_compile"):
+        from vmem_jax.prove import targets
+
+        if targets._plugin_name() is None:
+            pytest.skip('no XLA:GPU compiler here: pip install "vmem_jax[gpu-compile]"')

@@ -1,0 +1,298 @@
+"""capture: which steps there are, where they come from, what they read, hold and may do."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+from vmem_jax.capture import capture
+from vmem_jax.core.program import Kind, Phase
+from vmem_jax.core.validate import check_program
+
+X, W = jnp.ones((64, 32)), jnp.ones((32, 32))
+
+
+def captured(fun, *args, donate=(), names=()):
+    closed = jax.jit(fun).trace(*args).jaxpr
+    count = len(jax.tree.leaves(args))
+    donated = [i in donate for i in range(count)]
+    found = capture(closed, names, donated)
+    assert check_program(found.program) == []
+    _check_equations(found)
+    return found
+
+
+def _check_equations(found):
+    """Every equation with an effect is in one step; every buffer has its variable's bytes."""
+    from vmem_jax import jax_compat as compat
+
+    eqns = compat.open_jaxpr(found.flat).eqns
+    for i, eqn in enumerate(eqns):
+        steps = [s for s in found.program.steps if i in s.equations]
+        assert len(steps) == 1 if eqn.effects else True
+    for buffer, variable in zip(found.program.buffers, found.variables, strict=True):
+        if jnp.issubdtype(variable.aval.dtype, jnp.floating):
+            assert buffer.nbytes == variable.aval.size * variable.aval.dtype.itemsize
+
+
+def program(fun, *args, **kwargs):
+    return captured(fun, *args, **kwargs).program
+
+
+def ops(program, phase=None):
+    return [s.op for s in program.steps if phase in (None, s.phase)]
+
+
+def sgd(loss_of):
+    def step(params, *batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+# -- kernels
+
+
+def test_elementwise_chains_are_one_step_and_their_insides_do_not_exist():
+    found = program(lambda x: jnp.sin(jnp.exp(x) * 2 + 1), X)
+    assert len(found.steps) == 1 and found.steps[0].fusible
+    assert len(found.buffers) == 2
+    assert found.steps[0].in_place == ((0, 1),)
+
+
+def test_chains_join_the_product_that_reads_them_as_a_value():
+    found = program(lambda x, w: jnp.exp(x) @ w, X, W)
+    assert ops(found) == ["exp", "dot_general"]
+    assert not found.steps[1].fusible
+    assert (found.steps[1].flops, found.steps[1].dtype) == (2 * 64 * 32 * 32, "float32")
+
+
+def test_views_cost_nothing():
+    found = program(lambda x, w: (x.reshape(2, 32, 32) @ w).reshape(64, 32).T, X, W)
+    assert [op for op in ops(found) if op != "transpose"][:1] == ["dot_general"]
+    assert found.resident_nbytes == (64 * 32 * 2 + 32 * 32) * 4
+
+
+def test_reduction_ends_a_chain():
+    found = program(lambda x: jnp.square(x - 1).sum() + 1, X)
+    assert ops(found)[0] == "reduce_sum"
+    assert found.buffers[found.steps[0].writes[0]].nbytes == 4
+
+
+def test_dropout_keeps_the_mask_and_not_the_bits():
+    def loss(w, x, key):
+        keep = jax.random.bernoulli(key, 0.5, (64, 32))
+        return jnp.square(jnp.where(keep, x @ w, 0) @ w).sum()
+
+    found = program(jax.grad(loss), W, X, jax.random.key(0))
+    late = {
+        b
+        for s in found.steps
+        if s.phase is Phase.BACKWARD
+        for b in s.reads
+        if found.producer[b] >= 0 and found.steps[found.producer[b]].phase is Phase.FORWARD
+    }
+    held = [found.buffers[b] for b in late if found.buffers[b].nbytes >= 64 * 32]
+    assert any("bool[64,32]" in b.label for b in held)
+    assert not any("uint32[64,32]" in b.label for b in held)
+
+
+def test_relu_keeps_no_mask():
+    def loss(w, x):
+        return jnp.square(jax.nn.relu(x @ w) @ w).sum()
+
+    found = captured(jax.grad(loss), W, X)
+    assert [a.rule for a in found.applied] == ["relu_mask"]
+    assert not any("bool" in b.label for b in found.program.buffers)
+
+
+def test_merged_repeated_equations():
+    found = program(lambda x, w: (x @ w) * jnp.sin(x @ w), X, W)
+    assert ops(found).count("dot_general") == 1
+
+
+@pytest.mark.parametrize(
+    "hint", [lambda f: f, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))]
+)
+def test_users_checkpoint_is_a_hint(hint):
+    def loss(w, x):
+        for _ in range(3):
+            x = hint(lambda x: jnp.tanh(x @ w))(x)
+        return x.sum()
+
+    found = program(sgd(loss), W, X)
+    assert ops(found).count("dot_general") == 3 + 3 + 2  # forward, weights, inputs
+    assert ops(found, Phase.FORWARD).count("dot_general") == 3
+
+
+# -- control flow and effects
+
+
+@pytest.mark.parametrize("name", ["scan", "while", "cond"])
+def test_control_flow_is_one_opaque_step_with_workspace(name):
+    def body(x):
+        return (jnp.tanh(x @ W) @ W) @ W
+
+    funs = {
+        "scan": lambda x: lax.scan(lambda c, _: (body(c), None), x, None, length=3)[0],
+        "while": lambda x: lax.fori_loop(0, x[0, 0].astype(int), lambda i, c: body(c), x),
+        "cond": lambda x: lax.cond(x[0, 0] > 0, body, lambda x: x, x),
+    }
+    found = program(funs[name], X)
+    (step,) = [s for s in found.steps if s.op == name]
+    assert step.workspace >= 64 * 32 * 4
+    assert step.pure and not step.fusible
+    assert "dot_general" not in ops(found)
+
+
+def test_scans_flops_count_every_iteration():
+    found = program(lambda x: lax.scan(lambda c, _: (c @ W, None), x, None, length=5)[0], X)
+    (step,) = [s for s in found.steps if s.op == "scan"]
+    assert step.flops >= 5 * 2 * 64 * 32 * 32
+
+
+def test_effects_are_impure_and_keep_their_order():
+    def fun(x):
+        jax.debug.print("a {}", x.sum())
+        x = jnp.tanh(x @ W)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = jax.experimental.io_callback(lambda v: v, shape, x, ordered=True)
+        jax.debug.callback(lambda v: None, x)
+        return jnp.sin(x) @ W
+
+    found = program(fun, X)
+    effects = [s.op for s in found.steps if not s.pure]
+    assert len(effects) == 3 and "io_callback" in effects[1]
+    assert all(s.pure for s in found.steps if s.op in ("dot_general", "sin", "tanh"))
+
+
+# -- what people see
+
+
+def test_layers_and_lines():
+    def fun(w, x):
+        with jax.named_scope("encoder"), jax.named_scope("first"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return jnp.square(x @ w).sum()
+
+    found = program(sgd(fun), W, X)
+    products = [s for s in found.steps if s.op == "dot_general"]
+    assert {s.layer for s in products} == {"encoder/first", "head"}
+    assert {s.phase for s in products if s.layer == "head"} == {Phase.FORWARD, Phase.BACKWARD}
+    assert all(s.source.startswith("test_capture.py:") for s in products)
+    line = fun.__code__.co_firstlineno
+    assert products[0].source == f"test_capture.py:{line + 2}"
+    assert f"encoder/first: dot_general (forward) at test_capture.py:{line + 2}" in [
+        s.where for s in found.steps
+    ]
+
+
+def test_layers_of_linen_modules():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(4, (3, 3), name="stem")(x)
+            return nn.Dense(2, name="head")(nn.relu(x).mean((1, 2)))
+
+    net, x = Net(), jnp.ones((2, 8, 8, 3))
+    params = net.init(jax.random.key(0), x)
+    found = program(sgd(lambda p, x: jnp.square(net.apply(p, x)).sum()), params, x)
+    convs = {s.layer for s in found.steps if s.op == "conv_general_dilated"}
+    assert convs == {"Net/stem"}
+    assert {s.layer for s in found.steps if s.op == "dot_general"} == {"Net/head"}
+
+
+def test_names_of_inputs():
+    found = program(lambda x, w: x @ w, X, W, names=["batch", "params['w']"])
+    assert found.buffers[1].label == "params['w'] float32[32,32]"
+
+
+# -- phases, kinds, aliases
+
+
+def adam_step():
+    tx = optax.adam(1e-3)
+
+    def loss_of(params, x, y):
+        return jnp.square(jnp.tanh(x @ params["a"]) @ params["b"] - y).mean()
+
+    def step(state, x, y):
+        params, opt = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x, y)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    params = {"a": W, "b": W + 1}
+    return step, (params, tx.init(params)), X, X
+
+
+def test_phases():
+    step, *args = adam_step()
+    found = program(step, *args)
+    products = [s for s in found.steps if s.op == "dot_general"]
+    assert [s.phase for s in products].count(Phase.FORWARD) == 2
+    assert [s.phase for s in products].count(Phase.BACKWARD) == 3
+    order = [s.phase for s in found.steps]
+    assert order.index(Phase.FORWARD) < order.index(Phase.BACKWARD) < order.index(Phase.UPDATE)
+    assert "dot_general" not in ops(found, Phase.UPDATE)
+
+
+def test_forward_only_has_one_phase():
+    assert {s.phase for s in program(lambda x: jnp.tanh(x @ W) @ W, X).steps} == {Phase.FORWARD}
+
+
+def test_kinds():
+    step, *args = adam_step()
+    found = program(step, *args)
+    kinds = [found.buffers[b].kind for b in found.inputs]
+    # params a and b; Adam's count, mu and nu of both; x and y
+    assert kinds[:2] == [Kind.PARAMETER] * 2
+    assert kinds[3:7] == [Kind.OPTIMISER] * 4
+    # the count is read before any gradient exists: it is taken for a batch (4 bytes)
+    assert found.buffers[found.inputs[2]].nbytes == 4
+    assert kinds[7:9] == [Kind.BATCH] * 2
+    assert {found.buffers[b].kind for b in found.outputs} <= {Kind.OUTPUT, Kind.OPTIMISER}
+
+
+def test_donated_inputs_are_aliased_to_outputs_of_their_shape():
+    step, *args = adam_step()
+    leaves = len(jax.tree.leaves(args[0]))
+    found = program(step, *args, donate=range(leaves))
+    assert len(found.aliases) == leaves
+    assert len({o for _, o in found.aliases}) == leaves
+    assert program(step, *args).aliases == ()
+    aliased = sum(found.buffers[i].nbytes for i, _ in found.aliases)
+    assert found.resident_nbytes == program(step, *args).resident_nbytes - aliased
+
+
+def test_residents_are_what_the_compiler_counts():
+    step, *args = adam_step()
+    for donate in ((), (0,)):
+        compiled = jax.jit(step, donate_argnums=donate, keep_unused=True).lower(*args).compile()
+        stats = compiled.memory_analysis()
+        leaves = range(len(jax.tree.leaves(args[0]))) if donate else ()
+        counted = (
+            stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        )
+        # the compiler adds a table of pointers for the tuple of outputs
+        assert 0 <= counted - program(step, *args, donate=leaves).resident_nbytes < 512
+
+
+def test_input_returned_as_it_is():
+    found = program(lambda x, y: (x, y + 1), X, X, donate=(0,))
+    assert found.aliases == ((0, 0),)
+    assert found.resident_nbytes == 3 * X.nbytes
+    assert program(lambda x, y: (x, y + 1), X, X).resident_nbytes == 4 * X.nbytes
+
+
+def test_same_step_same_fingerprint_and_other_shapes_another():
+    step, *args = adam_step()
+    assert program(step, *args).fingerprint == program(step, *args).fingerprint
+    halved = (args[0], args[1][:32], args[2][:32])
+    assert program(step, *args).fingerprint != program(step, *halved).fingerprint

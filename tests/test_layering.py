@@ -1,0 +1,103 @@
+"""What each module may import, read from its syntax tree; private JAX stays in jax_compat.py."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import vmem_jax
+
+ROOT = Path(vmem_jax.__file__).parent
+EDGES = {"jax", "flax", "optax", "equinox", "numpy", "rich", "absl", "sklearn"}
+
+# The most specific prefix of a module's path decides which packages and which of our own modules
+# it may import. "" allows every one of our own.
+MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
+    "core/": (set(), {"core", "errors"}),
+    "policy/": (set(), {"core", "policy", "errors"}),
+    "errors.py": (set(), set()),
+    "jax_compat.py": ({"jax"}, set()),
+    "capture/": ({"jax", "numpy"}, {"core", "capture", "errors", "jax_compat"}),
+    "rewrite/": ({"jax"}, {"core", "capture", "rewrite", "errors", "jax_compat"}),
+    "prove/": ({"jax", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
+    "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
+    "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),
+    "flax.py": ({"jax", "flax"}, {"arguments"}),
+    "equinox.py": ({"jax", "equinox"}, {"arguments"}),
+    "models/": ({"jax", "flax", "optax", "numpy", "sklearn"}, {"models"}),
+    "": (EDGES, {""}),
+}
+
+
+def imports(source: str) -> list[str]:
+    """Every module that `source` imports, wherever it does so, as "package.module.name"."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def forbidden(path: str, source: str) -> list[str]:
+    """The imports of the module at `path` that the table does not allow."""
+    rule = max((p for p in MAY_IMPORT if path.startswith(p)), key=len)
+    packages, own = MAY_IMPORT[rule]
+    broken = []
+    for name in imports(source):
+        package, *rest = name.split(".")
+        if "jax._src" in name and path != "jax_compat.py":
+            broken.append(name)
+        elif package == "vmem_jax":
+            if "" not in own and (not rest or rest[0] not in own):
+                broken.append(name)
+        elif package in EDGES and package not in packages:
+            broken.append(name)
+    return broken
+
+
+MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_module_imports_only_what_it_may(path):
+    assert forbidden(path, (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("core/plan.py", "import jax"),
+        ("core/plan.py", "import jax.numpy as jnp"),
+        ("core/plan.py", "def late():\n    from jax import lax"),
+        ("core/plan.py", "from vmem_jax.policy import Auto"),
+        ("core/plan.py", "from vmem_jax import jit"),
+        ("policy/auto.py", "from vmem_jax.capture import capture"),
+        ("policy/auto.py", "import numpy as np"),
+        ("jit.py", "from jax._src import core"),
+        ("capture/fuse.py", "import jax._src.core"),
+        ("report/explain.py", "import jax"),
+    ],
+)
+def test_meta_the_check_can_fail(path, source):
+    assert len(forbidden(path, source)) == 1
+
+
+def test_meta_every_layer_is_there():
+    for prefix in MAY_IMPORT:
+        assert any(path.startswith(prefix) for path in MODULES), prefix
+
+
+def test_plain_import_pulls_in_no_framework():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, vmem_jax; print([m for m in ('flax', 'equinox', 'optax') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
