@@ -42,6 +42,7 @@ class Call:
       static: hashable; with the avals it decides which compiled step is run.
       donated: dynamic tree path -> whether the caller gives that leaf up.
       finish: (output arrays, static part) -> what the user's function returns.
+      plain: the leaves of (args, kwargs) are just the leaves of `tree`, and `finish` does nothing.
     """
 
     fun: Callable[[Any], tuple[Any, Any]]
@@ -49,6 +50,7 @@ class Call:
     static: Hashable
     donated: Callable[[tuple], bool]
     finish: Callable[[Any, Any], Any] = lambda out, _: out
+    plain: bool = False
 
 
 def signature(
@@ -131,7 +133,13 @@ def prepare_pytrees(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call
     def fun(tree: Any) -> tuple[Any, None]:
         return rebuild(*tree), None
 
-    return Call(fun, (dynamic, named), static, lambda path: is_donated(sig, dynamic, path))
+    return Call(
+        fun,
+        (dynamic, named),
+        static,
+        lambda path: is_donated(sig, dynamic, path),
+        plain=not (sig.static_nums or sig.static_names),
+    )
 
 
 def split_static(

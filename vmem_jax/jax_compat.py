@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax._src import core as _core  # new_jaxpr_eqn, check_jaxpr, Tracer: no public equivalents
+from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
 from jax._src import source_info_util  # name stacks and the user's frame of an equation
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
 from jax.extend import core as jexc
@@ -100,6 +101,11 @@ def user_line(eqn: JaxprEqn) -> str:
 
 def check_jaxpr(jaxpr: ClosedJaxpr) -> None:
     _core.check_jaxpr(open_jaxpr(jaxpr))
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is a concrete JAX array (a subclass check of jax.Array asks tracers too)."""
+    return type(x) is _ArrayImpl
 
 
 def is_tracer(x: Any) -> bool:

@@ -108,6 +108,17 @@ def jit(
     )
 
 
+def _config() -> Hashable:
+    """What of JAX's configuration a traced step depends on."""
+    config = jax.config
+    return (
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_numpy_dtype_promotion,
+        config.jax_numpy_rank_promotion,
+    )
+
+
 def _is_jitted(fun: Any) -> bool:
     return hasattr(fun, "__wrapped__") and hasattr(fun, "lower")
 
@@ -126,7 +137,13 @@ def _policy(policy: str | AbstractPolicy, allow: Sequence[str]) -> AbstractPolic
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A step for one set of shapes: captured, not yet planned."""
+    """A step for one set of shapes: captured, not yet planned.
+
+    Attributes:
+      plain: its jaxpr as it was traced.
+      whole: the tree of (args, kwargs) where the compiled step takes those as they are; None where
+        it takes the leaves (static arguments, modules).
+    """
 
     plain: ClosedJaxpr
     captured: Captured
@@ -135,6 +152,7 @@ class Traced:
     names: tuple[str, ...]
     out_tree: Any
     aux: Any
+    whole: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +197,21 @@ class BudgetedStep:
         self._compiler_options = compiler_options
         self._machine = machine
         self._entries: dict[Hashable, Entry] = {}
+        self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
 
     # -- the public face
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._last is not None and self._last[0] == _config():
+            # The usual call, of nothing but arrays: the compiled step checks their tree, shapes and
+            # shardings itself, faster than we could, and refuses before anything runs.
+            try:
+                return self._last[1](*args, **kwargs)
+            except (TypeError, ValueError):
+                pass  # other shapes or tracers: the long way knows them, or says what is wrong
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = arguments.prepare(self._sig, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         tracers = [x for x in leaves if compat.is_tracer(x)]
@@ -194,13 +223,17 @@ class BudgetedStep:
                 "jax.grad(f)(*a), budget=...)`."
             )
         entry = self._entry(call, leaves, tree)
+        traced = entry.traced
         if tracers:  # inside an outer jit: the rewritten equations go in, its compiler does the rest
-            rewritten = rewrite(entry.traced.captured, entry.best.plan)
-            outs = jaxpr_as_fun(rewritten)(*leaves)
-        else:
-            arguments.check_donation(entry.traced.names, leaves, entry.traced.donated)
+            outs = jaxpr_as_fun(rewrite(traced.captured, entry.best.plan))(*leaves)
+            return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
+        arguments.check_donation(traced.names, leaves, traced.donated)
+        if traced.whole is None:
             outs = entry.best.compiled(*leaves)
-        return call.finish(jax.tree.unflatten(entry.traced.out_tree, outs), entry.traced.aux)
+            return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
+        out = entry.best.compiled(*args, **kwargs)
+        self._last = (_config(), entry.best.compiled)
+        return out
 
     def plan(self, *args: Any, target: str | None = None, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays, or `jax.ShapeDtypeStruct`s), compiled and proved.
@@ -234,6 +267,7 @@ class BudgetedStep:
     def clear_cache(self) -> None:
         """Forgets every plan and compiled step."""
         self._entries.clear()
+        self._last = None
 
     @property
     def _name(self) -> str:
@@ -255,8 +289,7 @@ class BudgetedStep:
             call.static,
             target,
             tuple((a.shape, a.dtype, a.weak_type, a.sharding) for a in avals),
-            jax.config.jax_enable_x64,
-            jax.config.jax_default_matmul_precision,
+            _config(),
         )
         entry = self._entries.get(key)
         if entry is None:
@@ -277,7 +310,11 @@ class BudgetedStep:
 
         plain = jax.jit(flat).trace(*avals).jaxpr
         captured = capture(plain, names, donated)
-        return Traced(plain, captured, avals, donated, names, found["tree"], found["aux"])
+        whole = None
+        if call.plain:  # the same leaves in the same order, as the caller holds them
+            by_place, by_name = call.tree
+            whole = jax.tree.structure((tuple(by_place.values()), by_name))
+        return Traced(plain, captured, avals, donated, names, found["tree"], found["aux"], whole)
 
     def _make(self, traced: Traced, target: str | None) -> Entry:
         program = traced.captured.program
@@ -350,12 +387,24 @@ class BudgetedStep:
             )
         flat = jaxpr_as_fun(jaxpr)
 
-        def step(*leaves: Any) -> Any:
-            return flat(*leaves)
+        if traced.whole is None:
+            donate = {"donate_argnums": [i for i, gives in enumerate(traced.donated) if gives]}
+            args, kwargs = avals, {}
+
+            def step(*leaves: Any) -> Any:
+                return flat(*leaves)
+        else:
+            args, kwargs = jax.tree.unflatten(traced.whole, avals)
+            donate = {
+                "donate_argnums": [i for i in sorted(self._sig.donate_nums) if i < len(args)],
+                "donate_argnames": [k for k in sorted(self._sig.donate_names) if k in kwargs],
+            }
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                return jax.tree.unflatten(traced.out_tree, flat(*jax.tree.leaves((args, kwargs))))
 
         step.__name__ = step.__qualname__ = self._name
-        donate = tuple(i for i, gives in enumerate(traced.donated) if gives)
-        lowered = jax.jit(step, donate_argnums=donate, keep_unused=True).lower(*avals)
+        lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
         fences = compat.FENCE_OPTIONS.get(_platform(avals), {})
         return lowered.compile(compiler_options={**fences, **self._compiler_options} or None)
 
