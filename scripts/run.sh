@@ -1,6 +1,6 @@
 #!/bin/sh
 # Sets up .venv in this checkout and trains a ResNet in half of the memory that plain JAX needs.
-# Arguments go to `vmem-jax train`: sh scripts/run.sh --model vgg16 --head-width 256 --steps 10
+# Arguments go to `vmem-jax train`: sh scripts/run.sh --model resnet18 --optimizer sgd --steps 10
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
