@@ -97,7 +97,7 @@ def plan_of(program: Program, order: Sequence[int], **changes: object) -> Plan:
 def chain(n: int, size: int = 1, parameters: int = 0) -> Program:
     """n equal layers, a loss, and the way back.
 
-    Steps 0…n−1 are the layers, n the loss, n+1…2n the backward steps from the last layer to the
+    Steps 0…n-1 are the layers, n the loss, n+1…2n the backward steps from the last layer to the
     first: each reads the cotangent and the input of its layer, and writes the next cotangent and,
     with `parameters`, the new parameters, whose memory is the old ones'.
     """
@@ -256,7 +256,7 @@ def programs(draw: st.DrawFn, layers: int = 8, pure: bool = False) -> Program:
 
 @st.composite
 def orders(draw: st.DrawFn, program: Program, repeats: int = 6) -> tuple[int, ...]:
-    """A valid random order of `program`: a topological one, with pure steps run again in between."""
+    """A valid random order: a topological one, with pure steps run again in between."""
     waiting = set(range(len(program.steps)))
     made = set(program.inputs)
     order: list[int] = []

@@ -69,16 +69,16 @@ def test_unhashable_static_argument():
     budgeted = vmem_jax.jit(fun, budget="1GiB", static_argnames="sizes")
     for call in (lambda: budgeted(1.0, [2]), lambda: budgeted(1.0, sizes=[2])):
         with pytest.raises(
-            ValueError, match="static argument `sizes` of `<lambda>` is not hashable: list.*tuple"
+            ValueError, match=r"static argument `sizes` of `<lambda>` is not hashable: list.*tuple"
         ):
             call()
     assert budgeted(1.0, (2,)) == 2
 
 
 def test_argument_that_is_no_array():
-    with pytest.raises(TypeError, match="an argument of type str is no array.*`static_argnames`"):
+    with pytest.raises(TypeError, match=r"an argument of type str is no array.*`static_argnames`"):
         vmem_jax.jit(lambda x, mode: x, budget="1GiB")(1.0, "train")
-    with pytest.raises(TypeError, match="an argument of type object is no array"):
+    with pytest.raises(TypeError, match=r"an argument of type object is no array"):
         vmem_jax.jit(lambda x: x, budget="1GiB")({"a": object()})
 
 
@@ -100,7 +100,7 @@ def test_places_and_names_that_are_not_there(options, words):
 def test_donated_twice():
     add = lambda a, b: a + b
     x = jnp.ones(4)
-    with pytest.raises(ValueError, match="`a` and `b` are the same array and it is donated"):
+    with pytest.raises(ValueError, match=r"`a` and `b` are the same array and it is donated"):
         vmem_jax.jit(add, budget="1GiB", donate_argnums=0)(x, x)
     assert not x.is_deleted()
     assert (vmem_jax.jit(add, budget="1GiB")(x, x) == 2).all()
@@ -113,12 +113,12 @@ def test_deleted_argument():
     budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=0)
     old = params()
     budgeted(old, batch())
-    with pytest.raises((RuntimeError, ValueError), match="delete"):
+    with pytest.raises((RuntimeError, ValueError), match=r"delete"):
         budgeted(old, batch())
 
 
 def test_wrong_call_is_pythons_own_error():
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'x'"):
         vmem_jax.jit(step, budget="1GiB")(params())
 
 
@@ -135,7 +135,7 @@ def test_error_of_the_users_function_is_unchanged():
     with pytest.raises(Custom) as caught:
         vmem_jax.jit(broken, budget="1GiB")(1.0)
     assert caught.value is original
-    with pytest.raises(TypeError, match="dot_general requires contracting dimensions|shape"):
+    with pytest.raises(TypeError, match=r"dot_general requires contracting dimensions|shape"):
         vmem_jax.jit(jnp.dot, budget="1GiB")(jnp.ones((2, 3)), jnp.ones((2, 3)))
     with pytest.raises(jax.errors.TracerBoolConversionError):
         vmem_jax.jit(lambda x: 1 if x > 0 else 2, budget="1GiB")(1.0)
@@ -168,14 +168,14 @@ def test_plans_that_do_not_belong(tmp_path):
         (order[::-1], "unmade"),
         ([*order, 10**6], "names step 1000000 of"),
     ):
-        with pytest.raises(PlanError, match=f"not valid for its step: .*({words})"):
+        with pytest.raises(PlanError, match=rf"not valid for its step: .*({words})"):
             vmem_jax.jit(step, plan=edited(order=wrong))(params(), batch())
-    with pytest.raises(PlanError, match="made for another step"):
+    with pytest.raises(PlanError, match=r"made for another step"):
         vmem_jax.jit(step, plan=edited(program="0" * 16))(params(), batch())
 
 
 def test_unknown_target():
-    with pytest.raises(ValueError, match="unknown target 'h9000'; known targets: .*h200"):
+    with pytest.raises(ValueError, match=r"unknown target 'h9000'; known targets: .*h200"):
         vmem_jax.jit(step, budget="1GiB").plan(params(), batch(), target="h9000")
 
 

@@ -96,16 +96,7 @@ def test_traced_order_without_fences_has_the_same_equations():
         assert with_fences[heavy] == plain[heavy]
 
 
-MERGED = pytest.mark.xfail(
-    strict=True,
-    reason="a recomputed step whose inputs have the same fenced version as before is not cloned: "
-    "`done` gives back the old result, which then lives on",
-)
-
-
-@pytest.mark.parametrize(
-    "share", [0.7, pytest.param(0.5, marks=MERGED), pytest.param(0.35, marks=MERGED)]
-)
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.35])
 def test_clones_and_barriers_are_those_of_the_plan(share):
     found, _ = captured()
     plan = plan_under(found, share)
@@ -183,19 +174,12 @@ def test_every_family_is_captured_and_rewritten_well(case):
         assert [v.aval for v in after.outvars] == [v.aval for v in before.outvars]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a chain that reads a donated input is computed again after its overwriting"
-)
 def test_traced_order_is_valid_with_donation():
     case = next(c for c in CASES if c.name == "mixed")
     found, _ = captured(*case.make(jnp.float32, 1), donate=True)
     assert violations(found.program, keep_plan(found.program, None, 0, 0.0)) == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the executor's limit recomputes from donated inputs after their overwriting",
-)
 def test_deep_recomputation_is_valid_with_donation():
     found, _ = captured(donate=True)
     plan_under(found, 0.3)
@@ -254,7 +238,6 @@ def test_effects_are_kept_in_order_and_emitted_once():
     assert counted(result)["io_callback"] == DEPTH
 
 
-@pytest.mark.xfail(strict=True, reason="equations without outputs are skipped: all(()) is true")
 def test_effects_without_results_are_kept():
     def noisy(params, x):
         jax.debug.print("{}", x.sum())

@@ -32,7 +32,7 @@ def run(step, args, case: Case) -> list[np.ndarray]:
 
 
 def plain(case: Case, step, args):
-    """(arrays, need in bytes) of the same step, untouched: jax.jit's, or nnx's and Equinox's program."""
+    """(arrays, need in bytes) of plain jit; NNX and Equinox go through `keep`, the same program."""
     if case.jit is jax.jit:
         compiled = jax.jit(step, donate_argnums=case.donate).lower(*args).compile()
         return run(compiled, args, case), need_nbytes(compiled)

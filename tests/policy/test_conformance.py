@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 from helpers import BACKWARD, SHAPES, UPDATE, Builder, orders, plan_of, programs, unit_costs
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vmem_jax import POLICIES, BudgetError
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import violations
-from vmem_jax.policy.executor import Drop, Execution, can_remake
+from vmem_jax.policy.executor import Drop, Execution
 from vmem_jax.policy.order import canonical_order
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-until_found = settings(
     some, max_examples=1500, phases=[Phase.generate]
 )  # known to fail: no shrinking
 
@@ -58,14 +57,6 @@ def test_plans_are_valid_and_fit(name, program, share):
     planned(name, program, None)
 
 
-REPEATS = pytest.mark.xfail(
-    strict=True,
-    reason="the executor looks at the dropped value's own producer only: on the way back to it, it "
-    "repeats impure steps and reads donated inputs after they were overwritten",
-)
-
-
-@REPEATS
 @pytest.mark.parametrize("name", ["auto", "recompute"])
 def test_recomputation_passes_through_no_effect(name):
     b = Builder()
@@ -82,7 +73,6 @@ def test_recomputation_passes_through_no_effect(name):
         planned(name, program, budget)
 
 
-@REPEATS
 @pytest.mark.parametrize("name", ["auto", "recompute"])
 def test_recomputation_reads_no_overwritten_input(name):
     b = Builder()
@@ -100,10 +90,9 @@ def test_recomputation_reads_no_overwritten_input(name):
         planned(name, program, budget)
 
 
-@REPEATS
 @pytest.mark.parametrize("name", ["auto", "recompute"])
 def test_plans_are_valid_with_effects_and_donation(name):
-    @settings(until_found)
+    @settings(some, max_examples=300)
     @given(program=programs(), share=st.floats(0, 1.1))
     def check(program, share):
         planned(name, program, between(program, share))
@@ -130,20 +119,9 @@ def test_lowest_peak_of_the_error_is_reached(name, shape):
         assert planned(name, program, error.lowest_peak).predicted_peak <= error.lowest_peak
 
 
-NOT_LOWER = "the canonical order may hold more than the traced one, which is not tried"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "keep",
-        "exact",
-        pytest.param("auto", marks=pytest.mark.xfail(strict=True, reason=NOT_LOWER)),
-        pytest.param("recompute", marks=pytest.mark.xfail(strict=True, reason=NOT_LOWER)),
-    ],
-)
+@pytest.mark.parametrize("name", POLICIES)
 def test_never_a_higher_peak_than_keep(name):
-    @settings(until_found, max_examples=200 if name in ("keep", "exact") else 1500)
+    @settings(some, max_examples=200)
     @given(program=programs(pure=True), share=st.floats(0, 1.1))
     def check(program, share):
         keep = planned("keep", program, None).predicted_peak
@@ -172,18 +150,7 @@ def test_program_without_steps(name):
     assert planned(name, program, None).order == ()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "keep",
-        "exact",
-        "recompute",
-        pytest.param(
-            "auto",
-            marks=pytest.mark.xfail(strict=True, reason="_idle_at_peak: IndexError without steps"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", POLICIES)
 def test_program_without_steps_over_the_budget(name):
     b = Builder()
     program = b.program([b.input(4)])
@@ -199,7 +166,7 @@ def idle(program, base) -> list[Drop]:
     return [
         (b, n)
         for b, positions in uses.items()
-        if not program.is_resident[b] and can_remake(program, b)
+        if not program.is_resident[b] and program.steps[program.producer[b]].reads
         for n in range(len(positions) - 1)
         if positions[n + 1] - positions[n] > 1
     ]

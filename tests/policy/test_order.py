@@ -100,7 +100,6 @@ def test_random_programs_keep_a_valid_order(program):
     assert violations(program, plan_of(program, order)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="_hoist: the floor of effects is not moved by insertions")
 def test_effects_stay_in_order():
     b = Builder()
     x = b.input(2)

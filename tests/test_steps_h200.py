@@ -1,0 +1,64 @@
+"""The families compiled for an H200 that is not there, at shapes where activations dominate."""
+
+from __future__ import annotations
+
+import re
+
+import equinox as eqx
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from steps import CASES
+
+import vmem_jax
+
+pytestmark = pytest.mark.gpu_compile
+
+
+def shapes(case, dtype):
+    """The step, and its arguments without arrays."""
+    found = {}
+
+    def make():
+        found["step"], args = case.make(dtype, case.h200_scale)
+        return args
+
+    if case.jit is nnx.jit:
+        args = nnx.eval_shape(make)
+    else:
+        args = eqx.filter_eval_shape(make)
+    return found["step"], args
+
+
+def kernels(text):
+    """Convolutions and matrix products of a compiled step."""
+    return len(re.findall(r"custom_call_target=\"__(?:cudnn|cublas)|= \S+ dot\(|__triton", text))
+
+
+ROWS = [case for case in CASES if case.h200_scale]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda c: c.name)
+def test_step_fits_on_an_h200(case):
+    step, args = shapes(case, jnp.bfloat16)
+    plain = vmem_jax.jit(step, budget="140GB", policy="keep", donate_argnums=case.donate)
+    before = plain._entry_for(args, {}, "h200").best
+    budget = int(case.h200 * before.need)
+    budgeted = vmem_jax.jit(step, budget=budget, donate_argnums=case.donate)
+    entry = budgeted._entry_for(args, {}, "h200")
+    assert entry.best.need <= budget
+    again = [
+        s
+        for s in entry.best.plan.recomputed
+        if entry.traced.captured.program.steps[s].op in ("dot_general", "conv_general_dilated")
+    ]
+    mine, theirs = (kernels(e.compiled.as_text()) for e in (entry.best, before))
+    assert mine >= theirs + len(again) > 0
+    assert budgeted.plan(*args, target="h200") == entry.best.plan
+
+
+def test_explain_for_a_card_that_is_not_there():
+    case = next(c for c in CASES if c.name == "vgg")
+    step, args = shapes(case, jnp.bfloat16)
+    text = str(vmem_jax.jit(step, budget=0.7, donate_argnums=0).explain(*args, target="h200"))
+    assert re.search(r"peak: plain jit [\d.]+ MiB, budget [\d.]+ MiB, predicted", text)
