@@ -196,17 +196,16 @@ def leaf_names(sig: Signature, tree: Any) -> list[str]:
 
 def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype, weak type and sharding of an argument: array, tracer, shape or scalar."""
-    sharding = getattr(leaf, "sharding", None)
-    if compat.is_tracer(leaf):
-        sharding = None
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
+    if compat.is_tracer(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
     if isinstance(leaf, jax.Array):
-        committed = getattr(leaf, "committed", False) or len(leaf.devices()) > 1
+        committed = leaf.committed or len(leaf.devices()) > 1
         return jax.ShapeDtypeStruct(
             leaf.shape,
             leaf.dtype,
-            sharding=sharding if committed else None,
+            sharding=leaf.sharding if committed else None,
             weak_type=leaf.aval.weak_type,
         )
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):

@@ -18,16 +18,13 @@ from vmem_jax.arguments import Call, Signature, split_static
 
 def has_modules(tree: Any) -> bool:
     """Whether `tree` holds NNX modules, optimisers, metrics, rngs or variables."""
-    found = False
+    return bool(_modules(tree))
 
-    def look(x: Any) -> bool:
-        nonlocal found
-        is_node = isinstance(x, nnx.Object | nnx.Variable)
-        found = found or is_node
-        return is_node
 
-    jax.tree.leaves(tree, is_leaf=look)
-    return found
+def _modules(tree: Any) -> list[Any]:
+    """The outermost NNX objects in `tree`, in order."""
+    is_module = lambda x: isinstance(x, nnx.Object | nnx.Variable)
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_module) if is_module(x)]
 
 
 def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -43,7 +40,9 @@ def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
 
     def finish(out_state: Any, out_graph: Any) -> Any:
         inside, out = nnx.merge(out_graph, out_state)
-        nnx.update((dynamic, named), nnx.state(inside))
+        for mine, new in zip(_modules((dynamic, named)), _modules(inside), strict=True):
+            # in a dict, since a lone variable has no path of its own
+            nnx.update({"it": mine}, nnx.state({"it": new}))
         return out
 
     return Call(fun, state, (graph, static), lambda path: _is_donated(sig, path), finish)

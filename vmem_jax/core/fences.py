@@ -16,6 +16,7 @@ Only values that exist in memory are fenced, so no fence breaks a fusion that XL
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from vmem_jax.core.program import Phase, Program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fence:
-    """A barrier before the step at `position`, over `buffers`; the first is the spine."""
+    """A barrier before the step at `position`, over `buffers`; the first is the spine, if any."""
 
     position: int
     buffers: tuple[int, ...]
@@ -53,11 +54,19 @@ class _Fencer:
         for s in order:
             self.again.append(s in seen)
             seen.add(s)
-        # for each position and buffer read later: the end of the version, found backwards
-        self.final: dict[int, int] = {}  # buffer -> last position that reads it at all
+        self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
+        self.uses: dict[int, list[tuple[int, bool]]] = {}  # buffer -> (position, is a write)
         for position, s in enumerate(order):
             for b in program.steps[s].reads:
-                self.final[b] = position
+                self.uses.setdefault(b, []).append((position, False))
+            for b in program.steps[s].writes:
+                self.uses.setdefault(b, []).append((position, True))
+
+    def _is_read_from(self, b: int, position: int) -> bool:
+        """Whether the version of `b` that is there at `position` is read at or after it."""
+        uses = self.uses[b]
+        i = bisect.bisect_left(uses, (position, False))
+        return i < len(uses) and not uses[i][1]
 
     def all(self) -> tuple[Fence, ...]:
         program, order = self.program, self.order
@@ -66,28 +75,32 @@ class _Fencer:
         made_in: dict[int, int] = {b: -1 for b in program.inputs}  # run of a buffer's version
         phase_of: dict[int, Phase] = {}
         fenced_in: dict[int, int] = {}
+        ran_in: dict[int, int] = {}  # step -> the run in which it last ran
         loose: list[int] = []  # made in the last run, not needed on the spine
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
-            spine = self._spine(start, made_in)
+            spine = self._spine(start)
             wanted: dict[int, None] = {}
             fresh: set[int] = set()
             for position in range(start, end):
                 step = program.steps[order[position]]
                 for b in step.reads:
-                    if b in fresh or b in wanted or b == spine:
+                    if b in fresh or b in wanted or (b == spine and not self.again[position]):
                         continue
-                    if self._needs_fence(position, b, run, made_in, phase_of, fenced_in):
+                    if self._needs_fence(position, b, run, made_in, phase_of, fenced_in, ran_in):
                         wanted[b] = None
                 fresh.update(step.writes)
-            if spine is not None:
-                ties = [b for b in loose if b != spine and b not in wanted]
-                if run > 0 and (ties or wanted):
-                    found.append(Fence(start, (spine, *ties, *wanted)))
-                    fenced_in.update(dict.fromkeys(wanted, run))
+            # without a spine a fence still keeps a copy and its original apart
+            ties = [b for b in loose if b not in wanted and b != spine] if spine is not None else []
+            if run > 0 and (ties or wanted):
+                held = [] if spine is None else [spine]
+                held += [b for b in (*ties, *wanted) if b != spine]
+                found.append(Fence(start, tuple(held)))
+                fenced_in.update(dict.fromkeys((*wanted, *held), run))
             loose = []
             for position in range(start, end):
                 step = program.steps[order[position]]
+                ran_in[order[position]] = run
                 for b in step.writes:
                     made_in[b] = run
                     phase_of[b] = step.phase
@@ -119,7 +132,17 @@ class _Fencer:
             p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]
         ]
         first_backward = starts[1] if len(starts) > 1 else len(self.order)
-        return sorted({*starts, *(p for p in bursts if p < first_backward)})
+        starts = sorted({*starts, *(p for p in bursts if p < first_backward)})
+        # a step that is repeated within a run begins a new one, so that its inputs can be renewed
+        split, here = set(starts), set[int]()
+        for position, s in enumerate(self.order):
+            if position in split:
+                here = set()
+            if s in here:
+                split.add(position)
+                here = set()
+            here.add(s)
+        return sorted(split)
 
     def _can_be_spine(self, b: int, position: int) -> bool:
         """Large, temporary, and read later by the backward pass."""
@@ -128,14 +151,14 @@ class _Fencer:
             return False
         return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
 
-    def _spine(self, start: int, made_in: dict[int, int]) -> int | None:
+    def _spine(self, start: int) -> int | None:
         """The value made last before `start` that a heavy step made and that is still read."""
         program = self.program
         fallback = None
         for position in range(start - 1, -1, -1):
             step = program.steps[self.order[position]]
             for b in step.writes:
-                if program.is_resident[b] or self.final.get(b, -1) < start:
+                if program.is_resident[b] or not self._is_read_from(b, start):
                     continue
                 if not step.fusible and program.buffers[b].nbytes > self.small:
                     return b
@@ -153,31 +176,23 @@ class _Fencer:
         made_in: dict[int, int],
         phase_of: dict[int, Phase],
         fenced_in: dict[int, int],
+        ran_in: dict[int, int],
     ) -> bool:
         program = self.program
         step = program.steps[self.order[position]]
         if b not in made_in or made_in[b] == run:
             return False
-        recent = fenced_in.get(b, -10) >= run - 1
+        # the run that gave `b` the variable that it has now, if that was by a fence or a clone
+        remade = program.producer[b] in self.recomputed
+        renewed = max(fenced_in.get(b, -10), made_in[b] if remade else -10)
+        recent = renewed >= run - 1
         if self.again[position]:
-            # every input of a recomputation, whatever its size, or it is merged with the original
-            return not recent and not (made_in[b] >= run - 1 and self._remade(b))
+            # every input of a recomputation, whatever its size, and newer than at the last time
+            # that the step ran: otherwise the two are merged and the old result lives on
+            return not recent or renewed <= ran_in[self.order[position]]
         if program.buffers[b].nbytes <= self.small or recent or made_in[b] < 0:
             return False
-        return step.phase is Phase.BACKWARD and phase_of[b] is Phase.FORWARD and not (
-            self._remade(b) and made_in[b] >= run - 1
-        )
-
-    def _remade(self, b: int) -> bool:
-        return self.again_steps.get(self.program.producer[b], False)
-
-    @property
-    def again_steps(self) -> dict[int, bool]:
-        if not hasattr(self, "_again_steps"):
-            self._again_steps = {
-                s: True for s, again in zip(self.order, self.again, strict=True) if again
-            }
-        return self._again_steps
+        return step.phase is Phase.BACKWARD and phase_of[b] is Phase.FORWARD
 
     def _loose(self, position: int, end: int) -> list[int]:
         """What the step at `position` makes for later than its run, while it frees large values."""
@@ -186,7 +201,7 @@ class _Fencer:
         frees = any(
             not program.is_resident[b]
             and program.buffers[b].nbytes > self.small
-            and self.final.get(b, -1) < end
+            and not self._is_read_from(b, end)
             for b in step.reads
         )
         if not frees:
@@ -194,5 +209,5 @@ class _Fencer:
         return [
             b
             for b in step.writes
-            if program.is_resident[b] or self.final.get(b, -1) >= end
+            if program.is_resident[b] or self._is_read_from(b, end)
         ]

@@ -94,23 +94,30 @@ class Plan:
                 f"`{name}` is damaged: missing fields {sorted(missing)}, unknown {sorted(extra)}."
             )
         values = {k: raw[k] for k in expected}
-        types_ok = (
-            isinstance(values["program"], str)
-            and isinstance(values["policy"], str)
-            and isinstance(values["order"], list)
-            and all(isinstance(s, int) and not isinstance(s, bool) for s in values["order"])
-            and isinstance(values["fenced"], bool)
-            and isinstance(values["budget"], int | None)
-            and isinstance(values["predicted_peak"], int)
-            and isinstance(values["predicted_seconds"], int | float)
-        )
-        if not types_ok:
-            raise PlanError(f"`{name}` is damaged: a field has the wrong type.")
+        is_int = lambda value: isinstance(value, int) and not isinstance(value, bool)
+        expected_types = {
+            "program": isinstance(values["program"], str),
+            "policy": isinstance(values["policy"], str),
+            "order": isinstance(values["order"], list) and all(map(is_int, values["order"])),
+            "fenced": isinstance(values["fenced"], bool),
+            "budget": values["budget"] is None or is_int(values["budget"]),
+            "predicted_peak": is_int(values["predicted_peak"]),
+            "predicted_seconds": is_int(values["predicted_seconds"])
+            or isinstance(values["predicted_seconds"], float),
+        }
+        wrong = [field for field, ok in expected_types.items() if not ok]
+        if wrong:
+            raise PlanError(f"`{name}` is damaged: {', '.join(wrong)} of the wrong type.")
         return cls(**{**values, "order": tuple(values["order"])})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        return cls.from_json(Path(path).read_text(), str(path))
+        """The plan saved at `path`. Raises PlanError for a damaged or foreign file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise PlanError(f"`{path}` is no saved plan: it is not text.") from None
+        return cls.from_json(text, str(path))
 
     def check_made_for(self, program: Program) -> None:
         """Raises PlanError, naming the first difference, unless the plan was made for `program`."""

@@ -152,10 +152,16 @@ class Program:
 
     @functools.cached_property
     def overwritten_by(self) -> dict[int, int]:
-        """Donated input -> the step that writes the output that takes over its memory."""
-        return {
-            i: self.producer[o] for i, o in self.aliases if i != o and self.producer[o] >= 0
-        }
+        """Donated input -> the step that writes the output that takes over its memory.
+
+        Left out is an input that the traced program itself reads later: the compiler copies it.
+        """
+        found = {}
+        for i, o in self.aliases:
+            by = self.producer[o]
+            if i != o and by >= 0 and all(r <= by for r in self.readers[i]):
+                found[i] = by
+        return found
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -19,8 +19,8 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, finish
-from vmem_jax.policy.executor import Drop, Execution, can_remake
-from vmem_jax.policy.order import canonical_order
+from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.order import lower_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Auto(AbstractPolicy):
     offers: int = 48
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
-        base = canonical_order(program)
+        base = lower_order(program, costs)
         best = simulate(program, base, costs)
         if budget is None or best.peak <= budget or "recompute" not in self.allow:
             return finish(self.name, program, best, budget)
@@ -80,11 +80,8 @@ class _Search:
         self.stretch = share * max(budget - program.resident_nbytes, 0)
         self.drops: set[Drop] = set()
         self.dropped: set[int] = set()
-        self.uses: list[list[int]] = [[] for _ in program.buffers]
-        for position, s in enumerate(base):
-            for b in (*program.steps[s].reads, *program.steps[s].writes):
-                self.uses[b].append(position)
-        self.rank = {s: p for p, s in enumerate(base)}
+        self.remaking = Remaking(program, base)
+        self.uses = self.remaking.uses
         self.timeline = simulate(program, base, costs)
 
     def run(self) -> Timeline:
@@ -111,7 +108,9 @@ class _Search:
         return self.timeline
 
     def _execute(self) -> None:
-        order = Execution(self.program, self.costs, self.base, self.drops).order
+        order = Execution(
+            self.program, self.costs, self.base, self.drops, remaking=self.remaking
+        ).order
         self.timeline = simulate(self.program, order, self.costs)
 
     def _choose(self, excess: int) -> set[Drop]:
@@ -137,6 +136,8 @@ class _Search:
     def _idle_at_peak(self) -> list[Drop]:
         """The base intervals across the peak whose buffer is live there and may be made again."""
         order, at = self.timeline.order, self.timeline.peak_at
+        if at < 0:
+            return []
         done = 0  # steps of the base order that ran before the peak
         for s in order[: at + 1]:
             if done < len(self.base) and s == self.base[done]:
@@ -149,13 +150,9 @@ class _Search:
             n = sum(1 for u in uses if u < done) - 1
             idle = 0 <= n < len(uses) - 1 and (b, n) not in self.drops
             if b not in busy and idle and self.program.buffers[b].nbytes > 0:
-                if can_remake(self.program, b, self._overwritten_before(uses[n + 1])):
+                if self.remaking.may_drop(b, uses[n + 1]):
                     found.append((b, n))
         return found
-
-    def _overwritten_before(self, position: int) -> set[int]:
-        rank = self.rank
-        return {i for i, by in self.program.overwritten_by.items() if rank[by] < position}
 
     def _seconds(self, drop: Drop) -> float:
         """Seconds that dropping adds: its producer, and what else is gone for good by then."""

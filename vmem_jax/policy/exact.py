@@ -12,8 +12,9 @@ from typing import ClassVar
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
-from vmem_jax.policy.base import AbstractPolicy, best_of, finish
-from vmem_jax.policy.order import canonical_order
+from vmem_jax.core.simulate import simulate
+from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.order import lower_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,5 @@ class Exact(AbstractPolicy):
     name: ClassVar[str] = "exact"
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
-        traced = tuple(range(len(program.steps)))
-        orders = [canonical_order(program), traced]
-        return finish(self.name, program, best_of(program, costs, orders, 0), budget)
+        timeline = simulate(program, lower_order(program, costs), costs)
+        return finish(self.name, program, timeline, budget)

@@ -19,6 +19,9 @@ from vmem_jax.core.program import Program
 Drop = tuple[int, int]
 """(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
 
+_DEEPEST = 200
+"""A value behind more dead producers than this is not worth making again."""
+
 
 class Execution:
     """One run of the executor over `base`; `order` is the result.
@@ -35,25 +38,21 @@ class Execution:
         base: Sequence[int],
         drops: Collection[Drop] = (),
         limit: int | None = None,
+        remaking: Remaking | None = None,
     ) -> None:
         self._program = program
         self._costs = costs
         self._drops = drops if isinstance(drops, set | frozenset) else frozenset(drops)
         self._limit = limit
         self._base = base
-        self._uses: list[list[int]] = [[] for _ in program.buffers]
-        for position, s in enumerate(base):
-            for b in (*program.steps[s].reads, *program.steps[s].writes):
-                self._uses[b].append(position)
+        self._remaking = remaking or Remaking(program, base)
+        self._uses = self._remaking.uses
         self._next = [0] * len(program.buffers)  # index into _uses: the next use still to come
         self._present = list(program.is_resident)
         for b in program.inputs:
             self._present[b] = True
         self._live: dict[int, None] = {}
         self._nbytes = program.resident_nbytes
-        self._overwritten: set[int] = set()
-        self._overwrites = {by: i for i, by in program.overwritten_by.items()}
-        self._ran = [False] * len(program.steps)
         self.order: list[int] = []
         self.fits = True
         self._most = 40 * len(base) + 1000  # a limit that makes it thrash is a limit not met
@@ -75,8 +74,10 @@ class Execution:
             self._next[b] += 1
             if program.is_resident[b]:
                 continue
-            uses = self._uses[b]
-            if self._next[b] >= len(uses) or (b, self._next[b] - 1) in self._drops:
+            uses, following = self._uses[b], self._next[b]
+            if following >= len(uses):
+                self._free(b)
+            elif (b, following - 1) in self._drops and self._remaking.may_drop(b, uses[following]):
                 self._free(b)
 
     # -- recomputation
@@ -143,9 +144,6 @@ class Execution:
             self._nbytes += program.buffers[w].nbytes
         for w in step.writes:
             self._present[w] = True
-        if s in self._overwrites:
-            self._overwritten.add(self._overwrites[s])
-        self._ran[s] = True
         self.order.append(s)
 
     def _reused(self, s: int, fresh: list[int]) -> int:
@@ -166,19 +164,17 @@ class Execution:
         """The live value with the lowest cost / (bytes × time until its next use)."""
         best, best_score = None, float("inf")
         for b in self._live:
-            if b in pinned or not self.can_remake(b):
+            if b in pinned:
                 continue
             uses = self._uses[b]
             following = uses[self._next[b]] if self._next[b] < len(uses) else len(self._base)
+            if not self._remaking.may_drop(b, following):
+                continue
             absence = max(following - self._now, 1)
             score = self._remake_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
             if score < best_score:
                 best, best_score = b, score
         return best
-
-    def can_remake(self, b: int) -> bool:
-        """Whether the producer of `b` may run again, now or later."""
-        return can_remake(self._program, b, self._overwritten)
 
     def _remake_seconds(self, b: int) -> float:
         """Seconds to make `b` again from what is live, a few missing steps deep."""
@@ -195,10 +191,44 @@ class Execution:
         return total
 
 
-def can_remake(program: Program, b: int, overwritten: Collection[int] = ()) -> bool:
-    """Whether the producer of `b` is pure, reads something, and no donated input that is gone."""
-    s = program.producer[b]
-    if s < 0:
-        return False
-    step = program.steps[s]
-    return step.pure and bool(step.reads) and not any(r in overwritten for r in step.reads)
+class Remaking:
+    """Which values may be dropped: what a later recomputation would read is there, or remakable.
+
+    Attributes:
+      uses: for every buffer the positions in the base order that write or read it.
+    """
+
+    def __init__(self, program: Program, base: Sequence[int]) -> None:
+        self._program = program
+        rank = {s: p for p, s in enumerate(base)}
+        self._gone_after = {i: rank[by] for i, by in program.overwritten_by.items()}
+        self.uses: list[list[int]] = [[] for _ in program.buffers]
+        for position, s in enumerate(base):
+            for b in (*program.steps[s].reads, *program.steps[s].writes):
+                self.uses[b].append(position)
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def may_drop(self, b: int, need: int, depth: int = 0) -> bool:
+        """Whether `b` can be made again before position `need` of the base order.
+
+        Its producer is pure, reads something, and each of its reads is a resident that is not yet
+        overwritten, a value that the base order still uses at `need` or later (which is kept, or
+        dropped by this very rule), or may be made again itself.
+        """
+        key = (b, need)
+        if key not in self._known:
+            self._known[key] = depth < _DEEPEST and self._decide(b, need, depth)
+        return self._known[key]
+
+    def _decide(self, b: int, need: int, depth: int) -> bool:
+        program = self._program
+        s = program.producer[b]
+        if s < 0 or not program.steps[s].pure or not program.steps[s].reads:
+            return False
+        for r in program.steps[s].reads:
+            if program.is_resident[r]:
+                if self._gone_after.get(r, need) < need:
+                    return False
+            elif self.uses[r][-1] < need and not self.may_drop(r, need, depth + 1):
+                return False
+        return True

@@ -11,12 +11,21 @@ Two moves on the traced order, each taken only where it frees bytes:
 
 from __future__ import annotations
 
+from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import simulate
 
 
 def canonical_order(program: Program) -> tuple[int, ...]:
     """Returns the traced order with residual-only work sunk and freeing work hoisted."""
     return tuple(_hoist(program, _sink(program, list(range(len(program.steps))))))
+
+
+def lower_order(program: Program, costs: Costs) -> tuple[int, ...]:
+    """The canonical order or the traced one, whichever peaks lower; the canonical one if equal."""
+    traced = tuple(range(len(program.steps)))
+    orders = (canonical_order(program), traced)
+    return min(orders, key=lambda order: simulate(program, order, costs).peak)
 
 
 def _temporary(program: Program, buffers: tuple[int, ...]) -> list[int]:
@@ -59,10 +68,10 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         by: [r for r in program.readers[i] if r != by]
         for i, by in program.overwritten_by.items()
     }
-    effects_floor = 0
+    last_effect: int | None = None
     for s in order:
         step = program.steps[s]
-        ready = effects_floor if not step.pure else 0
+        ready = position[last_effect] + 1 if not step.pure and last_effect is not None else 0
         for b in step.reads:
             maker = program.producer[b]
             if maker >= 0:
@@ -89,7 +98,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
             for p in range(at, len(placed)):
                 position[placed[p]] = p
         if not step.pure:
-            effects_floor = position[s] + 1
+            last_effect = s
         for b in step.reads:
             remaining[b] -= 1
     return placed

@@ -20,7 +20,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.policy.base import AbstractPolicy, best_of, finish
 from vmem_jax.policy.executor import Execution
-from vmem_jax.policy.order import canonical_order
+from vmem_jax.policy.order import lower_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Recompute(AbstractPolicy):
     name: ClassVar[str] = "recompute"
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
-        base = canonical_order(program)
+        base = lower_order(program, costs)
         orders: list[tuple[int, ...]] = [base]
         if budget is not None:
             # a limit below the budget is tried too: what it frees early may be dropped cheaper

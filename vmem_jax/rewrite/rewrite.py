@@ -67,7 +67,7 @@ class _Rewriter:
 
         for i in step.equations:
             eqn = self.opened.eqns[i]
-            if all(v in local for v in eqn.outvars):
+            if eqn.outvars and all(v in local for v in eqn.outvars):
                 continue  # a view of what the step reads, read itself
             invars = [read(a) for a in eqn.invars]
             key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
