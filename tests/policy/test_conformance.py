@@ -15,8 +15,6 @@ from vmem_jax.policy.executor import Drop, Execution
 from vmem_jax.policy.order import canonical_order
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-    some, max_examples=1500, phases=[Phase.generate]
-)  # known to fail: no shrinking
 
 
 def flop_costs(program) -> Costs:
