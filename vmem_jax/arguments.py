@@ -96,19 +96,19 @@ def signature(
                         f"`{role}_argnames` has {name!r}, which is no argument of `{_name(fun)}`: "
                         f"{', '.join(parameters)}."
                     )
-        nums = {n % len(positional) if n < 0 and positional else n for n in nums}
-        both = nums | {positional.index(name) for name in names if name in positional}
-        all_names = {*names, *(positional[n] for n in nums if n < len(positional))}
+        places = {n % len(positional) if n < 0 and positional else n for n in nums}
+        both = places | {positional.index(name) for name in names if name in positional}
+        all_names = {*names, *(positional[n] for n in places if n < len(positional))}
         return frozenset(both), frozenset(all_names)
 
     static_nums, static_names = resolve(static_argnums, static_argnames, "static")
     donate_nums, donate_names = resolve(donate_argnums, donate_argnames, "donate")
     if static_nums & donate_nums or static_names & donate_names:
-        twice = sorted(static_names & donate_names) or sorted(static_nums & donate_nums)
-        raise ValueError(f"arguments {twice} are both static and donated; a static one has no array.")
-    return Signature(
-        fun, static_nums, static_names, donate_nums, donate_names, tuple(positional)
-    )
+        twice = [*sorted(static_names & donate_names)] or [*map(str, static_nums & donate_nums)]
+        raise ValueError(
+            f"arguments {twice} are both static and donated; a static one has no array."
+        )
+    return Signature(fun, static_nums, static_names, donate_nums, donate_names, tuple(positional))
 
 
 def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -158,7 +158,9 @@ def split_static(
         try:
             hash(value)
         except TypeError:
-            name = sig.parameters[key] if isinstance(key, int) and key < len(sig.parameters) else key
+            name = (
+                sig.parameters[key] if isinstance(key, int) and key < len(sig.parameters) else key
+            )
             raise ValueError(
                 f"static argument `{name}` of `{_name(sig.fun)}` is not hashable: "
                 f"{type(value).__name__}. Static arguments choose the compiled step; use a tuple, a "

@@ -6,12 +6,12 @@ Supported: 0.10.2 (the newest for Python 3.11), 0.11.2, 0.12.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax._src import core as _core  # new_jaxpr_eqn, check_jaxpr, Tracer: no public equivalents
-from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
 from jax._src import source_info_util  # name stacks and the user's frame of an equation
+from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
 from jax.extend import core as jexc
 
@@ -22,8 +22,12 @@ _MERGED = jexc.ClosedJaxpr is _core.Jaxpr
 
 Var = jexc.Var
 Literal = jexc.Literal
-JaxprEqn = jexc.JaxprEqn
-ClosedJaxpr = jexc.ClosedJaxpr
+if TYPE_CHECKING:  # JAX types these too loosely for a checker, and merged them in 0.11
+    JaxprEqn = Any
+    ClosedJaxpr = Any
+else:
+    JaxprEqn = jexc.JaxprEqn
+    ClosedJaxpr = jexc.ClosedJaxpr
 Atom = Any  # Var | Literal
 
 
@@ -73,7 +77,8 @@ def close(
         kwargs["debug_info"] = names
     parts = (list(constvars), list(invars), list(outvars), list(eqns))
     if _MERGED:
-        return _core.Jaxpr(*parts, consts=list(consts), **kwargs)
+        kwargs["consts"] = list(consts)
+        return _core.Jaxpr(*parts, **kwargs)
     return jexc.ClosedJaxpr(_core.Jaxpr(*parts, **kwargs), list(consts))
 
 
@@ -85,13 +90,11 @@ def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """`eqn` of an inner jaxpr with the name stack of the equation that called it put in front."""
     stack = outer.source_info.name_stack + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback or outer.source_info.traceback
-    return eqn.replace(
-        source_info=eqn.source_info.replace(name_stack=stack, traceback=traceback)
-    )
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack, traceback=traceback))
 
 
 def user_line(eqn: JaxprEqn) -> str:
-    """"file.py:41", the line of the user's code that made the equation, or ""."""
+    """ "file.py:41", the line of the user's code that made the equation, or ""."""
     traceback = eqn.source_info.traceback
     frame = None if traceback is None else source_info_util.user_frame(traceback)
     if frame is None:

@@ -28,7 +28,7 @@ from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
 from vmem_jax.prove.device import free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
 from vmem_jax.report.explain import Explanation, explain
-from vmem_jax.rewrite import rewrite
+from vmem_jax.rewrite.rewrite import rewrite
 
 MEANS = ("order", "recompute")
 """What a plan may use. Transfers, convolutions and sub-batches will follow."""
@@ -110,7 +110,7 @@ def jit(
 
 def _config() -> Hashable:
     """What of JAX's configuration a traced step depends on."""
-    config = jax.config
+    config: Any = jax.config
     return (
         config.jax_enable_x64,
         config.jax_default_matmul_precision,
@@ -224,7 +224,9 @@ class BudgetedStep:
             )
         entry = self._entry(call, leaves, tree)
         traced = entry.traced
-        if tracers:  # inside an outer jit: the rewritten equations go in, its compiler does the rest
+        if (
+            tracers
+        ):  # inside an outer jit: the rewritten equations go in, its compiler does the rest
             outs = jaxpr_as_fun(rewrite(traced.captured, entry.best.plan))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
         arguments.check_donation(traced.names, leaves, traced.donated)
@@ -387,12 +389,11 @@ class BudgetedStep:
             )
         flat = jaxpr_as_fun(jaxpr)
 
+        donate: dict[str, Any]
+        args: Any = avals
+        kwargs: Any = {}
         if traced.whole is None:
             donate = {"donate_argnums": [i for i, gives in enumerate(traced.donated) if gives]}
-            args, kwargs = avals, {}
-
-            def step(*leaves: Any) -> Any:
-                return flat(*leaves)
         else:
             args, kwargs = jax.tree.unflatten(traced.whole, avals)
             donate = {
@@ -400,8 +401,9 @@ class BudgetedStep:
                 "donate_argnames": [k for k in sorted(self._sig.donate_names) if k in kwargs],
             }
 
-            def step(*args: Any, **kwargs: Any) -> Any:
-                return jax.tree.unflatten(traced.out_tree, flat(*jax.tree.leaves((args, kwargs))))
+        def step(*args: Any, **kwargs: Any) -> Any:
+            outs = flat(*jax.tree.leaves((args, kwargs)))
+            return outs if traced.whole is None else jax.tree.unflatten(traced.out_tree, outs)
 
         step.__name__ = step.__qualname__ = self._name
         lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)

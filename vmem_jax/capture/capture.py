@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import Applied, apply_exact_rules
@@ -153,7 +154,7 @@ def _step(
         in_place = [(r, w) for w in writes for r in reads if sizes[r] == sizes[w]]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
-    operand = root.invars[0].aval if root.invars else None
+    operand: Any = root.invars[0].aval if root.invars else None
     return Step(
         reads=reads,
         writes=writes,

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,13 +210,17 @@ def _max_pool_overlap(editor: Editor) -> list[Applied]:
             continue
         params = {k: tuple(eqn.params[k]) for k in _WINDOW}
         grad, y = eqn.invars
-        forward = [
-            j
-            for j in editor.users(y)
-            if editor.eqns[j].primitive.name == "reduce_window_max"
-            and j not in editor.late
-            and all(tuple(editor.eqns[j].params[k]) == params[k] for k in _WINDOW)
-        ] if isinstance(y, Var) else []
+        forward = (
+            [
+                j
+                for j in editor.users(y)
+                if editor.eqns[j].primitive.name == "reduce_window_max"
+                and j not in editor.late
+                and all(tuple(editor.eqns[j].params[k]) == params[k] for k in _WINDOW)
+            ]
+            if isinstance(y, Var)
+            else []
+        )
         if (
             not forward
             or eqn.params["select_prim"].name != "ge"
@@ -224,13 +229,15 @@ def _max_pool_overlap(editor: Editor) -> list[Applied]:
             or any(getattr(getattr(y.aval, "sharding", None), "spec", ()))
         ):
             continue
-        pool = (params["window_dimensions"], params["window_strides"], params["padding"])
+        pool: Any = (params["window_dimensions"], params["window_strides"], params["padding"])
         index, code = spliced(
-            lambda y, pool=pool: overlap.window_index(*pool, y), [y], editor.eqns[forward[0]]
+            lambda y, p=pool: overlap.window_index(p[0], p[1], p[2], y),
+            [y],
+            editor.eqns[forward[0]],
         )
         editor.inserted.setdefault(forward[0], []).extend(index)
         editor.replaced[i], _ = spliced(
-            lambda g, c, pool=pool, shape=y.aval.shape: overlap.scatter(*pool, shape, g, c),
+            lambda g, c, p=pool, s=y.aval.shape: overlap.scatter(p[0], p[1], p[2], s, g, c),
             [grad, code],
             eqn,
             eqn.outvars[0],

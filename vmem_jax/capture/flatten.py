@@ -103,7 +103,12 @@ def drop_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
         if v in needed
     ]
     return compat.close(
-        [v for v, _ in used], [c for _, c in used], opened.invars, opened.outvars, kept[::-1], closed
+        [v for v, _ in used],
+        [c for _, c in used],
+        opened.invars,
+        opened.outvars,
+        kept[::-1],
+        closed,
     )
 
 

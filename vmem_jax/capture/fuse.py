@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import Class, class_of, nbytes, takes_epilogue
@@ -50,9 +51,7 @@ class _Fuser:
         opened = compat.open_jaxpr(flat)
         self.eqns: list[JaxprEqn] = opened.eqns
         self.classes = [class_of(eqn) for eqn in self.eqns]
-        self.maker: dict[Var, int] = {
-            v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars
-        }
+        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
         # the epoch of an equation: how many heavy kernels stand before it
         self.epoch: list[int] = []
@@ -160,7 +159,7 @@ class _Fuser:
         eqn = self.eqns[i]
         reads = dict.fromkeys(s for s in map(self._source, eqn.invars) if s is not None)
         equations = {i, *self._views(eqn.invars)}
-        out = eqn.outvars[0] if eqn.outvars else None
+        out: Any = eqn.outvars[0] if eqn.outvars else None
         for j in self.epilogue[i]:
             equations.add(j)
             for atom in self.eqns[j].invars:
@@ -177,7 +176,7 @@ class _Fuser:
                 if isinstance(atom, Var):
                     reads[atom] = None
             out = self.eqns[j].outvars[0]
-        writes = tuple(eqn.outvars) if not self.epilogue[i] else (out,)
+        writes: tuple[Var, ...] = (out,) if self.epilogue[i] else tuple(eqn.outvars)
         return Kernel(tuple(sorted(equations)), i, tuple(reads), writes)
 
     def _chain(self, root: int) -> Kernel:
@@ -192,7 +191,8 @@ class _Fuser:
         for v in walk.reads:
             self.read_at(v, epoch)
         written = [
-            v for v in self.eqns[root].outvars
+            v
+            for v in self.eqns[root].outvars
             if v in self.exists or self.classes[root] is Class.REDUCE
         ]
         equations = (*sorted(walk.inlined - {root}), root)
@@ -263,9 +263,7 @@ class _Walk:
         return choice
 
 
-def _join_siblings(
-    kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]
-) -> list[Kernel]:
+def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]) -> list[Kernel]:
     """Joins neighbouring reductions of the same values: XLA makes one multi-output fusion of them."""
     joined: list[Kernel] = []
     for kernel in kernels:

@@ -80,4 +80,3 @@ def scatter(
             config.append((start, n - (start + (m - 1) * s + 1), s - 1))
         total = lax.add(total, lax.pad(part, zero, config))
     return total
-

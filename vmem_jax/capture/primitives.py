@@ -198,7 +198,7 @@ def _inner_peak(jaxpr: Any) -> int:
         made.update(outs)
         live += sum(nbytes(v.aval) for v in outs)
         peak = max(peak, live + workspace(eqn))
-        gone = {a for a in eqn.invars if a in made and last.get(a) == i} if made else set()
+        gone = {a for a in eqn.invars if isinstance(a, compat.Var) and a in made and last[a] == i}
         gone |= {v for v in outs if v not in last}
         live -= sum(nbytes(v.aval) for v in gone)
         made -= gone

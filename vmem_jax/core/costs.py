@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from vmem_jax.core.program import Program, Step
 
-
 _UNALIGNED = 10
 """How much slower unaligned shapes are. An H200 runs ResNet-50's 3-channel stem (bf16, batch 256,
 60 GFLOP) in 1.78 ms: 34 TFLOP/s, where aligned convolutions reach about 390."""

@@ -128,9 +128,7 @@ class _Fencer:
             if makes_spine and position + 1 < len(self.order):
                 starts.append(position + 1)
         # recomputation before the first backward step: each burst is a run of its own
-        bursts = [
-            p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]
-        ]
+        bursts = [p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]]
         first_backward = starts[1] if len(starts) > 1 else len(self.order)
         starts = sorted({*starts, *(p for p in bursts if p < first_backward)})
         # a step that is repeated within a run begins a new one, so that its inputs can be renewed
@@ -206,8 +204,4 @@ class _Fencer:
         )
         if not frees:
             return []
-        return [
-            b
-            for b in step.writes
-            if program.is_resident[b] or self._is_read_from(b, end)
-        ]
+        return [b for b in step.writes if program.is_resident[b] or self._is_read_from(b, end)]

@@ -37,7 +37,7 @@ class Buffer:
     Attributes:
       nbytes: size in bytes, before any allocator's rounding.
       kind: what it holds.
-      label: for people, "params['conv1']['kernel'] f32[3,3,64,64]".
+      label: for people, `"params['conv1']['kernel'] f32[3,3,64,64]"`.
     """
 
     nbytes: int

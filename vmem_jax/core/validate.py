@@ -101,8 +101,9 @@ def peak_by_definition(program: Program, order: tuple[int, ...]) -> int:
             return None
         remade = min((p for p, is_write in uses[b] if is_write and p > written[-1]), default=None)
         reads = [
-            p for p, is_write in uses[b] if not is_write and p > written[-1]
-            and (remade is None or p <= remade)
+            p
+            for p, is_write in uses[b]
+            if not is_write and p > written[-1] and (remade is None or p <= remade)
         ]
         last = max(reads, default=written[-1])
         return (written[-1], last) if last >= position else None

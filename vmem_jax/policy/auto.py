@@ -56,12 +56,13 @@ class Auto(AbstractPolicy):
 
 
 def _under_limit(
-    program: Program, costs: Costs, base: Sequence[int], drops: Sequence[Drop] | set[Drop],
+    program: Program,
+    costs: Costs,
+    base: Sequence[int],
+    drops: Sequence[Drop] | set[Drop],
     limit: int,
 ) -> Timeline:
-    return simulate(
-        program, Execution(program, costs, base, set(drops), limit=limit).order, costs
-    )
+    return simulate(program, Execution(program, costs, base, set(drops), limit=limit).order, costs)
 
 
 def _better(a: Timeline, b: Timeline, budget: int) -> Timeline:
@@ -159,7 +160,8 @@ class _Search:
         program = self.program
         b, n = drop
         need = self.uses[b][n + 1]
-        total, seen, stack = 0.0, set(), [b]
+        total, stack = 0.0, [b]
+        seen: set[int] = set()
         while stack and len(seen) < 32:
             s = program.producer[stack.pop()]
             if s in seen or s < 0:

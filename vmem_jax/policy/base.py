@@ -90,7 +90,9 @@ def what_holds(program: Program, order: Sequence[int], position: int) -> str:
     kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
     kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
     largest = sorted(live, key=lambda b: -program.buffers[b].nbytes)[:3]
-    names = [f"{program.buffers[b].label} {show_nbytes(program.buffers[b].nbytes)}" for b in largest]
+    names = [
+        f"{program.buffers[b].label} {show_nbytes(program.buffers[b].nbytes)}" for b in largest
+    ]
     return ", ".join(kinds) + ("; largest: " + ", ".join(names) if names else "")
 
 

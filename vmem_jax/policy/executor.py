@@ -124,9 +124,7 @@ class Execution:
     def _emit(self, s: int, pinned: set[int]) -> None:
         program = self._program
         step = program.steps[s]
-        fresh = [
-            w for w in step.writes if not program.is_resident[w] and w not in self._live
-        ]
+        fresh = [w for w in step.writes if not program.is_resident[w] and w not in self._live]
         need = sum(program.buffers[w].nbytes for w in fresh) + step.workspace
         if len(self.order) > self._most:
             self._limit, self.fits = None, False  # finish the order, over the limit

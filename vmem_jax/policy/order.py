@@ -49,9 +49,7 @@ def _sink(program: Program, order: list[int]) -> list[int]:
             if max((rank[r] for r in program.readers[b] if r != s), default=-1.0) < first
         )
         overwritten = [
-            rank[by]
-            for b in step.reads
-            if (by := program.overwritten_by.get(b)) is not None
+            rank[by] for b in step.reads if (by := program.overwritten_by.get(b)) is not None
         ]
         # a step that is already next to its first use stays: moving it would change nothing
         if freed > held and first - rank[s] > 1 and all(first <= at for at in overwritten):
@@ -65,8 +63,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
     position: dict[int, int] = {}  # of placed steps, by insertion (kept exact below)
     remaining = {b: len(readers) for b, readers in enumerate(program.readers)}
     final_reads = {
-        by: [r for r in program.readers[i] if r != by]
-        for i, by in program.overwritten_by.items()
+        by: [r for r in program.readers[i] if r != by] for i, by in program.overwritten_by.items()
     }
     last_effect: int | None = None
     for s in order:
@@ -83,9 +80,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
             else:
                 blocked = True  # the old value is read later: leave the copy to the compiler
         dying = sum(
-            program.buffers[b].nbytes
-            for b in _temporary(program, step.reads)
-            if remaining[b] == 1
+            program.buffers[b].nbytes for b in _temporary(program, step.reads) if remaining[b] == 1
         )
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
         at = len(placed)

@@ -86,6 +86,8 @@ def prove(
             plan = lowest
         seconds = time.perf_counter() - start
         compiled = compile_plan(plan)
+        # what was planned for may be lower; the budget that the plan is proved for is the user's
+        plan = dataclasses.replace(plan, budget=budget)
         attempt = Attempt(plan, compiled, need_nbytes(compiled), seconds)
         attempts.append(attempt)
         logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))

@@ -43,9 +43,7 @@ class _Rewriter:
             if position in at:
                 self._fence(at[position], self.program.steps[s].equations[-1])
             self._step(s)
-        outvars = [
-            a if isinstance(a, Literal) else self.current[a] for a in self.opened.outvars
-        ]
+        outvars = [a if isinstance(a, Literal) else self.current[a] for a in self.opened.outvars]
         return compat.close(
             self.opened.constvars,
             compat.constants(self.flat),
