@@ -25,7 +25,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 # Open: seen to fail on some version or some random program; each is in the closing note.
 OPEN = {
-    "test_inputs_of_recomputation_are_fenced": "hypothesis finds a program whose input is not renewed",
+    "test_inputs_of_recomputation_are_fenced": "a random program whose input is not renewed",
     "test_recomputation_is_in_the_compiled_step": "JAX 0.11.2: one more product than the plan has",
     "test_clones_and_barriers_are_those_of_the_plan": "clones that need no equation of their own",
     "test_batch_sharded_over_four_devices": "whole arrays are counted, the compiler counts shards",
