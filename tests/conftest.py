@@ -25,14 +25,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 # Open: seen to fail on some version or some random program; each is in the closing note.
 OPEN = {
-    "test_inputs_of_recomputation_are_fenced": "a random program whose input is not renewed",
     "test_recomputation_is_in_the_compiled_step": "JAX 0.11.2: one more product than the plan has",
-    "test_clones_and_barriers_are_those_of_the_plan": "clones that need no equation of their own",
     "test_batch_sharded_over_four_devices": "whole arrays are counted, the compiler counts shards",
     "test_step_fits_and_trains_as_plain_jit_does[densenet": "JAX 0.11.2: XLA:CPU's own copies",
     "test_step_fits_and_trains_as_plain_jit_does[accumulate": "JAX 0.10.2: XLA:CPU's own copies",
-    "test_laws_on_random_orders": "fences on random orders with many repeats",
-    "test_laws_on_every_shape": "fences without a spine",
 }
 
 
