@@ -21,19 +21,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if targets._plugin_name() is None:
             pytest.skip('no XLA:GPU compiler here: pip install "vmem_jax[gpu-compile]"')
-
-
-# Open: seen to fail on some version or some random program; each is in the closing note.
-OPEN = {
-    "test_recomputation_is_in_the_compiled_step": "JAX 0.11.2: one more product than the plan has",
-    "test_batch_sharded_over_four_devices": "whole arrays are counted, the compiler counts shards",
-    "test_step_fits_and_trains_as_plain_jit_does[densenet": "JAX 0.11.2: XLA:CPU's own copies",
-    "test_step_fits_and_trains_as_plain_jit_does[accumulate": "JAX 0.10.2: XLA:CPU's own copies",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name, reason in OPEN.items():
-            if item.name.startswith(name):
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=False))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import textwrap
 
 import equinox as eqx
 import jax
@@ -14,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from processes import in_subprocess
 
 import vmem_jax
 from vmem_jax import BudgetError, DifferentiationError, Plan, PlanError
@@ -597,22 +595,6 @@ def test_equinox_modules_with_static_fields():
 
 
 # -- several devices
-
-
-def in_subprocess(code, devices):
-    """Runs `code` in a Python with so many CPU devices, and returns what it prints."""
-    import os
-
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
 
 
 def test_batch_sharded_over_four_devices():

@@ -93,6 +93,14 @@ def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack, traceback=traceback))
 
 
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many after them are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since 0.12
+    return len(consts), len(carry)
+
+
 def user_line(eqn: JaxprEqn) -> str:
     """ "file.py:41", the line of the user's code that made the equation, or ""."""
     traceback = eqn.source_info.traceback

@@ -311,7 +311,7 @@ class BudgetedStep:
             return outs
 
         plain = jax.jit(flat).trace(*avals).jaxpr
-        captured = capture(plain, names, donated)
+        captured = capture(plain, names, donated, [a.sharding for a in avals])
         whole = None
         if call.plain:  # the same leaves in the same order, as the caller holds them
             by_place, by_name = call.tree
@@ -335,7 +335,7 @@ class BudgetedStep:
                     f"of {show_nbytes(limit)}. Plan again for this machine."
                 )
             return Entry(traced, limit, plain_need, costs, (attempt,))
-        attempts = prove(program, self._policy, costs, budget, compile_plan)
+        attempts = prove(program, self._policy, costs, budget, compile_plan, plain_need)
         best = attempts[-1]
         logging.info(
             "%s: %s of a budget of %s, predicted %s, after %d compiles",
@@ -382,10 +382,11 @@ class BudgetedStep:
         if target is not None:
             from vmem_jax.prove.targets import target as card
 
-            sharding = card(target).sharding()
             avals = tuple(
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)
-                for a in avals
+                for a, sharding in zip(
+                    avals, card(target).shardings([a.sharding for a in avals]), strict=True
+                )
             )
         flat = jaxpr_as_fun(jaxpr)
 

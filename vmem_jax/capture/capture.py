@@ -12,6 +12,7 @@ from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.primitives import Class, aligned, class_of, flops, nbytes, workspace
+from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -34,20 +35,25 @@ class Captured:
 
 
 def capture(
-    closed: ClosedJaxpr, input_names: Sequence[str] = (), donated: Sequence[bool] = ()
+    closed: ClosedJaxpr,
+    input_names: Sequence[str] = (),
+    donated: Sequence[bool] = (),
+    shardings: Sequence[Any] = (),
 ) -> Captured:
-    """Captures the step `closed`.
+    """Captures the step `closed`, as one of its devices runs it.
 
     Args:
       closed: the jaxpr of the step after differentiation, calls and all.
       input_names: the user's name of each input, "state.params['conv1']['kernel']".
       donated: for each input whether the caller gives it up.
+      shardings: the `jax.sharding.Sharding` of each input; none for those on one device.
     """
     flat, applied = apply_exact_rules(flatten(closed))
     flat = drop_dead(flat)
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
     kernels = fuse(flat)
+    shards = follow_shards(flat, shardings)
 
     inputs = [*opened.invars, *opened.constvars]
     names = [*input_names] if input_names else [f"argument {i}" for i in range(len(opened.invars))]
@@ -67,10 +73,11 @@ def capture(
         else:
             root = eqns[writer[v].root]
             label = f"{layer_of(root) or root.primitive.name} {v.aval.str_short()}"
-        buffers.append(Buffer(nbytes(v.aval), kinds[b], label))
+        buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label))
 
     steps = [
-        _step(kernel, phase, eqns, index) for kernel, phase in zip(kernels, phases, strict=True)
+        _step(kernel, phase, eqns, index, shards)
+        for kernel, phase in zip(kernels, phases, strict=True)
     ]
     given_up = [b for b, gives in enumerate(donated) if gives]
     program = Program(
@@ -141,14 +148,20 @@ def _kinds(
 
 
 def _step(
-    kernel: Kernel, phase: Phase, eqns: Sequence[compat.JaxprEqn], index: dict[Var, int]
+    kernel: Kernel,
+    phase: Phase,
+    eqns: Sequence[compat.JaxprEqn],
+    index: dict[Var, int],
+    shards: Shards,
 ) -> Step:
     root = eqns[kernel.root]
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)
     writes = tuple(index[v] for v in kernel.writes)
-    sizes = {index[v]: nbytes(v.aval) for v in (*kernel.reads, *kernel.writes)}
+    values = (*kernel.reads, *kernel.writes)
+    sizes = {index[v]: nbytes(v.aval) // shards.count(v) for v in values}
+    gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
     in_place: list[tuple[int, int]] = []
     if class_of(root) in (Class.FUSIBLE, Class.VIEW):
         in_place = [(r, w) for w in writes for r in reads if sizes[r] == sizes[w]]
@@ -162,11 +175,11 @@ def _step(
         op=root.primitive.name,
         phase=phase,
         fusible=fusible,
-        flops=sum(map(flops, own)),
+        flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype=str(operand.dtype) if not fusible and hasattr(operand, "dtype") else "",
         aligned=aligned(root),
         nbytes=sum(sizes.values()),
-        workspace=0 if fusible else workspace(root),
+        workspace=0 if fusible else workspace(root) + gathered,
         pure=not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root),

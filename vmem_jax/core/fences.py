@@ -11,6 +11,9 @@ it: one barrier cuts fewer fusions than one for each value. Behind it stand
 - what the last run made and nothing needs soon: a weight gradient, so that it is computed there,
   where its inputs die, and not at the end.
 
+The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
+next heavy step reads, where its own input would otherwise wait for the backward pass with it.
+
 Only values that exist in memory are fenced, so no fence breaks a fusion that XLA could have made.
 """
 
@@ -97,7 +100,6 @@ class _Fencer:
                 held += [b for b in (*ties, *wanted) if b != spine]
                 found.append(Fence(start, tuple(held)))
                 fenced_in.update(dict.fromkeys((*wanted, *held), run))
-            loose = []
             for position in range(start, end):
                 step = program.steps[order[position]]
                 ran_in[order[position]] = run
@@ -105,9 +107,9 @@ class _Fencer:
                     made_in[b] = run
                     phase_of[b] = step.phase
                     fenced_in.pop(b, None)
-                if not self.again[position] and step.phase is not Phase.FORWARD:
-                    loose += self._loose(position, end)
-        return tuple(found)
+            loose = self._loose(start, end)
+        found += self._forward_ties(starts[1] if len(starts) > 1 else len(order))
+        return tuple(sorted(found, key=lambda fence: fence.position))
 
     def _runs(self) -> list[int]:
         """Positions at which runs start: after each backward step that makes a new spine."""
@@ -123,7 +125,7 @@ class _Fencer:
                 (backward or self.again[position])
                 and not step.fusible
                 and step.phase is Phase.BACKWARD
-                and any(self._can_be_spine(b, position) for b in step.writes)
+                and any(self._can_be_spine(b) for b in step.writes)
             )
             if makes_spine and position + 1 < len(self.order):
                 starts.append(position + 1)
@@ -142,7 +144,7 @@ class _Fencer:
             here.add(s)
         return sorted(split)
 
-    def _can_be_spine(self, b: int, position: int) -> bool:
+    def _can_be_spine(self, b: int) -> bool:
         """Large, temporary, and read later by the backward pass."""
         program = self.program
         if program.is_resident[b] or program.buffers[b].nbytes <= self.small:
@@ -188,20 +190,71 @@ class _Fencer:
             # every input of a recomputation, whatever its size, and newer than at the last time
             # that the step ran: otherwise the two are merged and the old result lives on
             return not recent or renewed <= ran_in[self.order[position]]
-        if program.buffers[b].nbytes <= self.small or recent or made_in[b] < 0:
+        # a clone is fenced too: the chain that ends it is otherwise computed again by its readers,
+        # and keeps what it reads
+        fenced = fenced_in.get(b, -10) >= run - 1
+        if program.buffers[b].nbytes <= self.small or fenced or made_in[b] < 0:
             return False
         return step.phase is Phase.BACKWARD and phase_of[b] is Phase.FORWARD
 
-    def _loose(self, position: int, end: int) -> list[int]:
-        """What the step at `position` makes for later than its run, while it frees large values."""
+    def _loose(self, start: int, end: int) -> list[int]:
+        """What the run makes for later than itself where large values are read last.
+
+        That is the result of such a step, or of what goes on from it within the run: the updated
+        weight, where the gradient is no longer there. However small it is, what it keeps is not.
+        """
         program = self.program
-        step = program.steps[self.order[position]]
-        frees = any(
+        loose: list[int] = []
+        onward: set[int] = set()  # made from a large value that dies here, and off the spine
+        for position in range(start, end):
+            step = program.steps[self.order[position]]
+            if self.again[position] or step.phase is Phase.FORWARD:
+                continue
+            frees = self._frees(position, end)
+            follows = any(b in onward for b in step.reads)
+            if not frees and not follows:
+                continue
+            loose += [b for b in step.writes if self._outlives(b, end)]
+            # a fusible reader of a large value is computed where that is made, by XLA itself
+            heavy = not step.fusible and not any(self._can_be_spine(b) for b in step.writes)
+            if follows or heavy:
+                onward.update(step.writes)
+        return loose
+
+    def _forward_ties(self, end: int) -> list[Fence]:
+        """Fences in the forward pass, which ends at `end`: one before a heavy step, where needed."""
+        program = self.program
+        found: list[Fence] = []
+        waiting: list[tuple[int, int]] = []  # (position, value that only the backward pass reads)
+        for position in range(end):
+            step = program.steps[self.order[position]]
+            if self.again[position]:
+                return found  # from here on values are renewed by bursts of recomputation
+            if step.fusible:
+                waiting += [
+                    (position, b)
+                    for b in step.writes
+                    if program.readers[b]
+                    and not any(program.steps[r].phase is Phase.FORWARD for r in program.readers[b])
+                ]
+                continue
+            ties = [b for p, b in waiting if self._frees(p, position)]
+            waiting = []
+            reads = [b for b in step.reads if program.producer[b] >= 0]
+            if ties and reads:
+                spine = max(reads, key=lambda b: program.buffers[b].nbytes)
+                found.append(Fence(position, (spine, *(b for b in ties if b != spine))))
+        return found
+
+    def _frees(self, position: int, end: int) -> bool:
+        """Whether the step at `position` reads something large that nothing reads from `end` on."""
+        program = self.program
+        return any(
             not program.is_resident[b]
             and program.buffers[b].nbytes > self.small
             and not self._is_read_from(b, end)
-            for b in step.reads
+            for b in program.steps[self.order[position]].reads
         )
-        if not frees:
-            return []
-        return [b for b in step.writes if program.is_resident[b] or self._is_read_from(b, end)]
+
+    def _outlives(self, b: int, end: int) -> bool:
+        return self.program.is_resident[b] or self._is_read_from(b, end)

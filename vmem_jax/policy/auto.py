@@ -5,13 +5,15 @@ idle across it, those that cost the fewest seconds a byte to make again, given w
 already. Long stretches of dropped neighbours come back together, as one bubble, so a stretch may
 hold no more than a share of the free memory; several shares are tried. What is still over the
 budget is left to the executor's limit (policy `recompute`). At the end each dropped value is
-offered back, dearest first. The best of all is taken by `simulate`.
+offered back, dearest first. Where few values can be dropped at all, every choice is tried instead.
+The best of all is taken by `simulate`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs
@@ -31,12 +33,14 @@ class Auto(AbstractPolicy):
       allow: means: "order" (exact residuals, always), "recompute".
       shares: the largest stretches of neighbours to drop, as shares of the memory that is free.
       offers: how often dropped values are offered back.
+      exhaustive: up to so many values that can be dropped, every choice is tried.
     """
 
     name: ClassVar[str] = "auto"
     allow: tuple[str, ...] = ("order", "recompute")
     shares: tuple[float, ...] = (0.08, 0.2, 0.4, 1.0)
     offers: int = 48
+    exhaustive: int = 8
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         base = lower_order(program, costs)
@@ -44,6 +48,11 @@ class Auto(AbstractPolicy):
         if budget is None or best.peak <= budget or "recompute" not in self.allow:
             return finish(self.name, program, best, budget)
         best = _better(best, _under_limit(program, costs, base, (), budget), budget)
+        remaking = Remaking(program, base)
+        if len(remaking.idle()) <= self.exhaustive:
+            for timeline in _every_choice(program, costs, base, remaking):
+                best = _better(best, timeline, budget)
+            return finish(self.name, program, best, budget)
         for share in self.shares:
             search = _Search(program, costs, base, budget, share)
             best = _better(best, search.run(), budget)
@@ -53,6 +62,16 @@ class Auto(AbstractPolicy):
             elif search.timeline is best:
                 best = _better(best, search.offer_back(self.offers), budget)
         return finish(self.name, program, best, budget)
+
+
+def _every_choice(
+    program: Program, costs: Costs, base: Sequence[int], remaking: Remaking
+) -> Iterator[Timeline]:
+    idle = remaking.idle()
+    for kept in itertools.product((True, False), repeat=len(idle)):
+        drops = {drop for drop, keeps in zip(idle, kept, strict=True) if not keeps}
+        order = Execution(program, costs, base, drops, remaking=remaking).order
+        yield simulate(program, order, costs)
 
 
 def _under_limit(

@@ -11,6 +11,7 @@ chain of n layers this gives √n memory for about one extra forward pass, and d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from vmem_jax.core.costs import Costs
@@ -205,6 +206,17 @@ class Remaking:
             for b in (*program.steps[s].reads, *program.steps[s].writes):
                 self.uses[b].append(position)
         self._known: dict[tuple[int, int], bool] = {}
+
+    def idle(self) -> list[Drop]:
+        """Every interval between two uses that are not neighbours, of what may be made again."""
+        program = self._program
+        return [
+            (b, n)
+            for b, uses in enumerate(self.uses)
+            if not program.is_resident[b] and program.buffers[b].nbytes > 0
+            for n, (use, following) in enumerate(itertools.pairwise(uses))
+            if following - use > 1 and self.may_drop(b, following)
+        ]
 
     def may_drop(self, b: int, need: int, depth: int = 0) -> bool:
         """Whether `b` can be made again before position `need` of the base order.

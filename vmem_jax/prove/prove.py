@@ -19,6 +19,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
+from vmem_jax.policy.keep import Keep
 
 MOST_COMPILES = 4
 
@@ -61,12 +62,14 @@ def prove(
     costs: Costs,
     budget: int | None,
     compile_plan: Callable[[Plan], Any],
+    plain_need: int | None = None,
 ) -> tuple[Attempt, ...]:
     """Returns the attempts, the best last: it fits, by the compiler's own figures.
 
     Args:
       budget: bytes, or None for no limit.
       compile_plan: Plan -> compiled step; called at most `MOST_COMPILES` times.
+      plain_need: bytes that the untouched program needs, where that is known.
 
     Raises:
       BudgetError: no attempt fits, or the policy has no plan to try.
@@ -99,11 +102,25 @@ def prove(
         step = attempt.need - budget
         target = min(budget - excess, plan.predicted_peak - step)
         target -= (len(attempts) - 1) * (budget // 100)
-    fitting = [a for a in attempts if budget is None or a.need <= budget]
+    fits = lambda attempt: budget is None or attempt.need <= budget
+    if not any(map(fits, attempts)) and _try_plain(attempts, budget, plain_need):
+        plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
+        compiled = compile_plan(plan)
+        attempts.append(Attempt(plan, compiled, need_nbytes(compiled)))
+    fitting = [a for a in attempts if fits(a)]
     if not fitting:
         raise _cannot_fit(program, policy, costs, budget or 0, attempts)
     best = min(fitting, key=lambda a: a.plan.predicted_seconds)
     return (*(a for a in attempts if a is not best), best)
+
+
+def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:
+    """Whether the untouched program may fit where no plan does: fences can cost a few bytes too."""
+    if any(not a.plan.fenced for a in attempts):
+        return False
+    if plain_need is not None and budget is not None:
+        return plain_need <= budget
+    return len(attempts) < MOST_COMPILES
 
 
 def _cannot_fit(

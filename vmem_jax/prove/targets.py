@@ -20,9 +20,10 @@ import glob
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -182,11 +183,51 @@ class Target:
 
     def device(self) -> jax.Device:
         """The described device: it can be compiled for, not run on. The same object every time."""
-        return _device(self.description)
+        return self.devices(1)[0]
+
+    def devices(self, count: int) -> tuple[jax.Device, ...]:
+        """So many of the described device, in one host."""
+        return _devices(self.description, count)
 
     def sharding(self) -> jax.sharding.Sharding:
         """Whole arrays on the described device: the sharding of a step's abstract arguments."""
         return jax.sharding.SingleDeviceSharding(self.device())
+
+    def shardings(
+        self, given: Sequence[jax.sharding.Sharding | None]
+    ) -> list[jax.sharding.Sharding]:
+        """The shardings of a step's arguments on this card instead of on their own devices.
+
+        Args:
+          given: a `NamedSharding` over a mesh of any devices, of which as many of this card take
+            the place; all over the same mesh. None, or one device: whole on each of them.
+
+        Raises:
+          ValueError: shardings that are not named, or over meshes of several sizes.
+        """
+        spread = [s for s in given if s is not None and s.num_devices > 1]
+        if not spread:
+            return [self.sharding()] * len(given)
+        unnamed = [s for s in spread if not isinstance(s, jax.sharding.NamedSharding)]
+        counts = sorted({s.num_devices for s in spread})
+        if unnamed or len(counts) > 1:
+            raise ValueError(
+                f"a step for {self.name!r} takes arguments with a NamedSharding over one mesh. Got "
+                + (f"{unnamed[0]}." if unnamed else f"meshes of {counts} devices.")
+            )
+        devices = np.array(self.devices(counts[0]), object)
+
+        def here(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding:
+            like = sharding if isinstance(sharding, jax.sharding.NamedSharding) else spread[0]
+            assert isinstance(like, jax.sharding.NamedSharding)
+            shape = tuple(like.mesh.shape.values())
+            mesh = jax.sharding.Mesh(
+                devices.reshape(shape), like.mesh.axis_names, axis_types=like.mesh.axis_types
+            )
+            spec = like.spec if sharding is like else jax.sharding.PartitionSpec()
+            return jax.sharding.NamedSharding(mesh, spec)
+
+        return [here(sharding) for sharding in given]
 
 
 def target(name: str) -> Target:
@@ -220,10 +261,10 @@ def _plugin_name() -> str | None:
 
 
 @functools.cache
-def _device(description: str) -> jax.Device:
+def _devices(description: str, count: int) -> tuple[jax.Device, ...]:
     with _no_version_check_without_gpu():
         try:
-            return _described_device(description)
+            return _described_devices(description, count)
         except NotImplementedError:  # the plugin is not registered
             pass
     # JAX looked for plugins earlier in this process and gave up on this one, because its libraries'
@@ -235,14 +276,14 @@ def _device(description: str) -> jax.Device:
     jax.devices()
     with _environment(_SKIP_CHECK, "1"):
         importlib.import_module(plugin).initialize()
-    return _described_device(description)
+    return _described_devices(description, count)
 
 
-def _described_device(description: str) -> jax.Device:
+def _described_devices(description: str, count: int) -> tuple[jax.Device, ...]:
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description, topology="1x1x1"
+        platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
-    return topology.devices[0]
+    return tuple(topology.devices)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,159 @@
+"""shards: what each device holds of a split step, by the rules and by the compiler."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import in_subprocess
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.flatten import flatten
+from vmem_jax.capture.shards import follow_shards
+
+MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def followed(fun, *arguments):
+    """(jaxpr, shards) of `fun` on (shape, spec) pairs."""
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in arguments]
+    closed = flatten(jax.jit(fun).trace(*avals).jaxpr)
+    shardings = [NamedSharding(MESH, P(*spec)) for _, spec in arguments]
+    return compat.open_jaxpr(closed), follow_shards(closed, shardings)
+
+
+def dropout(x):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0)
+
+
+CONV = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+CASES = {
+    "elementwise": (lambda x: jnp.tanh(x) * 2, [((8, 6), ("data",))], [("data",), ()]),
+    "product": (
+        lambda x, w: x @ w,
+        [((8, 6), ("data",)), ((6, 4), (None, "model"))],
+        [("data",), ("model",)],
+    ),
+    "contracted": (
+        lambda x, g: x.T @ g,
+        [((8, 6), ("data",)), ((8, 4), ("data",))],
+        [(), ()],
+    ),
+    "fully sharded": (
+        lambda x, w: x @ w,
+        [((8, 8), ("data",)), ((8, 4), ("data",))],
+        [("data",), ()],
+    ),
+    "convolution": (
+        lambda x, w: lax.conv_general_dilated(x, w, **CONV),
+        [((8, 4, 4, 3), ("data",)), ((3, 3, 3, 6), (None, None, None, "model"))],
+        [("data",), (), (), ("model",)],
+    ),
+    "reduction": (
+        lambda x: x.sum(1),
+        [((8, 6, 2), ("data", None, "model"))],
+        [("data",), ("model",)],
+    ),
+    "lost in a reduction": (lambda x: x.sum(0), [((8, 6), ("data",))], [()]),
+    "joined": (lambda x: x.reshape(8 * 6), [((8, 6), ("data",))], [("data",)]),
+    "parted": (lambda x: x.reshape(4, 2, 6), [((8, 6), ("data",))], [("data",), (), ()]),
+    "parted too small": (lambda x: x.reshape(2, 4, 6), [((8, 6), ("data",))], [(), (), ()]),
+    "transposed": (lambda x: x.T, [((8, 6), ("data",))], [(), ("data",)]),
+    "gathered rows": (
+        lambda table, i: table[i.astype(int)],
+        [((16, 6), ()), ((8,), ("data",))],
+        [("data",), ()],
+    ),
+    "loop": (
+        lambda x, w: lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, w)[1],
+        [((8, 6), ("data",)), ((3, 6, 6), ())],
+        [(), ("data",), ()],
+    ),
+    "two axes": (lambda x: x + 1, [((8, 6), (("data", "model"),))], [("data", "model"), ()]),
+    "random bits, from their reader": (dropout, [((8, 6), ("data",))], [("data",), ()]),
+    "constraint": (
+        lambda x: lax.with_sharding_constraint(x + 1, NamedSharding(MESH, P("data"))),
+        [((8, 6), ())],
+        [("data",), ()],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_split_as_the_partitioner_does(name):
+    fun, arguments, expected = CASES[name]
+    jaxpr, shards = followed(fun, *arguments)
+    split = shards.splits.get(jaxpr.outvars[0], ())
+    assert [*split, *[()] * (len(expected) - len(split))] == expected
+    sizes = {"data": 4, "model": 2}
+    count = 1
+    for axis in {a for axes in expected for a in axes}:
+        count *= sizes[axis]
+    assert shards.count(jaxpr.outvars[0]) == count
+
+
+def test_random_bits_are_split_where_they_are_made():
+    jaxpr, shards = followed(dropout, ((8, 6), ("data",)))
+
+    def counts(jaxpr):
+        for eqn in jaxpr.eqns:
+            for v in eqn.outvars:
+                if getattr(v.aval, "shape", ()) == (8, 6):
+                    yield eqn.primitive.name, shards.count(v)
+
+    found = list(counts(jaxpr))
+    assert found and all(count == 4 for name, count in found if name != "random_bits")
+
+
+def test_work_is_split_over_contracted_dimensions_too():
+    jaxpr, shards = followed(lambda x, g: x.T @ g, ((8, 6), ("data",)), ((8, 4), ("data",)))
+    product = next(e for e in jaxpr.eqns if e.primitive.name == "dot_general")
+    assert shards.work(product) == 4 and shards.gathered(product) == []
+
+
+def test_an_operand_split_by_the_axis_of_the_batch_is_gathered():
+    jaxpr, shards = followed(lambda x, w: x @ w, ((8, 8), ("data",)), ((8, 4), ("data",)))
+    product = next(e for e in jaxpr.eqns if e.primitive.name == "dot_general")
+    assert shards.gathered(product) == [jaxpr.invars[1]]
+
+
+def test_one_device_has_everything_whole():
+    closed = jax.jit(lambda x: x @ x).trace(jnp.ones((4, 4))).jaxpr
+    assert follow_shards(closed, [None]).splits == {}
+
+
+def test_prediction_counts_what_one_device_holds():
+    """The same step on one device and on four: a quarter of the activations, and so compiled."""
+    out = in_subprocess(
+        """
+        import jax, jax.numpy as jnp, vmem_jax
+        from jax.sharding import NamedSharding, PartitionSpec as P, AxisType
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+        def step(w, x):
+            def loss(w):
+                y = x
+                for i in range(4):
+                    y = jnp.tanh(y @ w[i])
+                return jnp.square(y).sum()
+            return w - 0.1 * jax.grad(loss)(w)
+
+        def entry(shardings):
+            shapes = [(4, 64, 64), (2048, 64)]
+            args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=p)
+                    for s, p in zip(shapes, shardings)]
+            return vmem_jax.jit(step, budget="1GiB", donate_argnums=0)._entry_for(args, {}, None)
+
+        spec = lambda *p: NamedSharding(mesh, P(*p))
+        whole, split = entry([None, None]), entry([spec(), spec("data")])
+        print(whole.best.plan.predicted_peak, split.best.plan.predicted_peak,
+              whole.best.need, split.best.need)
+        """,
+        4,
+    )
+    whole, split, whole_need, split_need = map(int, out.split())
+    assert split < 0.4 * whole and split_need < 0.4 * whole_need
+    assert 0.75 < split / split_need < 1.1

@@ -1,0 +1,303 @@
+"""shards: over how many devices XLA splits each value of a flat jaxpr, told from its arguments.
+
+The partitioner decides that while it compiles; a plan is needed before. So the usual cases are
+followed here, dimension by dimension: the mesh axes that split a batch or a weight go through
+elementwise work, products, convolutions, reductions and loops, and back from a result to what is
+made for it alone (random bits, zeros). What no rule knows counts as whole, which is too large, never
+too small. A product whose operand is split by an axis that the result cannot have, as in fully
+sharded data parallelism, gathers that operand first: its workspace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
+
+Split = tuple[tuple[str, ...], ...]
+"""For every dimension the mesh axes that split it."""
+
+_WHOLE: Split = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How a step is split over its devices.
+
+    Attributes:
+      sizes: devices along each mesh axis.
+      splits: the split of every value that is split at all.
+    """
+
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    splits: Mapping[Var, Split] = dataclasses.field(default_factory=dict)
+
+    def count(self, v: Any) -> int:
+        """Over how many devices `v` is split."""
+        return self._parts(a for axes in self._of(v) for a in axes)
+
+    def work(self, eqn: JaxprEqn) -> int:
+        """Over how many devices the arithmetic of `eqn` is split, contracted dimensions included."""
+        axes = {a for v in eqn.outvars[:1] for axes in self._of(v) for a in axes}
+        for atom, dims in zip(eqn.invars, _contracted(eqn), strict=False):
+            split = self._of(atom)
+            axes |= {a for d in dims if d < len(split) for a in split[d]}
+        return self._parts(axes)
+
+    def gathered(self, eqn: JaxprEqn) -> list[Var]:
+        """Operands of a product that its devices have to hold whole for it."""
+        if not _contracted(eqn):
+            return []
+        used = {a for axes in self._of(eqn.outvars[0]) for a in axes}
+        found = []
+        for atom, dims in zip(eqn.invars, _contracted(eqn), strict=False):
+            split = self._of(atom)
+            if isinstance(atom, Var) and any(
+                a in used for d in dims if d < len(split) for a in split[d]
+            ):
+                found.append(atom)
+        return found
+
+    def _of(self, atom: Atom) -> Split:
+        return self.splits.get(atom, _WHOLE) if isinstance(atom, Var) else _WHOLE
+
+    def _parts(self, axes: Any) -> int:
+        return math.prod(self.sizes[a] for a in set(axes))
+
+
+def follow_shards(flat: ClosedJaxpr, shardings: Sequence[Any]) -> Shards:
+    """The splits of all values of `flat`, whose arguments have `shardings` (None: one device)."""
+    opened = compat.open_jaxpr(flat)
+    sizes: dict[str, int] = {}
+    known: dict[Var, Split] = {}
+    for v, sharding in zip(opened.invars, shardings, strict=False):
+        split = _split_of(sharding, v.aval, sizes)
+        if any(split):
+            known[v] = split
+    _follow(opened, known, sizes)
+    return Shards(sizes, known)
+
+
+def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
+    """The split that a sharding gives a value; new axes go into `sizes`."""
+    shape = getattr(aval, "shape", ())
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sizes.update(sharding.mesh.shape)
+        if not any(sharding.spec):
+            return _WHOLE
+        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        return tuple(
+            () if not (isinstance(p, str | tuple) and p) else (p,) if isinstance(p, str) else p
+            for p in spec
+        )
+    if sharding is None or len(getattr(sharding, "device_set", ())) < 2:
+        return _WHOLE
+    split = []
+    for d, (whole, part) in enumerate(zip(shape, sharding.shard_shape(shape), strict=True)):
+        axis = f"{id(sharding)}/{d}"  # an axis of its own: nothing else is split just so
+        sizes[axis] = -(-whole // part) if part else 1
+        split.append((axis,) if sizes[axis] > 1 else ())
+    return tuple(split)
+
+
+def _follow(opened: Any, known: dict[Var, Split], sizes: dict[str, int]) -> None:
+    """Fills `known` from operands to results, and then back to what only results tell."""
+    read = lambda a: known.get(a, _WHOLE) if isinstance(a, Var) else _WHOLE
+    arguments = set(opened.invars)
+    for _ in range(2):
+        for eqn in opened.eqns:
+            splits = _results(eqn, [read(a) for a in eqn.invars], sizes)
+            for v, split in zip(eqn.outvars, splits, strict=True):
+                # in explicit mode the type of a value says it
+                split = _split_of(getattr(v.aval, "sharding", None), v.aval, sizes) or split
+                if any(split):
+                    known[v] = split
+        for eqn in reversed(opened.eqns):
+            if eqn.primitive.name in _RULES:
+                continue
+            for a in eqn.invars:
+                if isinstance(a, Var) and a not in known and a not in arguments:
+                    split = _aligned(a.aval, eqn.outvars, [read(v) for v in eqn.outvars])
+                    if any(split):
+                        known[a] = split
+
+
+def _results(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    rule = _RULES.get(eqn.primitive.name) or _STATED.get(eqn.primitive.name)
+    if rule is not None:
+        return rule(eqn, splits, sizes)
+    return [_aligned(v.aval, eqn.invars, splits) for v in eqn.outvars]
+
+
+def _aligned(aval: Any, atoms: Sequence[Atom], splits: Sequence[Split]) -> Split:
+    """The split by what stands in the same place: dimensions of the same rank and size."""
+    shape = getattr(aval, "shape", ())
+    found: list[tuple[str, ...]] = [()] * len(shape)
+    for atom, split in zip(atoms, splits, strict=True):
+        other = getattr(atom.aval, "shape", ())
+        if len(other) == len(shape):
+            for d in range(min(len(shape), len(split))):
+                if split[d] and not found[d] and other[d] == shape[d]:
+                    found[d] = split[d]
+    return _once(found)
+
+
+def _once(split: Sequence[tuple[str, ...]]) -> Split:
+    """Each axis splits one dimension only: the first that has it."""
+    seen: set[str] = set()
+    result = []
+    for axes in split:
+        kept = tuple(a for a in axes if a not in seen)
+        seen.update(kept)
+        result.append(kept)
+    return tuple(result)
+
+
+def _at(split: Split, d: int) -> tuple[str, ...]:
+    return split[d] if d < len(split) else ()
+
+
+def _contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """The dimensions of each operand of a product that its result has not."""
+    if eqn.primitive.name == "dot_general":
+        contract, _ = eqn.params["dimension_numbers"]
+        return tuple(map(tuple, contract))
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        return tuple(spec[1:] for spec in (numbers.lhs_spec, numbers.rhs_spec))
+    return ()
+
+
+def _dot(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    contract, batch = eqn.params["dimension_numbers"]
+    ranks = [len(a.aval.shape) for a in eqn.invars]
+    found = [_at(splits[0], d) or _at(splits[1], e) for d, e in zip(*batch, strict=True)]
+    for side in range(2):
+        free = [d for d in range(ranks[side]) if d not in (*contract[side], *batch[side])]
+        found += [_at(splits[side], d) for d in free]
+    return [_once(found)]
+
+
+def _conv(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    numbers = eqn.params["dimension_numbers"]
+    found: list[tuple[str, ...]] = [()] * len(numbers.out_spec)
+    found[numbers.out_spec[0]] = _at(splits[0], numbers.lhs_spec[0])
+    found[numbers.out_spec[1]] = _at(splits[1], numbers.rhs_spec[0])
+    return [_once(found)]
+
+
+def _broadcast(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    shape = eqn.outvars[0].aval.shape
+    found: list[tuple[str, ...]] = [()] * len(shape)
+    for d, out in enumerate(eqn.params["broadcast_dimensions"]):
+        if eqn.invars[0].aval.shape[d] == shape[out]:
+            found[out] = _at(splits[0], d)
+    return [_once(found)]
+
+
+def _transpose(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    return [tuple(_at(splits[0], d) for d in eqn.params["permutation"])]
+
+
+def _reduce(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    rank = len(eqn.invars[0].aval.shape)
+    kept = tuple(_at(splits[0], d) for d in range(rank) if d not in eqn.params["axes"])
+    return [kept for _ in eqn.outvars]
+
+
+def _reshape(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    """A split dimension stays split where it leads the dimensions that it becomes or joins."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    leads = {}  # elements of the dimensions in front -> dimension, of the result
+    for e in range(len(after)):
+        if after[e] > 1:
+            leads[math.prod(after[:e])] = e
+    found: list[tuple[str, ...]] = [()] * len(after)
+    for d in range(len(before)):
+        axes, e = _at(splits[0], d), leads.get(math.prod(before[:d]))
+        if axes and e is not None and after[e] % math.prod(sizes[a] for a in axes) == 0:
+            found[e] = axes
+    return [_once(found)]
+
+
+def _gather(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    numbers = eqn.params["dimension_numbers"]
+    rank = len(eqn.outvars[0].aval.shape)
+    batch = [d for d in range(rank) if d not in numbers.offset_dims]
+    found: list[tuple[str, ...]] = [()] * rank
+    for place, d in enumerate(batch):
+        found[d] = _at(splits[1], place)
+    return [_once(found)]
+
+
+def _first(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    return [splits[0] for _ in eqn.outvars]
+
+
+def _inner(jaxpr: Any, splits: Sequence[Split], sizes: dict[str, int]) -> list[Split]:
+    """The splits of the results of a body whose arguments have `splits`."""
+    opened = compat.open_jaxpr(jaxpr)
+    known = {v: s for v, s in zip(opened.invars, splits, strict=True) if any(s)}
+    _follow(opened, known, sizes)
+    return [known.get(v, _WHOLE) if isinstance(v, Var) else _WHOLE for v in opened.outvars]
+
+
+def _scan(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    consts, carry = compat.scan_counts(eqn)
+    inside = [*splits[: consts + carry], *(s[1:] for s in splits[consts + carry :])]
+    outs = _inner(eqn.params["jaxpr"], inside, sizes)
+    return [*outs[:carry], *(((), *s) if s else _WHOLE for s in outs[carry:])]
+
+
+def _while(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    return splits[len(splits) - len(eqn.outvars) :]
+
+
+def _cond(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    return _inner(eqn.params["branches"][0], splits[1:], sizes)
+
+
+def _constraint(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    return [_split_of(eqn.params["sharding"], eqn.outvars[0].aval, sizes)]
+
+
+def _shard_map(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+    mesh = eqn.params["mesh"]
+    sizes.update(mesh.shape)
+    return [
+        _split_of(jax.sharding.NamedSharding(mesh, spec), v.aval, sizes)
+        for v, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)
+    ]
+
+
+_Rule = Callable[[JaxprEqn, list[Split], dict[str, int]], list[Split]]
+
+_RULES: dict[str, _Rule] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "gather": _gather,
+    "scatter": _first,
+    "scatter-add": _first,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys(
+        "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
+        "reduce_xor".split(),
+        _reduce,
+    ),
+}
+
+_STATED: dict[str, _Rule] = {"sharding_constraint": _constraint, "shard_map": _shard_map}
+"""Where the user says it."""
