@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_jit import batch, in_subprocess, params, plain_need, step
+from processes import in_subprocess
+from test_jit import batch, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, Plan, PlanError

@@ -552,6 +552,22 @@ def test_nnx_with_a_tuple_among_the_arguments():
     assert_close(budgeted(*args), model(args[1][0]) + args[1][1])
 
 
+def test_nnx_plan_from_shapes_alone():
+    def make():
+        model = Net(nnx.Rngs(0, dropout=1))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), {"x": batch()}
+
+    def step(model, optimizer, batch):
+        return nnx_step(model, optimizer, batch["x"])
+
+    budgeted = vmem_jax.jit(step, budget=0.8)
+    assert budgeted.plan(*nnx.eval_shape(make)) == budgeted.plan(*make())
+    entry = budgeted._entry_for(make(), {}, None)
+    labels = [b.label for b in entry.traced.captured.program.buffers]
+    assert "model['layers'][0]['kernel'] float32[32,32]" in labels
+    assert "batch['x'] float32[256,32]" in labels
+
+
 def test_nnx_does_not_trace_again():
     traces = []
 

@@ -35,22 +35,7 @@ def kernels(text):
     return len(re.findall(r"custom_call_target=\"__(?:cudnn|cublas)|= \S+ dot\(|__triton", text))
 
 
-KNOWN = {
-    "inception": "NNX keeps a ShapeDtypeStruct among the arguments in the static graph",
-    "unet": "NNX keeps a ShapeDtypeStruct among the arguments in the static graph",
-    "lstm": "_inner_peak looks literals up in a set; since JAX 0.11 they are not hashable",
-}
-ROWS = [
-    pytest.param(
-        case,
-        id=case.name,
-        marks=[pytest.mark.xfail(strict=False, raises=TypeError, reason=KNOWN[case.name])]
-        if case.name in KNOWN
-        else [],
-    )
-    for case in CASES
-    if case.h200_scale
-]
+ROWS = [pytest.param(case, id=case.name) for case in CASES if case.h200_scale]
 
 
 @pytest.mark.parametrize("case", ROWS)

@@ -186,13 +186,13 @@ def leaf_names(sig: Signature, tree: Any) -> list[str]:
     """The user's name of every leaf: "state.params['conv1']['kernel']"."""
     names = []
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if len(path) < 2 or not hasattr(path[0], "idx") or not hasattr(path[1], "key"):
-            names.append(jax.tree_util.keystr(path))
-            continue
-        key = path[1].key
-        if path[0].idx == 0 and isinstance(key, int):
+        which, key = ([getattr(p, "key", getattr(p, "idx", None)) for p in path] + [None] * 2)[:2]
+        if which == 0 and isinstance(key, int):
             key = sig.parameters[key] if key < len(sig.parameters) else f"args[{key}]"
-        names.append(f"{key}{jax.tree_util.keystr(path[2:])}")
+        rest = path[2:]
+        if rest and getattr(rest[-1], "name", "") == "value":  # of an NNX variable
+            rest = rest[:-1]
+        names.append(f"{key}{jax.tree_util.keystr(rest)}")
     return names
 
 

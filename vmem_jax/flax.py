@@ -30,10 +30,10 @@ def _modules(tree: Any) -> list[Any]:
 def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
     """A call with NNX objects among its arguments."""
     dynamic, named, static, rebuild = split_static(sig, args, kwargs)
-    graph, state = nnx.split((dynamic, named))
+    graph, state = nnx.split(_with_shapes_as_variables((dynamic, named)))
 
     def fun(state: Any) -> tuple[Any, Any]:
-        inside = nnx.merge(graph, state)
+        inside = _without_shape_variables(nnx.merge(graph, state))
         out = rebuild(*inside)
         out_graph, out_state = nnx.split((inside, out))
         return out_state, out_graph
@@ -46,6 +46,22 @@ def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
         return out
 
     return Call(fun, state, (graph, static), lambda path: _is_donated(sig, path), finish)
+
+
+class _Shape(nnx.Variable):
+    """The shape of an array that is not there: NNX splits arrays and variables, not shapes."""
+
+
+def _with_shapes_as_variables(tree: Any) -> Any:
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    is_leaf = lambda x: is_shape(x) or isinstance(x, nnx.Object | nnx.Variable)
+    return jax.tree.map(lambda x: _Shape(x) if is_shape(x) else x, tree, is_leaf=is_leaf)
+
+
+def _without_shape_variables(tree: Any) -> Any:
+    is_leaf = lambda x: isinstance(x, nnx.Object | nnx.Variable)
+    unwrap = lambda x: x.get_value() if isinstance(x, _Shape) else x
+    return jax.tree.map(unwrap, tree, is_leaf=is_leaf)
 
 
 def _is_donated(sig: Signature, path: tuple) -> bool:

@@ -1,0 +1,21 @@
+"""Tests that need a GPU are skipped, visibly, where there is none."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mine = [item for item in items if item.get_closest_marker("gpu")]
+    if not mine or any(d.platform == "gpu" for d in _devices()):
+        return
+    for item in mine:
+        item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here (JAX_PLATFORMS=cuda)"))
+
+
+def _devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError:
+        return []

@@ -1,0 +1,87 @@
+"""Model families on a GPU: the compiled step fits, the device agrees, results are plain jit's.
+
+JAX_PLATFORMS=cuda python -m pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from steps import CASES
+from test_steps_cpu import TOLERANCE, plain, run
+
+import vmem_jax
+from vmem_jax.models import job
+from vmem_jax.prove.prove import need_nbytes
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.h200_scale], ids=lambda c: c.name)
+def test_step_fits_and_trains_as_plain_jit_does(case):
+    step, args = case.make(jnp.bfloat16, case.h200_scale)
+    expected, plain_need = plain(case, step, args)
+    budget = int(case.h200 * plain_need)
+    budgeted = vmem_jax.jit(step, budget=budget, donate_argnums=case.donate)
+    step, args = case.make(jnp.bfloat16, case.h200_scale)
+    entry = budgeted._entry_for(args, {}, None)
+    assert need_nbytes(entry.best.compiled) <= budget
+    for a, b in zip(run(budgeted, args, case), expected, strict=True):
+        if np.issubdtype(a.dtype, np.integer) or a.dtype == bool:
+            np.testing.assert_array_equal(a, b)
+        else:
+            scale = float(np.abs(b).max(initial=1e-3))
+            np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE[jnp.bfloat16] * scale)
+
+
+def test_the_device_never_holds_more_than_the_proof_says():
+    """The allocator's own peak, of a step whose need dwarfs everything else in this process."""
+    device = jax.devices()[0]
+    j = job("vgg16", batch=64)
+    state = jax.jit(j.init)(jax.random.key(0))
+    batch = j.random_batch(jax.random.key(1))
+    before = device.memory_stats()["bytes_in_use"]
+    budgeted = vmem_jax.jit(j.step, budget="2600MiB", donate_argnums=0)
+    entry = budgeted._entry_for((state, batch), {}, None)
+    held = device.memory_stats()["peak_bytes_in_use"]
+    for _ in range(2):
+        state, metrics = budgeted(state, batch)
+    jax.block_until_ready(state)
+    peak = device.memory_stats()["peak_bytes_in_use"]
+    assert bool(jnp.isfinite(metrics["loss"]))
+    arguments = sum(x.nbytes for x in jax.tree.leaves((state, batch)))
+    assert peak <= max(held, before - arguments + entry.best.need + (64 << 20))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device here")
+def test_sharded_step_fits_on_every_device():
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    j = job("resnet50", batch=64 * len(devices))
+    shapes = lambda tree, sharding: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+    args = shapes(j.state_shapes(), whole), shapes(j.batch, split)
+    budgeted = vmem_jax.jit(j.step, budget=0.5, donate_argnums=0)
+    entry = budgeted._entry_for(args, {}, None)
+    first = entry.attempts[0]
+    assert entry.best.need <= entry.budget and entry.best.plan.recomputed
+    assert 0.85 < first.plan.predicted_peak / first.need < 1.15
+
+    def trained(step):
+        state = jax.jit(j.init, out_shardings=whole)(jax.random.key(0))
+        batch = jax.device_put(j.random_batch(jax.random.key(1)), split)
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        return losses
+
+    np.testing.assert_allclose(
+        trained(budgeted), trained(jax.jit(j.step, donate_argnums=0)), rtol=0.05
+    )
