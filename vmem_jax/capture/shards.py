@@ -220,9 +220,9 @@ def _reshape(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[
             leads[math.prod(after[:e])] = e
     found: list[tuple[str, ...]] = [()] * len(after)
     for d in range(len(before)):
-        axes, e = _at(splits[0], d), leads.get(math.prod(before[:d]))
-        if axes and e is not None and after[e] % math.prod(sizes[a] for a in axes) == 0:
-            found[e] = axes
+        axes, out = _at(splits[0], d), leads.get(math.prod(before[:d]))
+        if axes and out is not None and after[out] % math.prod(sizes[a] for a in axes) == 0:
+            found[out] = axes
     return [_once(found)]
 
 

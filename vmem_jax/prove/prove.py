@@ -116,8 +116,8 @@ def prove(
 
 def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:
     """Whether the untouched program may fit where no plan does: fences can cost a few bytes too."""
-    if any(not a.plan.fenced for a in attempts):
-        return False
+    if not attempts or any(not a.plan.fenced for a in attempts):
+        return False  # the arguments alone are too large; or it was among them
     if plain_need is not None and budget is not None:
         return plain_need <= budget
     return len(attempts) < MOST_COMPILES
