@@ -16,7 +16,7 @@ run() {
 for model in ${*:-vgg116 vgg16 resnet50 resnet152}; do
   case $model in
     vgg116) run vgg116 32 0.5,0.33,0.2 ;;
-    vgg16) run vgg16 256 0.65,0.5 ;;
+    vgg16) run vgg16 256 0.65,0.5,0.3 ;;
     resnet50) run resnet50 256 0.5,0.4 ;;
     resnet152) run resnet152 128 0.5,0.25 ;;
     *) echo "no table row for $model" >&2; exit 2 ;;
