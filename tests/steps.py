@@ -586,7 +586,7 @@ CASES: tuple[Case, ...] = (
     Case("inception", make_inception, nnx.jit, (), cpu=0.8, h200=0.8),
     Case("unet", make_unet, nnx.jit, (), cpu=0.8, h200=0.8),
     Case("transformer", make_transformer, cpu=0.65, h200=0.6),
-    Case("mixer", make_mixer, eqx.filter_jit, (), cpu=0.6, h200=0.55),
+    Case("mixer", make_mixer, eqx.filter_jit, (), cpu=0.6, h200=0.6),
     Case("lstm", make_lstm, cpu=1.0, h200=0.95),
     Case("autoencoder", make_autoencoder, cpu=0.7, h200=0.8),
     Case("gan", make_gan, cpu=0.65, h200_scale=0),
