@@ -81,19 +81,12 @@ def _stacked(order):
 
 
 def test_exact_search_beats_first_fit():
-    """Sizes for which each heuristic order leaves a hole that the search closes."""
-    parked = [
-        Interval(1, 0, 1),
-        Interval(2, 1, 2),
-        Interval(1, 2, 4),
-        Interval(2, 3, 5),
-        Interval(1, 5, 6),
-        Interval(2, 0, 0),
-        Interval(1, 2, 3),
-    ]
+    """Each order of first fit leaves a hole here that the search closes."""
+    spans = [(2, 2, 4), (2, 2, 5), (3, 0, 3), (2, 4, 6), (4, 0, 1), (3, 0, 1), (4, 4, 4)]
+    parked = [Interval(*span) for span in spans]
     packing = pack(parked, alignment=1)
     assert_valid(parked, packing, alignment=1)
-    assert packing.nbytes == packing.lower_bound == 4
+    assert packing.nbytes == packing.lower_bound == 10
 
 
 def test_training_step_of_a_thousand_tensors():

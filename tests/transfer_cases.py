@@ -312,7 +312,7 @@ def fetch_without_offload_is_an_error(device):
             buffer = ffi.fetch_start(ffi.first_token(), x, arena=arena.id, slot=0)
             return ffi.fetch_done(buffer, arena=arena.id, slot=0)
 
-        with pytest.raises(jax.errors.JaxRuntimeError, match="slot 0.*nothing parked"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"slot 0.*nothing parked"):
             jax.block_until_ready(jit(step, device)(data(device)))
 
 
@@ -349,7 +349,7 @@ def moved_buffer_is_an_error(device):
 def unknown_or_unpinned_arena_is_an_error(device):
     arena = Arena(layout())
     step, x = jit(parking_step(arena), device), data(device)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="not pinned.*pin it before"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"not pinned.*pin it before"):
         jax.block_until_ready(step(x))
     arena.pin(device)
     assert same(step(x), jit(plain_step, device)(x))

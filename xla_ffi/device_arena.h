@@ -2,8 +2,8 @@
 //
 // A template over a backend B, which supplies
 //   B::Stream                 a handle of an ordered queue: XLA's own, or a copy lane
-//   B::Event                  a copyable handle; NewEvent, Record(event, stream), Wait(stream, event)
-//   B::HostMemory(nbytes, lock_pages), B::DeviceMemory(nbytes): RAII, data()
+//   B::Event                  a copyable handle; NewEvent, Record(event, stream), Wait(stream,
+//   event) B::HostMemory(nbytes, lock_pages), B::DeviceMemory(nbytes): RAII, data()
 //   B::DeviceGuard(device)    makes the device current for a scope
 //   B::CopyToHost, CopyToDevice, CopyOnDevice(stream, to, from, nbytes)
 //   B::PoisonDevice, PoisonHost(stream, memory, nbytes)
@@ -109,8 +109,9 @@ class DeviceArena {
       if (places_.Find(stride, offset) != offset && stride > 0) {
         slots_[slot].Settle();
         throw Error(Code::kFailedPrecondition,
-                    Named(slot) + ": its place in the arena still holds another tensor; the "
-                                  "program runs in another order than the plan's");
+                    Named(slot) +
+                        ": its place in the arena still holds another tensor; the "
+                        "program runs in another order than the plan's");
       }
       places_.Take(offset, stride);
       entry->phase = Phase::kLeaving;
@@ -168,8 +169,8 @@ class DeviceArena {
       CheckRun(run, slot);
       auto returns = [](Entry& e) { return e.phase == Phase::kReturning; };
       if (slots_[slot].Topmost(returns) == nullptr) throw Missing(slot, Phase::kReturning);
-      Entry* entry = slots_[slot].Topmost(
-          [&](Entry& e) { return returns(e) && e.destination == buffer; });
+      Entry* entry =
+          slots_[slot].Topmost([&](Entry& e) { return returns(e) && e.destination == buffer; });
       if (entry == nullptr) {
         throw Error(Code::kInternal,
                     Named(slot) +
@@ -319,8 +320,8 @@ class DeviceArena {
     Inject(slot, false, lanes_.to_host);
     if (auto admission = cache_.Admit(where.stride, offset)) {
       for (TensorCache::Handle victim : admission->victims) Evict(victim);
-      entry.cached = cache_.Insert({slot, slots_[slot].IndexOf(entry)}, admission->offset,
-                                   where.stride);
+      entry.cached =
+          cache_.Insert({slot, slots_[slot].IndexOf(entry)}, admission->offset, where.stride);
       B::CopyOnDevice(lanes_.to_host, Cached(entry), entry.source, where.nbytes);
     } else {
       B::CopyToHost(lanes_.to_host, host_.data() + offset, entry.source, where.nbytes);
@@ -407,10 +408,10 @@ class DeviceArena {
                                               std::to_string(slots_.size()) + " slots");
     }
     if (layout_->slots()[slot].nbytes != nbytes) {
-      throw Error(Code::kInvalidArgument,
-                  Named(slot) + ": the tensor has " + std::to_string(nbytes) +
-                      " bytes, but the slot was laid out for " +
-                      std::to_string(layout_->slots()[slot].nbytes));
+      throw Error(Code::kInvalidArgument, Named(slot) + ": the tensor has " +
+                                              std::to_string(nbytes) +
+                                              " bytes, but the slot was laid out for " +
+                                              std::to_string(layout_->slots()[slot].nbytes));
     }
   }
 

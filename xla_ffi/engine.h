@@ -105,9 +105,8 @@ class Engine {
       if (found != arenas_.end()) return found->second;
     }
     if (Layouts::Get().Find(id) == nullptr) throw UnknownArena(id);
-    throw Error(Code::kFailedPrecondition, "arena " + std::to_string(id) +
-                                               " is not pinned on " + B::kPlatform + " device " +
-                                               std::to_string(device) +
+    throw Error(Code::kFailedPrecondition, "arena " + std::to_string(id) + " is not pinned on " +
+                                               B::kPlatform + " device " + std::to_string(device) +
                                                ": pin it before the first run");
   }
 

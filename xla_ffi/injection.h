@@ -7,13 +7,13 @@
 namespace vmem {
 
 struct Injection {
-  double delay_seconds = 0.0;       // before every copy, on its lane
-  std::int64_t fail_slot = -1;      // copies of this slot fail
-  bool fail_fetch = false;          // ... on the way back instead of on the way out
-  bool poison = false;              // NaN bytes in a destination at start, in a place after its fetch
-  bool poison_source = false;       // NaN bytes in the source at offload_done: nobody may read it
-  bool skip_waits = false;          // done handlers do not wait: what the others must reveal
-  double stale_seconds = 30.0;      // patience of DeviceArena::Claim, which tests shorten
+  double delay_seconds = 0.0;   // before every copy, on its lane
+  std::int64_t fail_slot = -1;  // copies of this slot fail
+  bool fail_fetch = false;      // ... on the way back instead of on the way out
+  bool poison = false;          // NaN bytes in a destination at start, in a place after its fetch
+  bool poison_source = false;   // NaN bytes in the source at offload_done: nobody may read it
+  bool skip_waits = false;      // done handlers do not wait: what the others must reveal
+  double stale_seconds = 30.0;  // patience of DeviceArena::Claim, which tests shorten
 };
 
 // Read by every handler call, written by tests.

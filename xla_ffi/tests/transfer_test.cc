@@ -19,12 +19,12 @@
 namespace vmem {
 namespace {
 
-#define EXPECT(condition)                                                          \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
+#define EXPECT(condition)                                                            \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
       std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                \
-    }                                                                              \
+      std::exit(1);                                                                  \
+    }                                                                                \
   } while (false)
 
 constexpr CpuLane* kMain = nullptr;  // this thread computes
@@ -208,7 +208,8 @@ void TestRunThatDiedElsewhere() {
   arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
   Step(arena, 2, 1, 1);
   EXPECT(arena->counters().resets == 1);
-  EXPECT(Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "nothing parked"));
+  EXPECT(
+      Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "nothing parked"));
 }
 
 // Threads that run steps at once: on one arena, on two of one device, on two devices.
