@@ -2,8 +2,9 @@
 //
 // A template over a backend B, which supplies
 //   B::Stream                 a handle of an ordered queue: XLA's own, or a copy lane
-//   B::Event                  a copyable handle; NewEvent, Record(event, stream), Wait(stream,
-//   event) B::HostMemory(nbytes, lock_pages), B::DeviceMemory(nbytes): RAII, data()
+//   B::Event                  a copyable handle
+//   B::NewEvent(), B::Record(event, stream), B::Wait(stream, event)
+//   B::HostMemory(nbytes, lock_pages), B::DeviceMemory(nbytes): RAII, data()
 //   B::DeviceGuard(device)    makes the device current for a scope
 //   B::CopyToHost, CopyToDevice, CopyOnDevice(stream, to, from, nbytes)
 //   B::PoisonDevice, PoisonHost(stream, memory, nbytes)

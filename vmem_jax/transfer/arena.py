@@ -71,7 +71,7 @@ class Arena:
         self.id: int = extension.arena_create(slots, layout.nbytes)
         self._free = weakref.finalize(self, extension.arena_free, self.id)
         # At the end of the process the memory goes anyway, and waiting for copies could hang.
-        self._free.atexit = False
+        self._free.atexit = False  # type: ignore[misc]
 
     def pin(self, device: jax.Device, *, lock_pages: bool = False) -> None:
         """Allocates and pins the arena for `device`, unless that has been done.
