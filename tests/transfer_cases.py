@@ -119,6 +119,38 @@ def plain_step(x, layers=LAYERS):
     return g
 
 
+STACK = Layout.of([Parked(NBYTES, 0, 1, depth=LAYERS)])
+"""One slot, as deep as a loop is long."""
+
+
+def looping_step(arena):
+    """A forward loop and a backward loop; residuals parked in slot 0, or kept without `arena`."""
+
+    def step(x):
+        def push(carry, _):
+            x, token = carry
+            residual, x = fence(x * 3, x)
+            if arena is None:
+                return (rest(x, residual) / 3, token), residual
+            token, x = fence(token, x)
+            token, x = park(arena, 0, residual, x)
+            return (x / 3, token), None
+
+        def pop(carry, kept):
+            g, token = carry
+            if arena is None:
+                residual, g = kept, g + 1
+            else:
+                residual, g = back(arena, 0, token, x, g)
+            return (g * 2 - residual, token), None
+
+        (y, token), kept = lax.scan(push, (x, ffi.first_token()), None, length=LAYERS)
+        (g, _), _ = lax.scan(pop, (y, token), kept, length=LAYERS, reverse=True)
+        return g
+
+    return step
+
+
 def jit(step, device):
     return jax.jit(step, compiler_options=FENCE_OPTIONS.get(device.platform, {}))
 
@@ -189,35 +221,12 @@ def poison_shows_a_missing_wait(device):
 
 
 def loops_push_and_pop(device):
-    def step(x, arena=None):
-        def push(carry, _):
-            x, token = carry
-            residual, x = fence(x * 3, x)
-            if arena is None:
-                return (rest(x, residual) / 3, token), residual
-            token, x = fence(token, x)
-            token, x = park(arena, 0, residual, x)
-            return (x / 3, token), None
-
-        def pop(carry, kept):
-            g, token = carry
-            if arena is None:
-                residual, g = kept, g + 1
-            else:
-                residual, g = back(arena, 0, token, x, g)
-            return (g * 2 - residual, token), None
-
-        (y, token), kept = lax.scan(push, (x, ffi.first_token()), None, length=LAYERS)
-        (g, _), _ = lax.scan(pop, (y, token), kept, length=LAYERS, reverse=True)
-        return g
-
     x = data(device)
-    expected = jit(step, device)(x)
-    stack = Layout.of([Parked(NBYTES, 0, 1, depth=LAYERS)])
+    expected = jit(looping_step(None), device)(x)
     for cached in (0, 2, LAYERS):
-        with pinned(device, stack) as arena, injected(delay_seconds=1e-3, poison=True):
+        with pinned(device, STACK) as arena, injected(delay_seconds=1e-3, poison=True):
             arena.set_cache_capacity(device, cached * NBYTES)
-            run = jit(lambda x, arena=arena: step(x, arena), device)
+            run = jit(looping_step(arena), device)
             for _ in range(2):
                 assert same(run(x), expected)
             counters = arena.counters(device)
