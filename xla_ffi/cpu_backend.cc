@@ -107,9 +107,11 @@ void CpuLane::Run() {
 
 CpuBackend::HostMemory::HostMemory(std::size_t nbytes, bool lock_pages) : nbytes_(nbytes) {
   if (nbytes == 0) return;
-  // Populated now: the first step shall not pay for page faults.
-  void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#ifdef MAP_POPULATE
+  flags |= MAP_POPULATE;  // now: the first step shall not pay for page faults
+#endif
+  void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (memory == MAP_FAILED) {
     throw Error(Code::kResourceExhausted, std::string("mmap: ") + std::strerror(errno));
   }
