@@ -199,6 +199,36 @@ void TestFailedCopies() {
   }
 }
 
+// XLA may reuse buffers as soon as it hears of the failure, so nothing writes to them any more.
+void TestFailureWaitsForTheLanes() {
+  Pinned arena(Flat(1));
+  Tensor source = Filled(1), back(kNbytes);
+  arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+  arena->OffloadDone(1, kMain, 0, source.data(), kNbytes);
+  Injected injected(Delayed(2e-2));
+  arena->FetchStart(1, kMain, 0, back.data(), kNbytes);
+  EXPECT(Throws([&] { arena->FetchStart(1, kMain, 0, source.data(), kNbytes); }, "returning"));
+  EXPECT(back == Filled(1));
+}
+
+// The tensor is on its way out of the cache when it is wanted back.
+void TestFetchDuringEviction() {
+  Pinned arena(Flat(2));
+  arena->SetCacheCapacity(kNbytes);
+  Tensor first = Filled(1), second = Filled(2), back(kNbytes);
+  arena->OffloadStart(1, kMain, 0, first.data(), kNbytes);
+  arena->OffloadDone(1, kMain, 0, first.data(), kNbytes);
+  {
+    Injected injected(Delayed(2e-2));
+    arena->OffloadStart(1, kMain, 1, second.data(), kNbytes);
+  }
+  arena->FetchStart(1, kMain, 0, back.data(), kNbytes);
+  arena->FetchDone(1, kMain, 0, back.data(), kNbytes);
+  EXPECT(back == Filled(1));
+  EXPECT(arena->counters().evictions == 1);
+  arena->OffloadDone(1, kMain, 1, second.data(), kNbytes);
+}
+
 void TestRunThatDiedElsewhere() {
   Pinned arena(Flat(1));
   Injection injection;
@@ -306,6 +336,8 @@ int main() {
   vmem::TestMisuse();
   vmem::TestMovedSourceIsCopiedAgain();
   vmem::TestFailedCopies();
+  vmem::TestFailureWaitsForTheLanes();
+  vmem::TestFetchDuringEviction();
   vmem::TestRunThatDiedElsewhere();
   vmem::TestThreads();
   vmem::TestFreedWhileInFlight();
