@@ -13,12 +13,12 @@ find_python() {
 }
 
 # make_environment DIR ARGUMENT...: a virtual environment in DIR with what `pip install ARGUMENT...`
-# installs. Reused as it is while the arguments, pyproject.toml and the Python stay the same.
+# installs. Reused as it is while the arguments, what is built and the Python stay the same.
 make_environment() {
     directory=$1
     shift
     python=$(find_python) || return 1
-    wanted="$("$python" -V) $* $(cksum <pyproject.toml)"
+    wanted="$("$python" -V) $* $(cat pyproject.toml CMakeLists.txt xla_ffi/*.h xla_ffi/*.cc | cksum)"
     if [ "$(cat "$directory/.installed" 2>/dev/null)" = "$wanted" ]; then
         return 0
     fi

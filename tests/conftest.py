@@ -7,8 +7,12 @@ import os
 import hypothesis
 import pytest
 
-# A test must not depend on what this machine has: no accelerator unless it asks for one.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A test must not depend on what this machine has: no accelerator unless it asks for one.
+    if config.option.markexpr != "gpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 
 hypothesis.settings.register_profile("vmem_jax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)

@@ -6,17 +6,24 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 
-def in_subprocess(code, devices):
-    """Runs `code` in a Python with so many CPU devices, and returns what it prints."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+def run_script(text: str, **environment: str) -> str:
+    """Runs `text` beside these modules; fails unless it ends well; returns what it printed."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
         capture_output=True,
         text=True,
         timeout=300,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parent,
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+    return run.stdout
+
+
+def in_subprocess(text: str, devices: int) -> str:
+    """Runs `text` where JAX has so many CPU devices; returns what it printed."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return run_script(text, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

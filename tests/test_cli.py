@@ -59,6 +59,7 @@ def test_info_names_versions_and_devices(capsys):
     assert status == 0
     assert re.search(r"^jax \d", out, re.M)
     assert "device " in out and "auto" in out and "device-less compiler: " in out
+    assert re.search(r"^transfers: CPU ", out, re.M)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "capture/": ({"jax", "numpy"}, {"core", "capture", "errors", "jax_compat"}),
     "rewrite/": ({"jax"}, {"core", "capture", "rewrite", "errors", "jax_compat"}),
     "prove/": ({"jax", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
+    "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
     "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),
     "flax.py": ({"jax", "flax"}, {"arguments"}),

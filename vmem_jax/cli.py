@@ -20,6 +20,7 @@ from vmem_jax.errors import VmemError, parse_budget, show_nbytes
 from vmem_jax.prove.device import total_nbytes
 from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.targets import TARGETS, target
+from vmem_jax.transfer.extension import describe
 
 Subparsers = Any  # argparse gives the type of add_subparsers() no public name
 
@@ -315,6 +316,7 @@ def _info(arguments: argparse.Namespace) -> int:
         print(f"device {device}: {device.device_kind}, {show_nbytes(total_nbytes([here]))}")
     print(f"policies: {', '.join(sorted(vmem_jax.POLICIES))}")
     print(f"device-less compiler: {deviceless}")
+    print(f"transfers: {describe()}")
     return 0
 
 

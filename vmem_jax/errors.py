@@ -56,6 +56,26 @@ class DifferentiationError(VmemError, TypeError):
     """A budgeted step was put under `grad`, `jvp` or `vmap`."""
 
 
+class HostMemoryError(VmemError, MemoryError):
+    """Host memory for parked tensors that cannot be pinned here; nothing was.
+
+    Attributes:
+      nbytes: what was asked for.
+      limit_nbytes: how much more there may be.
+      limit: what says so.
+    """
+
+    def __init__(self, *, nbytes: int, limit_nbytes: int, limit: str) -> None:
+        super().__init__(
+            f"{show_nbytes(nbytes)} of host memory cannot be pinned for parked tensors: at most "
+            f"{show_nbytes(limit_nbytes)} more may be, by {limit}. Raise that limit, or plan with a "
+            "smaller `host_budget` or less offloading."
+        )
+        self.nbytes = nbytes
+        self.limit_nbytes = limit_nbytes
+        self.limit = limit
+
+
 _UNITS = {
     "B": 1,
     "KB": 10**3,

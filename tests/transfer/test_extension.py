@@ -1,0 +1,72 @@
+"""The extension fits the JAX that runs, or says so."""
+
+import jax
+import pytest
+
+from vmem_jax.transfer import extension, ffi
+from vmem_jax.transfer.arena import Arena
+from vmem_jax.transfer.layout import Layout, Slot
+
+
+@pytest.mark.parametrize(
+    "built, running, works",
+    [
+        ((0, 3), (0, 3), True),
+        ((0, 3), (0, 5), True),
+        ((0, 4), (0, 3), False),
+        ((0, 3), (1, 0), False),
+        ((1, 0), (0, 9), False),
+    ],
+)
+def test_older_handlers_work_newer_ones_are_refused(built, running, works):
+    if works:
+        extension.check_version(built, "0.10.2", running)
+        return
+    with pytest.raises(ImportError, match=r"Upgrade jaxlib, or build vmem_jax again.*pip install"):
+        extension.check_version(built, "0.10.2", running)
+
+
+def test_mismatch_stops_the_import_and_shows_in_info(monkeypatch):
+    monkeypatch.setattr(extension, "_running_version", lambda: (0, 1))
+    with pytest.raises(ImportError, match=r"built for XLA FFI 0\.\d+ .* has 0\.1"):
+        extension.load.__wrapped__()
+    assert extension.describe().startswith("none: vmem_jax's transfers were built")
+
+
+def test_missing_extension_says_what_to_do(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(extension.importlib, "import_module", missing)
+    with pytest.raises(ImportError, match="pip install"):
+        extension._import()
+    assert extension.describe().startswith("none: ")
+
+
+def test_built_for_the_oldest_supported_jaxlib():
+    """Or a wheel built here would not run there. An installation without isolation may differ."""
+    module = extension.load()
+    assert module.FFI_API_VERSION <= extension._running_version()
+    if module.JAXLIB_VERSION == "0.10.2":
+        assert module.FFI_API_VERSION == (0, 3)
+
+
+def test_targets_of_every_platform_are_the_same():
+    targets = extension.load().targets()
+    names = {"offload_start", "offload_done", "fetch_start", "fetch_done"}
+    assert set(targets) <= {"cpu", "CUDA"} and "cpu" in targets
+    assert all(set(handlers) == names for handlers in targets.values())
+    assert ("CUDA" in targets) == (extension.load().CUDA_VERSION is not None)
+
+
+def test_calls_survive_where_nothing_reads_them():
+    """XLA would merge equal calls, and remove those whose results nobody needs."""
+    with Arena(Layout((Slot(0, 32, 2),), 512)) as arena:
+
+        def step(x):
+            for _ in range(2):
+                ffi.offload_start(x, ffi.first_token(), arena=arena.id, slot=0)
+            return x
+
+        text = jax.jit(step).lower(jax.ShapeDtypeStruct((8,), "float32")).compile().as_text()
+    assert text.count('custom_call_target="vmem_jax_offload_start"') == 2

@@ -1,0 +1,1 @@
+"""transfer: moving parked tensors between device and host while the device computes."""

@@ -1,0 +1,152 @@
+"""Arena: host memory for parked tensors, one for each executable, pinned on each of its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from types import TracebackType
+
+import jax
+
+from vmem_jax.errors import HostMemoryError
+from vmem_jax.transfer import host_memory
+from vmem_jax.transfer.extension import load
+from vmem_jax.transfer.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counters:
+    """What an arena did on one device since it was pinned there. Sizes are in bytes.
+
+    Attributes:
+      hits: fetches that the tensor cache served, without the link.
+      misses: fetches that crossed the link.
+      evictions: tensors that left the cache for the arena.
+      link_nbytes_out: device to host, evictions included.
+      link_nbytes_in: host to device.
+      recopies: offloads begun again because XLA had moved the value meanwhile.
+      resets: times at which the leftovers of a failed run were dropped.
+      parked: tensors between `offload_start` and `fetch_done`, now.
+      cache_nbytes: the capacity of the cache.
+      cache_used_nbytes: what is in it, now.
+      arena_nbytes: pinned.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    link_nbytes_out: int
+    link_nbytes_in: int
+    recopies: int
+    resets: int
+    parked: int
+    cache_nbytes: int
+    cache_used_nbytes: int
+    arena_nbytes: int
+
+
+class Arena:
+    """Host memory of `layout.nbytes` on every device that it is pinned for.
+
+    Pin it once, before the first run. It is freed by `close`, at the end of a `with` block, or with
+    the object; a program that still calls it gets an error then.
+
+    Attributes:
+      layout: its slots.
+      id: what the calls name it by; never used twice in a process.
+    """
+
+    def __init__(self, layout: Layout, *, host_budget: int | None = None) -> None:
+        """Registers `layout`; pins nothing yet.
+
+        Args:
+          layout: from a plan.
+          host_budget: the most host memory in bytes that all devices together may take.
+        """
+        extension = load()
+        self.layout = layout
+        self._host_budget = host_budget
+        self._pinned: set[tuple[str, int]] = set()
+        slots = [(s.offset, s.nbytes, s.stride, s.depth) for s in layout.slots]
+        self.id: int = extension.arena_create(slots, layout.nbytes)
+        self._free = weakref.finalize(self, extension.arena_free, self.id)
+        # At the end of the process the memory goes anyway, and waiting for copies could hang.
+        self._free.atexit = False  # type: ignore[misc]
+
+    def pin(self, device: jax.Device, *, lock_pages: bool = False) -> None:
+        """Allocates and pins the arena for `device`, unless that has been done.
+
+        Args:
+          device: a CPU or CUDA device of this process.
+          lock_pages: on the CPU, where nothing needs pinned memory, keep it from being swapped all
+            the same. CUDA's is always pinned.
+
+        Raises:
+          HostMemoryError: there is not so much memory, or it may not be pinned. Checked before.
+        """
+        where = _place(device)
+        if where in self._pinned:
+            return
+        nbytes = self.layout.nbytes
+        budget = self._host_budget
+        if budget is not None:
+            budget -= len(self._pinned) * nbytes
+        on_cpu = where[0] == "cpu"
+        host_memory.check(nbytes, lock_pages=lock_pages and on_cpu, host_budget=budget)
+        try:
+            load().arena_pin(self.id, *where, lock_pages)
+        except MemoryError as error:
+            limits = host_memory.limits(lock_pages=True, host_budget=budget)
+            tightest = min(limits, key=lambda limit: limit.nbytes)
+            raise HostMemoryError(
+                nbytes=nbytes, limit_nbytes=tightest.nbytes, limit=f"{tightest.name}; {error}"
+            ) from error
+        self._pinned.add(where)
+
+    def set_cache_capacity(self, device: jax.Device, nbytes: int) -> None:
+        """Gives the arena `nbytes` of device memory as a tensor cache, between two runs.
+
+        Tensors that fit stay on the device: parking and fetching them are copies there. When it is
+        full, the least recently used ones that no copy is working on leave for the arena. On a GPU
+        the memory is taken beside XLA's own pool. SuperNeurons, section 3.3.2.
+
+        Raises:
+          RuntimeError: a run holds the arena.
+          MemoryError: the device has not so much left.
+        """
+        if nbytes < 0:
+            raise ValueError(f"`nbytes` must not be negative. Got {nbytes}.")
+        load().cache_set_capacity(self.id, *_place(device), nbytes)
+
+    def counters(self, device: jax.Device) -> Counters:
+        """What happened on `device` so far; what was started counts."""
+        return Counters(**load().counters(self.id, *_place(device)))
+
+    def close(self) -> None:
+        """Waits for copies in flight and frees the memory of all devices. Twice is once."""
+        self._free()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def live_arenas() -> int:
+    """How many arenas this process has that are not freed."""
+    return load().arena_count()
+
+
+def _place(device: jax.Device) -> tuple[str, int]:
+    """`device` as the handlers see it: the platform, and the ordinal within this process."""
+    if device.platform == "cpu":
+        return "cpu", device.local_hardware_id if device.local_hardware_id is not None else 0
+    if device.platform in ("gpu", "cuda"):
+        return "CUDA", device.local_hardware_id
+    raise ValueError(f"there are no transfers for platform {device.platform!r} ({device}).")

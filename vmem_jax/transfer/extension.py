@@ -1,0 +1,87 @@
+"""The native extension: loaded at first use, checked against the JAX that runs, registered once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PREFIX = "vmem_jax_"
+"""Of every custom call target."""
+
+_HEADER = "xla/ffi/api/c_api.h"
+
+
+@functools.cache
+def load() -> Any:
+    """The extension module, its targets registered for every platform that it has.
+
+    Raises:
+      ImportError: it was not built, or for a newer jaxlib than the one that runs.
+    """
+    module = _import()
+    check_version(module.FFI_API_VERSION, module.JAXLIB_VERSION, _running_version())
+    for platform, targets in module.targets().items():
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(PREFIX + name, handler, platform=platform)
+    # Registered after JAX's own, hence called before them: the copies end while the buffers that
+    # they work on are still there.
+    atexit.register(module.stop)
+    return module
+
+
+def describe() -> str:
+    """What the extension can do here, in one line, or why there is none."""
+    try:
+        module = _import()
+        check_version(module.FFI_API_VERSION, module.JAXLIB_VERSION, _running_version())
+    except ImportError as error:
+        return f"none: {error}"
+    cuda = module.CUDA_VERSION
+    where = "CPU alone, built without CUDA" if cuda is None else f"CPU and CUDA {_dotted(cuda)}"
+    return f"{where} (XLA FFI {_dotted(module.FFI_API_VERSION)})"
+
+
+def check_version(built: tuple[int, int], jaxlib: str, running: tuple[int, int]) -> None:
+    """Checks that handlers built for XLA FFI `built`, with headers of `jaxlib`, work in `running`.
+
+    XLA takes handlers of its own and of older minor versions. A newer one would not fail here but
+    take the whole backend down, with an error that does not name us.
+
+    Raises:
+      ImportError: they do not.
+    """
+    if built[0] == running[0] and built[1] <= running[1]:
+        return
+    import jaxlib as running_jaxlib
+
+    raise ImportError(
+        f"vmem_jax's transfers were built for XLA FFI {_dotted(built)} (jaxlib {jaxlib}), but "
+        f"jaxlib {running_jaxlib.__version__}, which runs, has {_dotted(running)}. Upgrade jaxlib, "
+        "or build vmem_jax again for this one: pip install --force-reinstall --no-deps vmem_jax"
+    )
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("vmem_jax._xla_ffi")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "vmem_jax's native extension is not built here. Install the package, which builds it "
+            "(`pip install .` in the source tree), rather than import it from the source tree."
+        ) from error
+
+
+def _running_version() -> tuple[int, int]:
+    text = (Path(jax.ffi.include_dir()) / _HEADER).read_text()
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

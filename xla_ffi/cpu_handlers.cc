@@ -1,0 +1,31 @@
+#include "cpu_backend.h"
+#include "handlers.h"
+#include "targets.h"
+
+namespace vmem {
+namespace {
+
+struct CpuPlatform {
+  using Backend = CpuBackend;
+  using Context = ffi::DeviceOrdinal;
+  using Decoded = std::int32_t;
+  static Caller<Backend> Resolve(Decoded device) { return {nullptr, device}; }
+};
+
+// Stateless on purpose: jaxlib 0.11.2 registers handlers with its CPU client before their types, so
+// one that has a state and comes early breaks the whole backend.
+XLA_FFI_DEFINE_HANDLER(kOffloadStart, OffloadStart<CpuPlatform>, BindOffload<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kOffloadDone, OffloadDone<CpuPlatform>, BindOffload<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CpuPlatform>, BindFetch<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CpuPlatform>, BindFetch<CpuPlatform>());
+
+}  // namespace
+
+Targets CpuTargets() {
+  return {{"offload_start", kOffloadStart},
+          {"offload_done", kOffloadDone},
+          {"fetch_start", kFetchStart},
+          {"fetch_done", kFetchDone}};
+}
+
+}  // namespace vmem

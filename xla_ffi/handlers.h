@@ -1,0 +1,136 @@
+// The four calls, once for every platform. A handler decodes, checks and passes on; nothing throws
+// across the boundary, and nothing waits for a device.
+//
+// A platform P supplies
+//   P::Backend, P::Context (what XLA hands out), P::Decoded (what that decodes to)
+//   P::Resolve(decoded) -> {stream, device}
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <string>
+
+#include "engine.h"
+#include "error.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace vmem {
+
+namespace ffi = ::xla::ffi;
+
+// Names of custom call targets, without the prefix, to their handlers.
+using Targets = std::map<std::string, XLA_FFI_Handler*>;
+
+template <class B>
+struct Caller {
+  typename B::Stream stream;
+  int device;
+};
+
+// Runs `body` and turns what it throws into an ffi::Error that begins with `what`.
+template <class Body>
+ffi::Error Guard(const char* what, Body body) noexcept {
+  const std::string prefix = std::string("vmem_jax ") + what + ": ";
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const Error& error) {
+    switch (error.code()) {
+      case Code::kInvalidArgument:
+        return ffi::Error::InvalidArgument(prefix + error.what());
+      case Code::kFailedPrecondition:
+        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, prefix + error.what());
+      case Code::kResourceExhausted:
+        return ffi::Error(ffi::ErrorCode::kResourceExhausted, prefix + error.what());
+      case Code::kInternal:
+        return ffi::Error::Internal(prefix + error.what());
+    }
+    return ffi::Error::Internal(prefix + error.what());
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(prefix + error.what());
+  }
+}
+
+inline std::size_t SlotIndex(std::int64_t slot) {
+  if (slot < 0) {
+    throw Error(Code::kInvalidArgument, "slot " + std::to_string(slot) + " is negative");
+  }
+  return static_cast<std::size_t>(slot);
+}
+
+template <class P>
+ffi::Error OffloadStart(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer x,
+                        ffi::AnyBuffer /*token*/, ffi::Result<ffi::AnyBuffer> /*token_out*/,
+                        std::int64_t arena, std::int64_t slot) {
+  return Guard("offload_start", [&] {
+    const auto [stream, device] = P::Resolve(where);
+    Engine<typename P::Backend>::Get()
+        .Find(arena, device)
+        ->OffloadStart(run.run_id, stream, SlotIndex(slot), x.untyped_data(), x.size_bytes());
+  });
+}
+
+template <class P>
+ffi::Error OffloadDone(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer x,
+                       ffi::AnyBuffer /*token*/, ffi::Result<ffi::AnyBuffer> /*token_out*/,
+                       std::int64_t arena, std::int64_t slot) {
+  return Guard("offload_done", [&] {
+    const auto [stream, device] = P::Resolve(where);
+    Engine<typename P::Backend>::Get()
+        .Find(arena, device)
+        ->OffloadDone(run.run_id, stream, SlotIndex(slot), x.untyped_data(), x.size_bytes());
+  });
+}
+
+template <class P>
+ffi::Error FetchStart(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer /*token*/,
+                      ffi::Result<ffi::AnyBuffer> out, std::int64_t arena, std::int64_t slot) {
+  return Guard("fetch_start", [&] {
+    const auto [stream, device] = P::Resolve(where);
+    Engine<typename P::Backend>::Get()
+        .Find(arena, device)
+        ->FetchStart(run.run_id, stream, SlotIndex(slot), out->untyped_data(), out->size_bytes());
+  });
+}
+
+template <class P>
+ffi::Error FetchDone(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer buffer,
+                     ffi::Result<ffi::AnyBuffer> out, std::int64_t arena, std::int64_t slot) {
+  return Guard("fetch_done", [&] {
+    const auto [stream, device] = P::Resolve(where);
+    // With the alias broken, `out` holds nothing and `buffer` is a copy at best: the arena says so.
+    Engine<typename P::Backend>::Get()
+        .Find(arena, device)
+        ->FetchDone(run.run_id, stream, SlotIndex(slot), out->untyped_data(), out->size_bytes());
+    if (out->untyped_data() != buffer.untyped_data()) {
+      throw Error(Code::kInternal, "the result does not alias the operand");
+    }
+  });
+}
+
+template <class P>
+auto BindOffload() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename P::Context>()
+      .template Ctx<ffi::RunId>()
+      .template Arg<ffi::AnyBuffer>()  // x: any shape and dtype
+      .template Arg<ffi::AnyBuffer>()  // token
+      .template Ret<ffi::AnyBuffer>()  // token
+      .template Attr<std::int64_t>("arena")
+      .template Attr<std::int64_t>("slot");
+}
+
+// fetch_start: token -> buffer; fetch_done: buffer -> the same buffer.
+template <class P>
+auto BindFetch() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename P::Context>()
+      .template Ctx<ffi::RunId>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<std::int64_t>("arena")
+      .template Attr<std::int64_t>("slot");
+}
+
+}  // namespace vmem

@@ -1,0 +1,346 @@
+// The transfer core without Python and XLA, for the sanitizers: every law of docs/ffi.md in small.
+//
+//   cmake -S . -B build -DVMEM_JAX_SANITIZE=thread && cmake --build build && build/transfer_test
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu_backend.h"
+#include "engine.h"
+
+namespace vmem {
+namespace {
+
+#define EXPECT(condition)                                                            \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                  \
+    }                                                                                \
+  } while (false)
+
+constexpr CpuLane* kMain = nullptr;  // this thread computes
+constexpr std::size_t kNbytes = 4096;
+
+using Arena = DeviceArena<CpuBackend>;
+using Tensor = std::vector<std::uint8_t>;
+
+Engine<CpuBackend>& TheEngine() { return Engine<CpuBackend>::Get(); }
+
+// `count` slots of `depth` places, side by side.
+Layout Flat(std::size_t count, std::size_t depth = 1) {
+  std::vector<SlotLayout> slots;
+  for (std::size_t i = 0; i < count; ++i) {
+    slots.push_back({i * depth * kNbytes, kNbytes, kNbytes, depth});
+  }
+  return Layout(std::move(slots), count * depth * kNbytes);
+}
+
+// An arena that is pinned on device 0 and freed with the scope.
+class Pinned {
+ public:
+  explicit Pinned(Layout layout, int device = 0)
+      : id_(Layouts::Get().Add(std::move(layout))), device_(device) {
+    TheEngine().Pin(id_, device, false);
+  }
+  ~Pinned() {
+    Layouts::Get().Remove(id_);
+    TheEngine().Free(id_);
+  }
+  Arena* operator->() const { return TheEngine().Find(id_, device_).get(); }
+
+ private:
+  std::int64_t id_;
+  int device_;
+};
+
+// Injects for the length of a scope.
+class Injected {
+ public:
+  explicit Injected(const Injection& injection) { TheEngine().Inject(injection); }
+  ~Injected() { TheEngine().Inject({}); }
+};
+
+Injection Delayed(double seconds) {
+  Injection injection;
+  injection.delay_seconds = seconds;
+  injection.poison = injection.poison_source = true;
+  return injection;
+}
+
+Tensor Filled(std::uint8_t seed) {
+  Tensor tensor(kNbytes);
+  for (std::size_t i = 0; i < kNbytes; ++i) tensor[i] = static_cast<std::uint8_t>(seed + 7 * i);
+  return tensor;
+}
+
+template <class Body>
+bool Throws(Body body, const std::string& text) {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (std::string(error.what()).find(text) == std::string::npos) {
+      std::fprintf(stderr, "another error: %s\n", error.what());
+      return false;
+    }
+    return true;
+  }
+  return false;
+}
+
+// A training step: parks `count` tensors, one for each place, and takes them back in reverse.
+void Step(const Pinned& arena, std::int64_t run, std::size_t slots, std::size_t depth) {
+  std::vector<Tensor> sources;
+  for (std::size_t i = 0; i < slots * depth; ++i) {
+    sources.push_back(Filled(static_cast<std::uint8_t>(run * 31 + i)));
+    arena->OffloadStart(run, kMain, i / depth, sources.back().data(), kNbytes);
+    arena->OffloadDone(run, kMain, i / depth, sources.back().data(), kNbytes);
+    std::memset(sources.back().data(), 0xAB, kNbytes);  // the memory is somebody else's now
+  }
+  for (std::size_t i = slots * depth; i-- > 0;) {
+    Tensor back(kNbytes);
+    arena->FetchStart(run, kMain, i / depth, back.data(), kNbytes);
+    arena->FetchDone(run, kMain, i / depth, back.data(), kNbytes);
+    EXPECT(back == Filled(static_cast<std::uint8_t>(run * 31 + i)));
+  }
+}
+
+void TestRoundTripsWithEveryCapacity() {
+  for (std::size_t capacity : {0, 3, 5, 10, 100}) {
+    Pinned arena(Flat(5, 2));
+    Injected injected(Delayed(1e-4));
+    arena->SetCacheCapacity(capacity * kNbytes);
+    for (std::int64_t run = 1; run < 4; ++run) Step(arena, run, 5, 2);
+    const Counters counters = arena->counters();
+    EXPECT(counters.hits + counters.misses == 30);
+    EXPECT(counters.parked == 0 && counters.cache_used_nbytes == 0);
+    EXPECT(counters.link_nbytes_in == counters.misses * kNbytes);
+    EXPECT(counters.link_nbytes_out == counters.misses * kNbytes);
+    EXPECT(counters.hits == 3 * std::min<std::size_t>(capacity, 10));
+    EXPECT((counters.evictions > 0) == (capacity > 0 && capacity < 10));
+  }
+}
+
+void TestOverlappingTransfers() {
+  Pinned arena(Flat(3));
+  Injected injected(Delayed(2e-3));
+  std::vector<Tensor> sources = {Filled(1), Filled(2), Filled(3)};
+  for (std::size_t i = 0; i < 3; ++i) arena->OffloadStart(1, kMain, i, sources[i].data(), kNbytes);
+  for (std::size_t i = 0; i < 3; ++i) arena->OffloadDone(1, kMain, i, sources[i].data(), kNbytes);
+  std::vector<Tensor> back(3, Tensor(kNbytes));
+  for (std::size_t i = 0; i < 3; ++i) arena->FetchStart(1, kMain, i, back[i].data(), kNbytes);
+  for (std::size_t i = 0; i < 3; ++i) arena->FetchDone(1, kMain, i, back[i].data(), kNbytes);
+  EXPECT(back[0] == Filled(1) && back[1] == Filled(2) && back[2] == Filled(3));
+}
+
+void TestMisuse() {
+  Pinned arena(Layout({{0, kNbytes, kNbytes, 1}, {0, kNbytes, kNbytes, 1}}, kNbytes));
+  Tensor source = Filled(1);
+  Tensor other(kNbytes);
+  std::int64_t run = 0;
+  const auto park = [&] {
+    ++run;
+    arena->OffloadStart(run, kMain, 0, source.data(), kNbytes);
+    arena->OffloadDone(run, kMain, 0, source.data(), kNbytes);
+  };
+  EXPECT(Throws([&] { arena->OffloadStart(1, kMain, 2, source.data(), kNbytes); }, "2 slots"));
+  EXPECT(Throws([&] { arena->OffloadStart(1, kMain, 0, source.data(), 8); }, "8 bytes"));
+  EXPECT(Throws([&] { arena->FetchStart(1, kMain, 0, other.data(), kNbytes); }, "nothing parked"));
+  park();
+  EXPECT(Throws([&] { arena->OffloadStart(run, kMain, 0, other.data(), kNbytes); }, "is full"));
+  park();  // a failed run does not stand in the way of the next
+  EXPECT(Throws([&] { arena->OffloadStart(run, kMain, 1, other.data(), kNbytes); }, "still holds"));
+  park();
+  EXPECT(Throws([&] { arena->FetchDone(run, kMain, 0, other.data(), kNbytes); }, "returning"));
+  park();
+  arena->FetchStart(run, kMain, 0, source.data(), kNbytes);
+  EXPECT(Throws([&] { arena->FetchDone(run, kMain, 0, other.data(), kNbytes); }, "XLA moved"));
+  EXPECT(Throws([&] { arena->FetchDone(run, kMain, 0, source.data(), kNbytes); }, "before"));
+  park();
+  EXPECT(arena->counters().resets == 4);
+}
+
+void TestMovedSourceIsCopiedAgain() {
+  for (std::size_t capacity : {0, 1}) {
+    Pinned arena(Flat(1));
+    arena->SetCacheCapacity(capacity * kNbytes);
+    Tensor source = Filled(1), moved = Filled(1), back(kNbytes);
+    Injected injected(Delayed(2e-3));
+    arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    arena->OffloadDone(1, kMain, 0, moved.data(), kNbytes);
+    arena->FetchStart(1, kMain, 0, back.data(), kNbytes);
+    arena->FetchDone(1, kMain, 0, back.data(), kNbytes);
+    EXPECT(back == Filled(1));
+    EXPECT(arena->counters().recopies == 1);
+  }
+}
+
+void TestFailedCopies() {
+  for (bool fetch : {false, true}) {
+    Pinned arena(Flat(2));
+    {
+      Injection injection;
+      injection.fail_slot = 1;
+      injection.fail_fetch = fetch;
+      Injected injected(injection);
+      EXPECT(Throws([&] { Step(arena, 1, 2, 1); }, "on purpose"));
+    }
+    Step(arena, 2, 2, 1);
+    EXPECT(arena->counters().parked == 0);
+  }
+}
+
+// XLA may reuse buffers as soon as it hears of the failure, so nothing writes to them any more.
+void TestFailureWaitsForTheLanes() {
+  Pinned arena(Flat(1));
+  Tensor source = Filled(1), back(kNbytes);
+  arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+  arena->OffloadDone(1, kMain, 0, source.data(), kNbytes);
+  Injected injected(Delayed(2e-2));
+  arena->FetchStart(1, kMain, 0, back.data(), kNbytes);
+  EXPECT(Throws([&] { arena->FetchStart(1, kMain, 0, source.data(), kNbytes); }, "returning"));
+  EXPECT(back == Filled(1));
+}
+
+// The tensor is on its way out of the cache when it is wanted back.
+void TestFetchDuringEviction() {
+  Pinned arena(Flat(2));
+  arena->SetCacheCapacity(kNbytes);
+  Tensor first = Filled(1), second = Filled(2), back(kNbytes);
+  arena->OffloadStart(1, kMain, 0, first.data(), kNbytes);
+  arena->OffloadDone(1, kMain, 0, first.data(), kNbytes);
+  {
+    Injected injected(Delayed(2e-2));
+    arena->OffloadStart(1, kMain, 1, second.data(), kNbytes);
+  }
+  arena->FetchStart(1, kMain, 0, back.data(), kNbytes);
+  arena->FetchDone(1, kMain, 0, back.data(), kNbytes);
+  EXPECT(back == Filled(1));
+  EXPECT(arena->counters().evictions == 1);
+  arena->OffloadDone(1, kMain, 1, second.data(), kNbytes);
+}
+
+void TestRunThatDiedElsewhere() {
+  Pinned arena(Flat(1));
+  Injection injection;
+  injection.stale_seconds = 0.05;
+  Injected injected(injection);
+  Tensor source = Filled(1);
+  arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+  Step(arena, 2, 1, 1);
+  EXPECT(arena->counters().resets == 1);
+  EXPECT(
+      Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "nothing parked"));
+}
+
+// Threads that run steps at once: on one arena, on two of one device, on two devices.
+void TestThreads() {
+  Pinned first(Flat(4, 2), 0), second(Flat(4, 2), 0), elsewhere(Flat(4, 2), 1);
+  first->SetCacheCapacity(3 * kNbytes);
+  elsewhere->SetCacheCapacity(8 * kNbytes);
+  Injected injected(Delayed(1e-5));
+  std::atomic<std::int64_t> runs{0};
+  std::vector<std::thread> threads;
+  for (const Pinned* arena : {&first, &first, &second, &elsewhere}) {
+    threads.emplace_back([&runs, arena] {
+      for (int i = 0; i < 20; ++i) Step(*arena, ++runs, 4, 2);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(first->counters().resets == 0);
+}
+
+void TestFreedWhileInFlight() {
+  Tensor source = Filled(1);
+  Injected injected(Delayed(5e-3));
+  Pinned arena(Flat(1));
+  arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+}
+
+// Against a list of bytes.
+void TestFreeRanges() {
+  std::mt19937 random(0);
+  constexpr std::size_t kCapacity = 64;
+  FreeRanges ranges(kCapacity);
+  std::vector<bool> used(kCapacity, false);
+  std::vector<std::pair<std::size_t, std::size_t>> taken;
+  for (int i = 0; i < 20000; ++i) {
+    if (!taken.empty() && random() % 2 == 0) {
+      std::swap(taken[random() % taken.size()], taken.back());
+      const auto [offset, nbytes] = taken.back();
+      taken.pop_back();
+      ranges.Give(offset, nbytes);
+      for (std::size_t b = offset; b < offset + nbytes; ++b) used[b] = false;
+      continue;
+    }
+    const std::size_t nbytes = 1 + random() % 12, preferred = random() % kCapacity;
+    std::size_t longest = 0, length = 0;
+    for (bool b : used) longest = std::max(longest, length = b ? 0 : length + 1);
+    const auto offset = ranges.Find(nbytes, preferred);
+    EXPECT(offset.has_value() == (longest >= nbytes));
+    if (!offset) continue;
+    for (std::size_t b = *offset; b < *offset + nbytes; ++b) {
+      EXPECT(!used[b]);
+      used[b] = true;
+    }
+    ranges.Take(*offset, nbytes);
+    taken.push_back({*offset, nbytes});
+  }
+}
+
+void TestLocksHoldTensorsInTheCache() {
+  TensorCache cache(2);
+  auto first = cache.Insert({0, 0}, cache.Admit(1, 0)->offset, 1);
+  auto second = cache.Insert({1, 0}, cache.Admit(1, 1)->offset, 1);
+  EXPECT(!cache.Admit(1, 2) && !cache.Admit(3, 0));  // both locked; too large for it
+  second->locked = false;
+  EXPECT(cache.Admit(1, 2)->victims.size() == 1 && cache.Admit(1, 2)->victims[0] == second);
+  first->locked = false;
+  EXPECT(cache.Admit(1, 2)->victims[0] == first);  // least recently used
+  EXPECT(cache.Admit(2, 0)->victims.size() == 2);
+  cache.Remove(first);
+  EXPECT(cache.Admit(1, 0)->victims.empty());
+}
+
+// Last: lanes do not come back.
+void TestStopWithTransfersInFlight() {
+  Tensor source = Filled(1);
+  Injected injected(Delayed(3600));
+  Pinned arena(Flat(1));
+  arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+  std::thread waits([&] {
+    EXPECT(Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "stopped"));
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  TheEngine().Stop();
+  waits.join();
+}
+
+}  // namespace
+}  // namespace vmem
+
+int main() {
+  vmem::TestFreeRanges();
+  vmem::TestLocksHoldTensorsInTheCache();
+  vmem::TestRoundTripsWithEveryCapacity();
+  vmem::TestOverlappingTransfers();
+  vmem::TestMisuse();
+  vmem::TestMovedSourceIsCopiedAgain();
+  vmem::TestFailedCopies();
+  vmem::TestFailureWaitsForTheLanes();
+  vmem::TestFetchDuringEviction();
+  vmem::TestRunThatDiedElsewhere();
+  vmem::TestThreads();
+  vmem::TestFreedWhileInFlight();
+  vmem::TestStopWithTransfersInFlight();
+  std::puts("all passed");
+}
