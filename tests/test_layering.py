@@ -20,8 +20,11 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "errors.py": (set(), set()),
     "jax_compat.py": ({"jax"}, set()),
     "capture/": ({"jax", "numpy"}, {"core", "capture", "errors", "jax_compat"}),
-    "rewrite/": ({"jax"}, {"core", "capture", "rewrite", "errors", "jax_compat"}),
-    "prove/": ({"jax", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
+    "rewrite/": (
+        {"jax", "numpy"},
+        {"core", "capture", "rewrite", "transfer", "errors", "jax_compat"},
+    ),
+    "prove/": ({"jax", "numpy", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
     "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),

@@ -51,7 +51,7 @@ def test_step_fits_and_trains_as_plain_jit_does(case, dtype):
     step, args = case.make(dtype, 1)  # the first arguments were donated or updated in place
     entry = budgeted._entry_for(args, {}, None)
     assert need_nbytes(entry.best.compiled) == entry.best.need <= budget
-    assert entry.best.plan.fenced
+    assert entry.best.plan.fenced or case.cpu == 1.0
     got = run(budgeted, args, case)
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):

@@ -29,9 +29,12 @@ from vmem_jax.prove.device import free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.rewrite.transfers import layout_of
+from vmem_jax.transfer.arena import Arena
+from vmem_jax.transfer.executable import WithArena, unusable
 
-MEANS = ("order", "recompute")
-"""What a plan may use. Transfers, convolutions and sub-batches will follow."""
+MEANS = ("order", "recompute", "offload")
+"""What a plan may use. Convolutions and sub-batches will follow."""
 
 
 def jit(
@@ -39,8 +42,9 @@ def jit(
     *,
     budget: int | float | str | None = None,
     policy: str | AbstractPolicy = "auto",
-    allow: Sequence[str] = MEANS,
+    allow: Sequence[str] | None = None,
     plan: Plan | None = None,
+    host_budget: int | str | None = None,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
@@ -58,7 +62,10 @@ def jit(
         (`0.5`), or `"device"` (what is free now).
       policy: one of `POLICIES`, by name or as an instance with its options. "keep" leaves the
         program untouched.
-      allow: the means that a plan may use: "order" (exact residuals) and "recompute".
+      allow: the means that a plan may use: "order" (exact residuals), "recompute", "offload" (to
+        pinned host memory, while other work runs). By default all that are of use here: "offload"
+        on a GPU, where the native extension was built for it, in a step on one device.
+      host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       plan: a plan made before, for exactly this step; nothing is planned then.
       donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
         `jax.jit`.
@@ -78,6 +85,7 @@ def jit(
             policy=policy,
             allow=allow,
             plan=plan,
+            host_budget=host_budget,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             static_argnums=static_argnums,
@@ -102,10 +110,21 @@ def jit(
         ),
         None if budget is None else parse_budget(budget),
         _policy(policy, allow),
+        "offload" in (allow or ()),
         plan,
+        _host_nbytes(host_budget),
         dict(compiler_options or {}),
         machine,
     )
+
+
+def _host_nbytes(host_budget: int | str | None) -> int | None:
+    if host_budget is None:
+        return None
+    nbytes = parse_budget(host_budget)
+    if not isinstance(nbytes, int):
+        raise ValueError(f"`host_budget`={host_budget!r} is no size: bytes, or '64GiB'.")
+    return nbytes
 
 
 def _config() -> Hashable:
@@ -123,8 +142,8 @@ def _is_jitted(fun: Any) -> bool:
     return hasattr(fun, "__wrapped__") and hasattr(fun, "lower")
 
 
-def _policy(policy: str | AbstractPolicy, allow: Sequence[str]) -> AbstractPolicy:
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
+def _policy(policy: str | AbstractPolicy, allow: Sequence[str] | None) -> AbstractPolicy:
+    allow = MEANS if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
     unknown = [means for means in allow if means not in MEANS]
     if unknown or not allow:
         raise ValueError(f"`allow` names {unknown or 'nothing'}; there is {', '.join(MEANS)}.")
@@ -185,7 +204,9 @@ class BudgetedStep:
         sig: arguments.Signature,
         budget: int | float | str | None,
         policy: AbstractPolicy,
+        offload_asked: bool,
         plan: Plan | None,
+        host_budget: int | None,
         compiler_options: dict[str, Any],
         machine: Machine | None,
     ) -> None:
@@ -193,7 +214,9 @@ class BudgetedStep:
         self._sig = sig
         self._budget = budget
         self._policy = policy
+        self._offload_asked = offload_asked
         self._plan = plan
+        self._host_budget = host_budget
         self._compiler_options = compiler_options
         self._machine = machine
         self._entries: dict[Hashable, Entry] = {}
@@ -222,7 +245,7 @@ class BudgetedStep:
                 "inside: budget the whole training step, `vmem_jax.jit(lambda *a: "
                 "jax.grad(f)(*a), budget=...)`."
             )
-        entry = self._entry(call, leaves, tree)
+        entry = self._entry(call, leaves, tree, inlined=bool(tracers))
         traced = entry.traced
         if (
             tracers
@@ -283,19 +306,25 @@ class BudgetedStep:
         return self._entry(call, leaves, tree, target)
 
     def _entry(
-        self, call: arguments.Call, leaves: list[Any], tree: Any, target: str | None = None
+        self,
+        call: arguments.Call,
+        leaves: list[Any],
+        tree: Any,
+        target: str | None = None,
+        inlined: bool = False,
     ) -> Entry:
         avals = tuple(map(arguments.aval_of, leaves))
         key = (
             tree,
             call.static,
             target,
+            inlined,
             tuple((a.shape, a.dtype, a.weak_type, a.sharding) for a in avals),
             _config(),
         )
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._make(self._trace(call, avals, tree), target)
+            entry = self._make(self._trace(call, avals, tree), target, inlined)
             self._entries[key] = entry
         return entry
 
@@ -318,10 +347,17 @@ class BudgetedStep:
             whole = jax.tree.structure((tuple(by_place.values()), by_name))
         return Traced(plain, captured, avals, donated, names, found["tree"], found["aux"], whole)
 
-    def _make(self, traced: Traced, target: str | None) -> Entry:
+    def _make(self, traced: Traced, target: str | None, inlined: bool) -> Entry:
         program = traced.captured.program
         machine = self._machine or _machine(traced.avals, target)
         costs = analytic(program, machine)
+        asked = self._offload_asked or (self._plan is not None and bool(self._plan.transfers))
+        still = self._cannot_move(traced, target, inlined, asked)
+        if still and asked:
+            raise ValueError(f"`{self._name}` cannot offload: {still}.")
+        if still:
+            logging.info("%s: nothing is offloaded: %s", self._name, still)
+            costs = dataclasses.replace(costs, link=None)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target)
         if self._plan is not None:
@@ -346,6 +382,18 @@ class BudgetedStep:
             len(attempts),
         )
         return Entry(traced, budget, plain_need, costs, attempts)
+
+    def _cannot_move(
+        self, traced: Traced, target: str | None, inlined: bool, asked: bool
+    ) -> str:
+        """Why the step cannot use transfers, or ""."""
+        if not asked and target is None and _platform(traced.avals) == "cpu":
+            return "a CPU's memory is the host's own (`allow` can name it all the same)"
+        if inlined:
+            return "it is called inside another jit, whose executable would own the arena"
+        platform = "gpu" if target is not None else _platform(traced.avals)
+        devices = {d for a in traced.avals if a.sharding is not None for d in a.sharding.device_set}
+        return unusable(platform, len(devices))
 
     def _budget_nbytes(self, traced: Traced, target: str | None) -> tuple[int | None, int | None]:
         """(budget in bytes, plain jit's need where that had to be compiled)."""
@@ -375,7 +423,13 @@ class BudgetedStep:
     def _compile(self, traced: Traced, plan: Plan, target: str | None) -> Any:
         if not plan.fenced:
             return self._compile_plain(traced, target)
-        return self._compile_jaxpr(traced, rewrite(traced.captured, plan), target)
+        if not plan.transfers:
+            return self._compile_jaxpr(traced, rewrite(traced.captured, plan), target)
+        layout = layout_of(traced.captured.program, plan)
+        arena = Arena(layout, host_budget=self._host_budget)
+        jaxpr = rewrite(traced.captured, plan, arena.id)
+        compiled = self._compile_jaxpr(traced, jaxpr, target)
+        return WithArena(compiled, arena, [] if target else [_device(traced.avals)])
 
     def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None) -> Any:
         avals = traced.avals
@@ -425,7 +479,8 @@ class Lowered:
     def as_text(self) -> str:
         """The StableHLO of the planned step."""
         entry = self._step._entry_for(self._args, self._kwargs, None)
-        jaxpr = rewrite(entry.traced.captured, entry.best.plan)
+        arena = entry.best.compiled.arena.id if entry.best.plan.transfers else None
+        jaxpr = rewrite(entry.traced.captured, entry.best.plan, arena)
         return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
 
 
@@ -446,6 +501,11 @@ class Compiled:
     def attempts(self) -> tuple[Attempt, ...]:
         """Every plan that was compiled on the way; the last is the one that runs."""
         return self._entry.attempts
+
+    @property
+    def arena(self) -> Arena | None:
+        """The host memory of the plan's transfers, with its counters and its tensor cache."""
+        return self._entry.best.compiled.arena if self.plan.transfers else None
 
     @property
     def need_nbytes(self) -> int:

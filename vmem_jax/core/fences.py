@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vmem_jax.core.program import Phase, Program
 
@@ -47,6 +47,18 @@ def fences(program: Program, order: Sequence[int], small: int | None = None) -> 
         )
         small = temporaries // 2000
     return _Fencer(program, order, small).all()
+
+
+def spines(
+    program: Program, order: Sequence[int], avoid: Mapping[int, Collection[int]]
+) -> dict[int, int | None]:
+    """For each position the value that what stands before it leads to and what follows reads.
+
+    Args:
+      avoid: position -> buffers that cannot be it.
+    """
+    fencer = _Fencer(program, order, small=0)
+    return {position: fencer.spine(position, others) for position, others in avoid.items()}
 
 
 class _Fencer:
@@ -82,7 +94,7 @@ class _Fencer:
         loose: list[int] = []  # made in the last run, not needed on the spine
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
-            spine = self._spine(start)
+            spine = self.spine(start)
             wanted: dict[int, None] = {}
             fresh: set[int] = set()
             for position in range(start, end):
@@ -151,14 +163,14 @@ class _Fencer:
             return False
         return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
 
-    def _spine(self, start: int) -> int | None:
+    def spine(self, start: int, avoid: Collection[int] = ()) -> int | None:
         """The value made last before `start` that a heavy step made and that is still read."""
         program = self.program
         fallback = None
         for position in range(start - 1, -1, -1):
             step = program.steps[self.order[position]]
             for b in step.writes:
-                if program.is_resident[b] or not self._is_read_from(b, start):
+                if program.is_resident[b] or b in avoid or not self._is_read_from(b, start):
                     continue
                 if not step.fusible and program.buffers[b].nbytes > self.small:
                     return b

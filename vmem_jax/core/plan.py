@@ -10,8 +10,30 @@ from typing import Any
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 1
+FORMAT = 2
 """Version of the saved form. A plan of another version is refused, never guessed at."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """A buffer that waits in host memory between two of its uses.
+
+    Four positions in `Plan.order`, none before the last; each point is before the step that stands
+    there. The buffer's memory is free from `gone` to `fetch`.
+
+    Attributes:
+      buffer: which, as it is at `start`.
+      start: the copy to the host begins.
+      gone: the compute lane waits here until it is there.
+      fetch: the memory is taken again and the copy to the device begins.
+      back: the compute lane waits here until it is there.
+    """
+
+    buffer: int
+    start: int
+    gone: int
+    fetch: int
+    back: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +49,7 @@ class Plan:
       budget: bytes, or None.
       predicted_peak: bytes, as `simulate` gave it.
       predicted_seconds: seconds of one step, as `simulate` gave it.
+      transfers: what waits in host memory, and when.
     """
 
     program: str
@@ -36,6 +59,7 @@ class Plan:
     budget: int | None
     predicted_peak: int
     predicted_seconds: float
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -50,15 +74,19 @@ class Plan:
 
     def __str__(self) -> str:
         budget = "no budget" if self.budget is None else f"budget {show_nbytes(self.budget)}"
+        moved = f", {len(self.transfers)} buffers moved" if self.transfers else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
-            f"{len(self.recomputed)} of them recomputed)"
+            f"{len(self.recomputed)} of them recomputed{moved})"
         )
 
     def to_json(self) -> str:
         fields = dataclasses.asdict(self)
-        return json.dumps({"format": FORMAT, **fields, "order": list(self.order)})
+        transfers = [dataclasses.astuple(t) for t in self.transfers]
+        return json.dumps(
+            {"format": FORMAT, **fields, "order": list(self.order), "transfers": transfers}
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, whole or not at all."""
@@ -104,11 +132,17 @@ class Plan:
             "predicted_peak": is_int(values["predicted_peak"]),
             "predicted_seconds": is_int(values["predicted_seconds"])
             or isinstance(values["predicted_seconds"], float),
+            "transfers": isinstance(values["transfers"], list)
+            and all(
+                isinstance(t, list) and len(t) == 5 and all(map(is_int, t))
+                for t in values["transfers"]
+            ),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
             raise PlanError(f"`{name}` is damaged: {', '.join(wrong)} of the wrong type.")
-        return cls(**{**values, "order": tuple(values["order"])})
+        transfers = tuple(Transfer(*t) for t in values["transfers"])
+        return cls(**{**values, "order": tuple(values["order"]), "transfers": transfers})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -1,4 +1,5 @@
-"""simulate: a Program, a Plan's order and Costs -> Timeline. The only place that predicts a peak."""
+"""simulate: a Program, an order with its transfers, and Costs -> Timeline. Only here is a peak
+predicted."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import functools
 from collections.abc import Sequence
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.lanes import Copy, Lanes
+from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Kind, Program
 
 
@@ -21,6 +24,9 @@ class Timeline:
       seconds: the end of the last.
       peak: bytes, the maximum of `live_nbytes` (the residents alone, if there is no step).
       peak_at: position in `order` of the first maximum, −1 if there is no step.
+      transfers: what waits in host memory, as it was given.
+      copies: for each transfer its way out and its way back on the lanes.
+      stalls: seconds that the compute lane waits for each transfer, out and back together.
     """
 
     order: tuple[int, ...]
@@ -29,6 +35,9 @@ class Timeline:
     seconds: float
     peak: int
     peak_at: int
+    transfers: tuple[Transfer, ...] = ()
+    copies: tuple[tuple[Copy, Copy], ...] = ()
+    stalls: tuple[float, ...] = ()
 
 
 def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
@@ -50,14 +59,18 @@ def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
     return dying
 
 
-def simulate(program: Program, order: Sequence[int], costs: Costs) -> Timeline:
-    """Runs `order` on paper: one compute lane, exact liveness, in-place updates where allowed.
+def simulate(
+    program: Program, order: Sequence[int], costs: Costs, transfers: Sequence[Transfer] = ()
+) -> Timeline:
+    """Runs `order` on paper: three lanes, exact liveness, in-place updates where allowed.
 
     While a step runs, its reads, writes and workspace are live together, except that a write takes
-    over the memory of a dying read that `Step.in_place` pairs it with.
+    over the memory of a dying read that `Step.in_place` pairs it with. A transferred buffer is live
+    until `gone` and from `fetch` on, whether its bytes have arrived or not.
     """
     steps, buffers, resident = program.steps, program.buffers, program.is_resident
     dying = last_reads(program, order)
+    moves = _Moves(program, costs, transfers) if transfers else None
     base = live = program.resident_nbytes
     now, peak, peak_at = 0.0, base, -1
     start, history = [], []
@@ -65,6 +78,12 @@ def simulate(program: Program, order: Sequence[int], costs: Costs) -> Timeline:
     for position, s in enumerate(order):
         step = steps[s]
         dead = dying[position]
+        if moves is not None and position in moves.at:
+            now, freed, taken_again = moves.pass_(position, now)
+            alive.difference_update(freed)
+            alive.update(taken_again)
+            live += sum(buffers[b].nbytes for b in taken_again)
+            live -= sum(buffers[b].nbytes for b in freed)
         for b in step.writes:
             if not resident[b] and b not in alive:
                 alive.add(b)
@@ -85,10 +104,55 @@ def simulate(program: Program, order: Sequence[int], costs: Costs) -> Timeline:
         for b in dead:
             alive.discard(b)
             live -= buffers[b].nbytes
-    return Timeline(tuple(order), tuple(start), tuple(history), now, peak, peak_at)
+    timeline = Timeline(tuple(order), tuple(start), tuple(history), now, peak, peak_at)
+    return timeline if moves is None else moves.finish(timeline)
 
 
-def live_at(program: Program, order: Sequence[int], position: int) -> list[int]:
+class _Moves:
+    """The transfers of one run: what happens before each position, on both lanes."""
+
+    def __init__(self, program: Program, costs: Costs, transfers: Sequence[Transfer]) -> None:
+        if costs.link is None:
+            raise ValueError("there are transfers, but these costs have no link")
+        self.transfers = tuple(transfers)
+        self.nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
+        self.lanes = Lanes(costs.link)
+        self.stalls = [0.0] * len(transfers)
+        self.at: dict[int, list[tuple[int, int]]] = {}  # position -> [(point, transfer)]
+        for i, t in enumerate(transfers):
+            for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
+                self.at.setdefault(position, []).append((point, i))
+
+    def pass_(self, position: int, now: float) -> tuple[float, list[int], list[int]]:
+        """(seconds after the waits, buffers that are gone, buffers that take memory again)."""
+        freed: list[int] = []
+        taken: list[int] = []
+        for point, i in sorted(self.at[position]):
+            b = self.transfers[i].buffer
+            if point == 0:
+                self.lanes.submit("out", i, self.nbytes[i], now)
+            elif point == 2:
+                taken.append(b)
+                self.lanes.submit("into", i, self.nbytes[i], now)
+            else:
+                then = self.lanes.wait("out" if point == 1 else "into", i, now)
+                self.stalls[i] += then - now
+                now = then
+                if point == 1:
+                    freed.append(b)
+        return now, freed, taken
+
+    def finish(self, timeline: Timeline) -> Timeline:
+        copies = self.lanes.copies
+        pairs = tuple((copies["out", i], copies["into", i]) for i in range(len(self.transfers)))
+        return dataclasses.replace(
+            timeline, transfers=self.transfers, copies=pairs, stalls=tuple(self.stalls)
+        )
+
+
+def live_at(
+    program: Program, order: Sequence[int], position: int, transfers: Sequence[Transfer] = ()
+) -> list[int]:
     """The buffers that are live while the step at `position` runs, without the residents."""
     dying = last_reads(program, order)
     alive: set[int] = set()
@@ -96,6 +160,7 @@ def live_at(program: Program, order: Sequence[int], position: int) -> list[int]:
         alive.update(b for b in program.steps[order[p]].writes if not program.is_resident[b])
         if p < position:
             alive.difference_update(dying[p])
+    alive.difference_update(t.buffer for t in transfers if t.gone <= position < t.fetch)
     return sorted(alive)
 
 

@@ -6,7 +6,7 @@ a mistake in one is caught by the other.
 
 from __future__ import annotations
 
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 
 
@@ -47,7 +47,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
 
     Rules: every step stands in the order; a read finds a version made before it; only pure steps
     stand there again; steps with effects keep their traced order; a donated input is not read after
-    the step that overwrites it.
+    the step that overwrites it; a transferred buffer is made before it leaves, and neither read
+    nor made again while it is away.
     """
     broken = []
     made = set(program.inputs)
@@ -77,15 +78,50 @@ def violations(program: Program, plan: Plan) -> list[str]:
     if missing:
         first = min(missing)
         broken.append(f"step {first} ({program.steps[first].where}) never runs")
+    return broken + _broken_transfers(program, plan)
+
+
+def _broken_transfers(program: Program, plan: Plan) -> list[str]:
+    """What is wrong with the transfers alone."""
+    broken = []
+    away: dict[int, list[tuple[int, int]]] = {}
+    for i, t in enumerate(plan.transfers):
+        name = f"transfer {i} of buffer {t.buffer}"
+        if not 0 <= t.buffer < len(program.buffers):
+            broken.append(f"{name} of {len(program.buffers)}")
+            continue
+        name += f" ({program.buffers[t.buffer].label})"
+        if program.is_resident[t.buffer]:
+            broken.append(f"{name} moves an argument or an output")
+        if not 0 < t.start <= t.gone <= t.fetch <= t.back < len(plan.order):
+            broken.append(f"{name} has its points out of order: {t}")
+            continue
+        if not plan.fenced:
+            broken.append(f"{name} is in a plan without fences")
+        if t.buffer not in {b for s in plan.order[: t.start] for b in program.steps[s].writes}:
+            broken.append(f"{name} begins before the buffer is made")
+        for position in range(t.start, t.back):
+            step = program.steps[plan.order[position]]
+            if t.buffer in step.writes:
+                broken.append(f"{name} is made again at position {position}, on its way")
+            if t.buffer in step.reads and position >= t.gone:
+                broken.append(f"{name} is read at position {position}, while it is away")
+        for start, back in away.get(t.buffer, []):
+            if t.start < back and start < t.back:
+                broken.append(f"{name} overlaps another transfer of it")
+        away.setdefault(t.buffer, []).append((t.start, t.back))
     return broken
 
 
-def peak_by_definition(program: Program, order: tuple[int, ...]) -> int:
+def peak_by_definition(
+    program: Program, order: tuple[int, ...], transfers: tuple[Transfer, ...] = ()
+) -> int:
     """The peak in bytes, straight from the definition: O(n²), for tests.
 
     A version of a buffer is live at a position if it was made at or before it and is read at or
-    after it, with no other version made in between.
+    after it, with no other version made in between, and it is not away at that position.
     """
+    away = lambda b, p: any(t.buffer == b and t.gone <= p < t.fetch for t in transfers)
     peak = program.resident_nbytes
     uses: dict[int, list[tuple[int, bool]]] = {}
     for position, s in enumerate(order):
@@ -115,7 +151,7 @@ def peak_by_definition(program: Program, order: tuple[int, ...]) -> int:
         for b in uses:
             if not program.is_resident[b]:
                 live = span(b, position)
-                if live is not None:
+                if live is not None and not away(b, position):
                     spans[b] = live
                     total += program.buffers[b].nbytes
         used: set[int] = set()

@@ -6,7 +6,10 @@ already. Long stretches of dropped neighbours come back together, as one bubble,
 hold no more than a share of the free memory; several shares are tried. What is still over the
 budget is left to the executor's limit (policy `recompute`). At the end each dropped value is
 offered back, dearest first. Where few values can be dropped at all, every choice is tried instead.
-The best of all is taken by `simulate`.
+
+Where values can be moved, the same search also runs behind what hides under compute (`parking`),
+and once with everything moved, which is what is left where nothing else fits. The best of all is
+taken by `simulate`.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from vmem_jax.core.costs import Costs
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.costs import Costs, Link
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, finish
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.order import lower_order
+from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
+from vmem_jax.policy.placement import place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,38 +35,74 @@ class Auto(AbstractPolicy):
     """Chooses among all means that `allow` names.
 
     Attributes:
-      allow: means: "order" (exact residuals, always), "recompute".
+      allow: means: "order" (exact residuals, always), "recompute", "offload" (to host memory).
       shares: the largest stretches of neighbours to drop, as shares of the memory that is free.
       offers: how often dropped values are offered back.
       exhaustive: up to so many values that can be dropped, every choice is tried.
+      parts: of what hides under compute, how much to move.
+      least_move: values below this share of all temporaries are not moved.
     """
 
     name: ClassVar[str] = "auto"
-    allow: tuple[str, ...] = ("order", "recompute")
+    allow: tuple[str, ...] = ("order", "recompute", "offload")
     shares: tuple[float, ...] = (0.08, 0.2, 0.4, 1.0)
     offers: int = 48
     exhaustive: int = 8
+    parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    least_move: float = 1 / 500
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         base = lower_order(program, costs)
         best = simulate(program, base, costs)
-        if budget is None or best.peak <= budget or "recompute" not in self.allow:
+        if budget is None or best.peak <= budget:
             return finish(self.name, program, best, budget)
-        best = _better(best, _under_limit(program, costs, base, (), budget), budget)
-        remaking = Remaking(program, base)
-        if len(remaking.idle()) <= self.exhaustive:
-            for timeline in _every_choice(program, costs, base, remaking):
-                best = _better(best, timeline, budget)
-            return finish(self.name, program, best, budget)
-        for share in self.shares:
-            search = _Search(program, costs, base, budget, share)
-            best = _better(best, search.run(), budget)
-            if search.timeline.peak > budget:
-                limited = _under_limit(program, costs, base, search.drops, budget)
-                best = _better(best, limited, budget)
-            elif search.timeline is best:
-                best = _better(best, search.offer_back(self.offers), budget)
+        attempt = lambda parks, share: self._attempt(program, costs, base, budget, parks, share)
+        shares: Sequence[float] = self.shares
+        if "recompute" in self.allow:
+            best = _better(best, _under_limit(program, costs, base, (), budget), budget)
+            remaking = Remaking(program, base)
+            if len(remaking.idle()) <= self.exhaustive:
+                for timeline in _every_choice(program, costs, base, remaking):
+                    best = _better(best, timeline, budget)
+            found = {share: attempt((), share) for share in shares}
+            shares = sorted(shares, key=lambda share: _rank(found[share], budget))
+            best = _better(best, found[shares[0]], budget)
+        if "offload" in self.allow and costs.link is not None:
+            every = candidates(program, costs, base, self.least_move)
+            unseen = hidden(program, costs, base, every)
+            counts = {round(len(unseen) * part) for part in self.parts} - {0}
+            for parks in [unseen[:count] for count in sorted(counts)]:
+                for share in shares[:2]:
+                    best = _better(best, attempt(parks, share), budget)
+            run = Execution(program, costs, base, parks=every)
+            timeline = place(program, run.order, run.away, costs, budget)
+            timeline = without_idle_moves(program, timeline, costs, budget)
+            best = _better(best, timeline, budget)
         return finish(self.name, program, best, budget)
+
+    def _attempt(
+        self,
+        program: Program,
+        costs: Costs,
+        base: Sequence[int],
+        budget: int,
+        parks: Sequence[Drop],
+        share: float,
+    ) -> Timeline:
+        """The greedy search behind `parks`, placed in time."""
+        search = _Search(program, costs, base, budget, share, parks)
+        if "recompute" in self.allow:
+            search.run()
+            if search.timeline.peak <= budget:
+                search.offer_back(self.offers)
+            elif not parks:
+                limited = _under_limit(program, costs, base, search.drops, budget)
+                return _better(search.timeline, limited, budget)
+        if not parks:
+            return search.timeline
+        run = Execution(program, costs, base, search.drops, parks=parks)
+        timeline = place(program, run.order, run.away, costs, budget)
+        return without_idle_moves(program, timeline, costs, budget)
 
 
 def _every_choice(
@@ -86,23 +127,38 @@ def _under_limit(
 
 def _better(a: Timeline, b: Timeline, budget: int) -> Timeline:
     """The faster of two that fit, else the lower."""
-    rank = lambda t: (t.peak > budget, t.seconds if t.peak <= budget else t.peak, t.peak)
-    return min(a, b, key=rank)
+    return min(a, b, key=lambda t: _rank(t, budget))
+
+
+def _rank(timeline: Timeline, budget: int) -> tuple[bool, float, int]:
+    over = timeline.peak > budget
+    return over, timeline.peak if over else timeline.seconds, timeline.peak
 
 
 class _Search:
     """The greedy search for one share."""
 
     def __init__(
-        self, program: Program, costs: Costs, base: Sequence[int], budget: int, share: float
+        self,
+        program: Program,
+        costs: Costs,
+        base: Sequence[int],
+        budget: int,
+        share: float,
+        parks: Sequence[Drop] = (),
     ) -> None:
-        self.program, self.costs, self.base, self.budget = program, costs, base, budget
+        self.program, self.base, self.budget = program, base, budget
+        # here a link takes no time: what is parked was chosen to hide, and is placed afterwards
+        self.costs = dataclasses.replace(costs, link=Link(1e18, 1e18, 2e18))
+        self.parks = frozenset(parks)
         self.stretch = share * max(budget - program.resident_nbytes, 0)
         self.drops: set[Drop] = set()
         self.dropped: set[int] = set()
         self.remaking = Remaking(program, base)
         self.uses = self.remaking.uses
         self.timeline = simulate(program, base, costs)
+        if self.parks:
+            self._execute()
 
     def run(self) -> Timeline:
         """Drops until the peak is within the budget, or nothing that lies across it is left."""
@@ -128,10 +184,16 @@ class _Search:
         return self.timeline
 
     def _execute(self) -> None:
-        order = Execution(
-            self.program, self.costs, self.base, self.drops, remaking=self.remaking
-        ).order
-        self.timeline = simulate(self.program, order, self.costs)
+        run = Execution(
+            self.program,
+            self.costs,
+            self.base,
+            self.drops,
+            remaking=self.remaking,
+            parks=self.parks,
+        )
+        moves = [Transfer(a.buffer, a.since, a.since, a.until, a.until) for a in run.away]
+        self.timeline = simulate(self.program, run.order, self.costs, moves)
 
     def _choose(self, excess: int) -> set[Drop]:
         """The cheapest drops across the peak that free about half of `excess`, at least one."""
@@ -165,10 +227,10 @@ class _Search:
         step = self.program.steps[order[at]]
         busy = {*step.reads, *step.writes}
         found = []
-        for b in live_at(self.program, order, at):
+        for b in live_at(self.program, order, at, self.timeline.transfers):
             uses = self.uses[b]
             n = sum(1 for u in uses if u < done) - 1
-            idle = 0 <= n < len(uses) - 1 and (b, n) not in self.drops
+            idle = 0 <= n < len(uses) - 1 and (b, n) not in self.drops | self.parks
             if b not in busy and idle and self.program.buffers[b].nbytes > 0:
                 if self.remaking.may_drop(b, uses[n + 1]):
                     found.append((b, n))

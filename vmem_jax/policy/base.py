@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind, simulate
 from vmem_jax.errors import BudgetError, show_nbytes
@@ -39,6 +39,7 @@ def finish(
         budget=budget,
         predicted_peak=timeline.peak,
         predicted_seconds=timeline.seconds,
+        transfers=timeline.transfers,
     )
     if budget is not None and timeline.peak > budget:
         raise cannot_fit(policy, program, timeline, budget, plan)
@@ -71,7 +72,7 @@ def cannot_fit(
         budget=budget,
         lowest_peak=timeline.peak,
         at=where_peak(program, timeline),
-        holders=what_holds(program, timeline.order, timeline.peak_at),
+        holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
         lowest_plan=lowest,
     )
 
@@ -82,11 +83,13 @@ def where_peak(program: Program, timeline: Timeline) -> str:
     return program.steps[timeline.order[timeline.peak_at]].where
 
 
-def what_holds(program: Program, order: Sequence[int], position: int) -> str:
+def what_holds(
+    program: Program, order: Sequence[int], position: int, transfers: Sequence[Transfer] = ()
+) -> str:
     """For people: bytes by kind at `position`, and the three largest buffers there."""
     if position < 0:
         return ""
-    live = live_at(program, order, position)
+    live = live_at(program, order, position, transfers)
     kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
     kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
     largest = sorted(live, key=lambda b: -program.buffers[b].nbytes)[:3]

@@ -7,10 +7,12 @@ found backwards to what is live, run in program order, and what they make stays 
 second of absence is dropped, as DTR does (Kirisame et al., ICLR 2021, section 3.1: h = cost /
 (memory × staleness)), with the known next use in place of staleness (as Belady's rule has it); on a
 chain of n layers this gives √n memory for about one extra forward pass, and deeper recursion below.
+A value that is parked in host memory instead is there again at its next use, whoever makes it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -19,6 +21,16 @@ from vmem_jax.core.program import Program
 
 Drop = tuple[int, int]
 """(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Away:
+    """A buffer that no step of an order touches from position `since` to before position `until`."""
+
+    buffer: int
+    since: int
+    until: int
+
 
 _DEEPEST = 200
 """A value behind more dead producers than this is not worth making again."""
@@ -29,6 +41,7 @@ class Execution:
 
     Attributes:
       order: steps in execution order, recomputed ones in place.
+      away: what was parked, and over which positions of `order`.
       fits: whether the limit held at every step, by the executor's own count.
     """
 
@@ -40,10 +53,14 @@ class Execution:
         drops: Collection[Drop] = (),
         limit: int | None = None,
         remaking: Remaking | None = None,
+        parks: Collection[Drop] = (),
     ) -> None:
         self._program = program
         self._costs = costs
         self._drops = drops if isinstance(drops, set | frozenset) else frozenset(drops)
+        self._parks = parks if isinstance(parks, set | frozenset) else frozenset(parks)
+        self._parked: dict[int, int] = {}  # buffer -> position of the order since which it is away
+        self.away: list[Away] = []
         self._limit = limit
         self._base = base
         self._remaking = remaking or Remaking(program, base)
@@ -67,6 +84,7 @@ class Execution:
         program = self._program
         step = program.steps[s]
         pinned = set(step.reads)
+        self._bring(step.reads)
         missing = [b for b in step.reads if not self._present[b]]
         if missing:
             self._recompute(missing, pinned)
@@ -78,8 +96,20 @@ class Execution:
             uses, following = self._uses[b], self._next[b]
             if following >= len(uses):
                 self._free(b)
+            elif (b, following - 1) in self._parks:
+                self._free(b)
+                self._parked[b] = len(self.order)
             elif (b, following - 1) in self._drops and self._remaking.may_drop(b, uses[following]):
                 self._free(b)
+
+    def _bring(self, buffers: Sequence[int]) -> None:
+        """Those of `buffers` that are parked are there again."""
+        for b in buffers:
+            if b in self._parked:
+                self.away.append(Away(b, self._parked.pop(b), len(self.order)))
+                self._live[b] = None
+                self._present[b] = True
+                self._nbytes += self._program.buffers[b].nbytes
 
     # -- recomputation
 
@@ -93,6 +123,7 @@ class Execution:
             s = program.producer[b]
             if s not in steps:
                 steps.add(s)
+                self._bring(program.steps[s].reads)
                 stack += [r for r in program.steps[s].reads if not self._present[r]]
         pending: dict[int, int] = {}  # reads of a temporary still to come in this burst
         for s in steps:

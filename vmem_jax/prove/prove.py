@@ -137,12 +137,12 @@ def _cannot_fit(
         except BudgetError as error:
             return error
     lowest = min(attempts, key=lambda a: a.need)
-    timeline = simulate(program, lowest.plan.order, costs)
+    timeline = simulate(program, lowest.plan.order, costs, lowest.plan.transfers)
     return BudgetError(
         policy=policy.name,
         budget=budget,
         lowest_peak=lowest.need,
         at=where_peak(program, timeline),
-        holders=what_holds(program, timeline.order, timeline.peak_at),
+        holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
         compiled=True,
     )

@@ -112,7 +112,7 @@ def explain(
     compiles: int,
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
-    timeline = simulate(program, plan.order, costs)
+    timeline = simulate(program, plan.order, costs, plan.transfers)
     again: dict[int, int] = {}
     for s in plan.recomputed:
         again[s] = again.get(s, 0) + 1

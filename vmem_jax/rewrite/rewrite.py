@@ -9,21 +9,25 @@ from vmem_jax.capture.capture import Captured
 from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.rewrite.transfers import Transfers
 
 
-def rewrite(captured: Captured, plan: Plan) -> ClosedJaxpr:
+def rewrite(captured: Captured, plan: Plan, arena: int | None = None) -> ClosedJaxpr:
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
+
+    Args:
+      arena: the id of the arena for the plan's transfers, of the layout of `layout_of`.
 
     A step that stands in the order again becomes a clone of its equations on new variables; each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
     """
     if not plan.fenced and plan.order == tuple(range(len(captured.program.steps))):
         return captured.flat
-    return _Rewriter(captured, plan).run()
+    return _Rewriter(captured, plan, arena).run()
 
 
 class _Rewriter:
-    def __init__(self, captured: Captured, plan: Plan) -> None:
+    def __init__(self, captured: Captured, plan: Plan, arena: int | None) -> None:
         self.program = captured.program
         self.plan = plan
         self.flat = captured.flat
@@ -34,14 +38,24 @@ class _Rewriter:
             self.current[v] = v
         self.done: dict[tuple, list[Var]] = {}  # (equation, inputs) -> results, to emit once
         self.equations: list[JaxprEqn] = []
+        self.transfers: Transfers | None = None
+        if plan.transfers:
+            if arena is None:
+                raise ValueError("the plan has transfers, but there is no arena for them")
+            self.transfers = Transfers(
+                self.program, plan, arena, self.equations.append, self.current, self.variables
+            )
 
     def run(self) -> ClosedJaxpr:
         at = {}
         if self.plan.fenced:
             at = {f.position: f.buffers for f in fences(self.program, self.plan.order)}
         for position, s in enumerate(self.plan.order):
+            like = self.program.steps[s].equations[-1]
             if position in at:
-                self._fence(at[position], self.program.steps[s].equations[-1])
+                self._fence(at[position], like)
+            if self.transfers is not None:
+                self.transfers.before(position, self.opened.eqns[like])
             self._step(s)
         outvars = [a if isinstance(a, Literal) else self.current[a] for a in self.opened.outvars]
         return compat.close(

@@ -1,0 +1,91 @@
+"""parking: which idle values to move to host memory, and which moves a plan can do without.
+
+Worth moving is what is dear to make again for its size. Of the values in that order as many are
+taken as hide under compute: all of them leave in the forward pass and are back when they are read,
+and nothing waits. What a link can hide is found by placing them (`place`), not by a formula.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.placement import place
+
+_MOST_TRIES = 60
+"""Placements tried for what hides. Halving blocks, that is some ten values that do not."""
+
+
+def candidates(program: Program, costs: Costs, base: Sequence[int], share: float) -> list[Drop]:
+    """Idle intervals worth a transfer, dearest to recompute for each byte first.
+
+    Args:
+      share: values below this share of all temporaries are not worth four fences.
+    """
+    assert costs.link is not None
+    remaking = Remaking(program, base)
+    resident = program.is_resident
+    least = max(share * sum(b.nbytes for i, b in enumerate(program.buffers) if not resident[i]), 1)
+    timeline = simulate(program, base, costs)
+    found = []
+    for b, uses in enumerate(remaking.uses):
+        nbytes = program.buffers[b].nbytes
+        if resident[b] or nbytes < least or program.producer[b] < 0 or len(uses) < 2:
+            continue
+        begins = [timeline.start[use] for use in uses]
+        idle, n = max((end - begin, n) for n, (begin, end) in enumerate(itertools.pairwise(begins)))
+        if idle > nbytes / costs.link.out + nbytes / costs.link.into:
+            again = costs.seconds[program.producer[b]]
+            if not remaking.may_drop(b, uses[n + 1]):
+                again = float("inf")
+            found.append((-again / nbytes, b, n))
+    return [(b, n) for _, b, n in sorted(found)]
+
+
+def hidden(
+    program: Program, costs: Costs, base: Sequence[int], parks: Sequence[Drop]
+) -> list[Drop]:
+    """As many of `parks` as move without a wait, those in front first."""
+    unlimited = sum(b.nbytes for b in program.buffers)
+    tries = _MOST_TRIES
+
+    def hides(wanted: Sequence[Drop]) -> bool:
+        run = Execution(program, costs, base, parks=wanted)
+        timeline = place(program, run.order, run.away, costs, unlimited)
+        waits = sum(timeline.stalls) > 1e-3 * timeline.seconds
+        return len(timeline.transfers) == len(wanted) and not waits
+
+    chosen: list[Drop] = []
+    blocks = [list(parks)]
+    while blocks and tries:
+        block = blocks.pop()
+        tries -= 1
+        if not block or hides(chosen + block):
+            chosen += block
+        elif len(block) > 1:
+            middle = len(block) // 2
+            blocks += [block[middle:], block[:middle]]
+    return chosen
+
+
+def without_idle_moves(program: Program, timeline: Timeline, costs: Costs, limit: int) -> Timeline:
+    """`timeline` without the transfers that it does not need to stay within `limit`."""
+    if not timeline.transfers or timeline.peak > limit:
+        return timeline
+    live = list(timeline.live_nbytes)
+    kept = []
+    # what waits most for the link first, then the smallest
+    stalls = dict(zip(timeline.transfers, timeline.stalls, strict=True))
+    nbytes = {t: program.buffers[t.buffer].nbytes for t in timeline.transfers}
+    for t in sorted(timeline.transfers, key=lambda t: (-stalls[t], nbytes[t])):
+        if max(live[t.gone : t.fetch]) + nbytes[t] <= limit:
+            for p in range(t.gone, t.fetch):
+                live[p] += nbytes[t]
+        else:
+            kept.append(t)
+    lighter = simulate(program, timeline.order, costs, sorted(kept, key=lambda t: t.start))
+    return lighter if lighter.peak <= limit else timeline

@@ -1,0 +1,134 @@
+"""placement: when each parked buffer leaves and comes back, so that it hides under compute.
+
+The copies of a lane run first in, first out. Going forward, a buffer is gone when its copy, begun
+after its last use, has ended; going backward from its next use, its fetch begins when there is just
+time for it and for those needed after it. What is over the limit then is taken from the transfers
+in flight there: a buffer goes earlier or comes later, and the compute lane waits for it. Every point
+stands before a heavy step, so that a fence for several of them cuts no fusion.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Transfer
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.policy.executor import Away
+
+_ROUNDS = 3
+"""Waits move the steps in time, and so the places of the points; this often they are found anew."""
+
+
+def place(
+    program: Program, order: Sequence[int], away: Sequence[Away], costs: Costs, limit: int
+) -> Timeline:
+    """Runs `order` with the buffers of `away` in host memory, within `limit` bytes if it can be.
+
+    Intervals in which a buffer could not leave before it has to come back are kept on the device.
+    """
+    if not away or costs.link is None:
+        return simulate(program, order, costs)
+    heavy = [p for p, s in enumerate(order) if not program.steps[s].fusible]
+    best = None
+    timeline = simulate(program, order, costs)
+    for _ in range(_ROUNDS):
+        transfers = _unhurried(program, timeline, away, costs, heavy)
+        timeline = _within(program, order, transfers, costs, limit, heavy)
+        if best is None or _rank(timeline, limit) < _rank(best, limit):
+            best = timeline
+        if not any(timeline.stalls):
+            break
+    assert best is not None
+    return best
+
+
+def _rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
+    over = timeline.peak > limit
+    return over, timeline.peak if over else timeline.seconds, timeline.peak
+
+
+def _unhurried(
+    program: Program,
+    timeline: Timeline,
+    away: Sequence[Away],
+    costs: Costs,
+    heavy: Sequence[int],
+) -> list[Transfer]:
+    """Points at which no copy is waited for, where there are such."""
+    assert costs.link is not None
+    begins = timeline.start
+    starts, gones = {}, {}
+    free = 0.0
+    for a in sorted(away, key=lambda a: (a.since, a.buffer)):
+        start = _heavy_from(heavy, a.since, a.until)
+        free = max(free, begins[start]) + program.buffers[a.buffer].nbytes / costs.link.out
+        starts[a] = start
+        gones[a] = _heavy_from(heavy, bisect.bisect_left(begins, free), a.until)
+    found = []
+    free = timeline.seconds
+    for a in sorted(away, key=lambda a: (-a.until, a.buffer)):
+        back = _heavy_until(heavy, a.until, starts[a])
+        free = min(free, begins[back]) - program.buffers[a.buffer].nbytes / costs.link.into
+        latest = max(bisect.bisect_right(begins, free) - 1, 0)
+        fetch = _heavy_until(heavy, latest, starts[a])
+        gone = min(gones[a], back)
+        if gone > fetch:  # no time for both: they meet where the slower of the two would end
+            gone = fetch = _heavy_until(heavy, (gone + fetch) // 2, starts[a])
+        found.append(Transfer(a.buffer, starts[a], gone, fetch, back))
+    return sorted(found, key=lambda t: (t.start, t.buffer))
+
+
+def _heavy_from(heavy: Sequence[int], position: int, most: int) -> int:
+    """The first heavy position from `position` on, no later than `most`."""
+    i = bisect.bisect_left(heavy, position)
+    return min(heavy[i], most) if i < len(heavy) else most
+
+
+def _heavy_until(heavy: Sequence[int], position: int, least: int) -> int:
+    """The last heavy position up to `position`, no earlier than `least`."""
+    i = bisect.bisect_right(heavy, position)
+    return max(heavy[i - 1], least) if i else least
+
+
+def _within(
+    program: Program,
+    order: Sequence[int],
+    transfers: list[Transfer],
+    costs: Costs,
+    limit: int,
+    heavy: Sequence[int],
+) -> Timeline:
+    """The timeline of `transfers`, hurried at the places where memory is over `limit`."""
+    transfers = list(transfers)
+    live = list(simulate(program, order, costs).live_nbytes)
+    nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
+
+    def free(i: int, first: int, end: int) -> None:
+        for p in range(first, end):
+            live[p] -= nbytes[i]
+
+    for i, t in enumerate(transfers):
+        free(i, t.gone, t.fetch)
+    # the first that left are nearest to the host, and those needed last can come last
+    by_start = sorted(range(len(transfers)), key=lambda i: transfers[i].start)
+    by_back = sorted(range(len(transfers)), key=lambda i: -transfers[i].back)
+    for position in range(len(live)):
+        if live[position] <= limit:
+            continue
+        for i in by_back:
+            t = transfers[i]
+            later = _heavy_from(heavy, position + 1, t.back)
+            if live[position] > limit and t.fetch <= position < later:
+                free(i, t.fetch, later)
+                transfers[i] = dataclasses.replace(t, fetch=later)
+        for i in by_start:
+            t = transfers[i]
+            earlier = _heavy_until(heavy, position, t.start)
+            if live[position] > limit and earlier <= position < t.gone:
+                free(i, earlier, t.gone)
+                transfers[i] = dataclasses.replace(t, gone=earlier)
+    return simulate(program, order, costs, [t for t in transfers if t.gone < t.fetch])

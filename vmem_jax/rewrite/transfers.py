@@ -1,0 +1,139 @@
+"""The four calls of a transfer in a rewritten jaxpr, each fenced on both sides.
+
+XLA orders by data dependence alone. So what goes into a call goes through a barrier together with
+the spine, and what comes out goes through another: nothing behind the point starts before the call
+is issued, and the call is not issued before what stands in front of it. Points at one position share
+their barriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.core.fences import spines
+from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.program import Program
+from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+from vmem_jax.transfer import ffi
+from vmem_jax.transfer.layout import Layout, Parked
+
+
+def layout_of(program: Program, plan: Plan) -> Layout:
+    """The arena of `plan`: one slot a transfer, taken from `start` to `back`."""
+    return Layout.of(
+        [Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in plan.transfers]
+    )
+
+
+class Transfers:
+    """Emits the calls of a plan's transfers, position by position.
+
+    Args:
+      emit: takes an equation for the rewritten jaxpr.
+      current: the variable that holds each captured value now; changed where a buffer comes back.
+      variables: the captured variable of every buffer.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        arena: int,
+        emit: Callable[[JaxprEqn], None],
+        current: dict[Var, Var],
+        variables: Sequence[Var],
+    ) -> None:
+        self._plan, self._arena, self._emit = plan, arena, emit
+        self._current, self._variables = current, variables
+        self._held: dict[int, Var] = {}  # transfer -> its token, or its buffer on the way back
+        self._at: dict[int, list[tuple[int, int]]] = {}  # position -> [(point, transfer)]
+        for i, t in enumerate(plan.transfers):
+            for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
+                self._at.setdefault(position, []).append((point, i))
+        between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
+        self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
+
+    def before(self, position: int, like: JaxprEqn) -> None:
+        """Emits what the plan has before the step at `position`, where `like` stands."""
+        events = sorted(self._at.get(position, ()))
+        for point, (enter, leave, call) in enumerate(
+            ((False, True, self._start), (True, True, self._gone), (True, True, self._fetch))
+        ):
+            moved = [i for p, i in events if p == point]
+            if not moved:
+                continue
+            if enter:
+                self._fence(moved, position, like)
+            for i in moved:
+                self._held[i] = call(i, self._plan.transfers[i], like)
+            if leave:
+                self._fence(moved, position, like)
+        moved = [i for p, i in events if p == 3]
+        if moved:
+            self._fence(moved, position, like)
+        for i in moved:
+            b = self._plan.transfers[i].buffer
+            self._current[self._variables[b]] = self._bind(
+                lambda x, i=i: ffi.fetch_done(x, arena=self._arena, slot=i),
+                [self._held.pop(i)],
+                like,
+            )
+
+    def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
+        token = self._bind(ffi.first_token, [], like)
+        return self._bind(
+            lambda x, token: ffi.offload_start(x, token, arena=self._arena, slot=i),
+            [self._of(t), token],
+            like,
+        )
+
+    def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
+        return self._bind(
+            lambda x, token: ffi.offload_done(x, token, arena=self._arena, slot=i),
+            [self._of(t), self._held[i]],
+            like,
+        )
+
+    def _fetch(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
+        aval: Any = self._variables[t.buffer].aval
+        shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return self._bind(
+            lambda token: ffi.fetch_start(token, shape, arena=self._arena, slot=i),
+            [self._held[i]],
+            like,
+        )
+
+    def _of(self, t: Transfer) -> Var:
+        return self._current[self._variables[t.buffer]]
+
+    def _fence(self, moved: Sequence[int], position: int, like: JaxprEqn) -> None:
+        """One barrier over what `moved` hold and the spine at `position`."""
+        held = [self._held[i] for i in moved]
+        spine = self._spines[position]
+        behind = [] if spine is None else [self._variables[spine]]
+        invars = [*held, *(self._current[v] for v in behind)]
+        outs = [compat.new_var(v.aval) for v in invars]
+        self._emit(compat.new_equation(lax.optimization_barrier_p, invars, outs, {}, like))
+        self._held.update(zip(moved, outs, strict=False))
+        self._current.update(zip(behind, outs[len(held) :], strict=True))
+
+    def _bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> Any:
+        """Emits the equations of `call` on `operands`; returns the variable of its result."""
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+        opened = compat.open_jaxpr(jax.make_jaxpr(call)(*avals))
+        here: dict[Var, Atom] = dict(zip(opened.invars, operands, strict=True))
+        read = lambda a: here[a] if isinstance(a, Var) else a
+        for eqn in opened.eqns:
+            outs = [compat.new_var(v.aval) for v in eqn.outvars]
+            here.update(zip(eqn.outvars, outs, strict=True))
+            self._emit(
+                eqn.replace(
+                    invars=[read(a) for a in eqn.invars], outvars=outs, source_info=like.source_info
+                )
+            )
+        return read(opened.outvars[0])
