@@ -29,6 +29,8 @@ class Record:
       compile_seconds: from call to proved step, planning and all compiles.
       plan_seconds: planning alone, all attempts.
       compiles: how often the step was compiled.
+      transfers: buffers that wait in host memory.
+      moved_nbytes: their bytes, each way.
       recomputed: steps that run again.
       predicted_seconds: seconds a step by the simulator.
       loss: after the timed steps, to see that all variants compute the same.
@@ -49,6 +51,8 @@ class Record:
     compile_seconds: float | None = None
     plan_seconds: float | None = None
     compiles: int | None = None
+    transfers: int | None = None
+    moved_nbytes: int | None = None
     recomputed: int | None = None
     predicted_seconds: float | None = None
     loss: float | None = None

@@ -32,7 +32,11 @@ flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
 flags.DEFINE_string("optimizer", "sgd", "sgd, momentum or adamw.")
 flags.DEFINE_float("learning_rate", 1e-5, "Small, so that random data leaves the loss finite.")
 flags.DEFINE_list("budgets", ["0.5"], "Fractions of plain jit's need.")
-flags.DEFINE_list("policies", ["auto"], "Policies to run under each budget.")
+flags.DEFINE_list(
+    "policies",
+    ["auto"],
+    "Policies to run under each budget; auto:recompute and auto:offload with that means alone.",
+)
 flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
 flags.DEFINE_bool("exact", True, "Also time the exact policy, without a budget below plain's.")
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
@@ -89,8 +93,11 @@ def _plain(step: Callable, shapes: tuple) -> Callable[[], Any]:
 
 def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callable[[], Any]:
     def build() -> tuple[Callable, dict]:
-        budgeted = vmem_jax.jit(step, budget=nbytes, policy=policy, donate_argnums=0)
+        name, _, means = policy.partition(":")
+        allow = ("order", means) if means else None
+        budgeted = vmem_jax.jit(step, budget=nbytes, policy=name, allow=allow, donate_argnums=0)
         compiled = budgeted.lower(*shapes).compile()
+        arena = compiled.arena
         attempts = sorted(compiled.attempts, key=lambda a: -(a.plan.budget or 0))
         return budgeted, {
             "need": compiled.need_nbytes,
@@ -98,6 +105,8 @@ def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callab
             "first_need": attempts[0].need,
             "compiles": len(attempts),
             "recomputed": len(compiled.plan.recomputed),
+            "transfers": len(compiled.plan.transfers),
+            "moved_nbytes": sum(slot.nbytes for slot in arena.layout.slots) if arena else 0,
             "predicted_seconds": compiled.plan.predicted_seconds,
             "plan_seconds": sum(a.plan_seconds for a in attempts),
         }
@@ -178,7 +187,8 @@ def show(rows: list[Record]) -> None:
         if r.first_need:
             text += (
                 f"  predicted/compiled {r.predicted_need / r.first_need:.3f}, {r.compiles} compiles,"
-                f" plan {r.plan_seconds:.1f} s, {r.predicted_seconds * 1e3:.1f} ms predicted"
+                f" plan {r.plan_seconds:.1f} s, {r.predicted_seconds * 1e3:.1f} ms predicted,"
+                f" {r.recomputed} again, {r.transfers} moved ({show_nbytes(r.moved_nbytes or 0)})"
             )
         print(text, flush=True)
 

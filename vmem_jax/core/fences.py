@@ -41,12 +41,12 @@ def fences(program: Program, order: Sequence[int], small: int | None = None) -> 
       small: values below this many bytes are not worth a fence, except as inputs of a recomputation
         (default: a 2,000th of all temporaries).
     """
-    if small is None:
-        temporaries = sum(
-            b.nbytes for i, b in enumerate(program.buffers) if not program.is_resident[i]
-        )
-        small = temporaries // 2000
-    return _Fencer(program, order, small).all()
+    return _Fencer(program, order, _small(program) if small is None else small).all()
+
+
+def _small(program: Program) -> int:
+    temporaries = (b.nbytes for i, b in enumerate(program.buffers) if not program.is_resident[i])
+    return sum(temporaries) // 2000
 
 
 def spines(
@@ -57,7 +57,7 @@ def spines(
     Args:
       avoid: position -> buffers that cannot be it.
     """
-    fencer = _Fencer(program, order, small=0)
+    fencer = _Fencer(program, order, _small(program))
     return {position: fencer.spine(position, others) for position, others in avoid.items()}
 
 
@@ -164,7 +164,10 @@ class _Fencer:
         return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
 
     def spine(self, start: int, avoid: Collection[int] = ()) -> int | None:
-        """The value made last before `start` that a heavy step made and that is still read."""
+        """The value made last before `start` that a heavy step made and that is still read.
+
+        Without one close by, it is the largest of any kind there: a cotangent behind its mask.
+        """
         program = self.program
         fallback = None
         for position in range(start - 1, -1, -1):
@@ -172,9 +175,12 @@ class _Fencer:
             for b in step.writes:
                 if program.is_resident[b] or b in avoid or not self._is_read_from(b, start):
                     continue
+                if all(program.steps[r].phase is Phase.UPDATE for r in program.readers[b]):
+                    continue  # a weight gradient: nothing but its update hangs on it
                 if not step.fusible and program.buffers[b].nbytes > self.small:
                     return b
-                if fallback is None:
+                nbytes = program.buffers[b].nbytes
+                if fallback is None or nbytes > program.buffers[fallback].nbytes:
                     fallback = b
             if fallback is not None and start - position > 64:
                 break
@@ -243,12 +249,7 @@ class _Fencer:
             if self.again[position]:
                 return found  # from here on values are renewed by bursts of recomputation
             if step.fusible:
-                waiting += [
-                    (position, b)
-                    for b in step.writes
-                    if program.readers[b]
-                    and not any(program.steps[r].phase is Phase.FORWARD for r in program.readers[b])
-                ]
+                waiting += [(position, b) for b in step.writes if self._is_for_later(b)]
                 continue
             ties = [b for p, b in waiting if self._frees(p, position)]
             waiting = []
@@ -257,6 +258,12 @@ class _Fencer:
                 spine = max(reads, key=lambda b: program.buffers[b].nbytes)
                 found.append(Fence(position, (spine, *(b for b in ties if b != spine))))
         return found
+
+    def _is_for_later(self, b: int) -> bool:
+        """Whether the backward pass reads `b`, and in the forward pass no heavy step does."""
+        readers = [self.program.steps[r] for r in self.program.readers[b]]
+        forward = [r for r in readers if r.phase is Phase.FORWARD]
+        return len(forward) < len(readers) and all(r.fusible for r in forward)
 
     def _frees(self, position: int, end: int) -> bool:
         """Whether the step at `position` reads something large that nothing reads from `end` on."""

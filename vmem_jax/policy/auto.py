@@ -48,7 +48,7 @@ class Auto(AbstractPolicy):
     shares: tuple[float, ...] = (0.08, 0.2, 0.4, 1.0)
     offers: int = 48
     exhaustive: int = 8
-    parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
@@ -94,7 +94,7 @@ class Auto(AbstractPolicy):
         if "recompute" in self.allow:
             search.run()
             if search.timeline.peak <= budget:
-                search.offer_back(self.offers)
+                search.offer_back(self.offers // 4 if parks else self.offers)
             elif not parks:
                 limited = _under_limit(program, costs, base, search.drops, budget)
                 return _better(search.timeline, limited, budget)

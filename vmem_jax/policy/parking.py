@@ -16,8 +16,8 @@ from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.placement import place
 
-_MOST_TRIES = 60
-"""Placements tried for what hides. Halving blocks, that is some ten values that do not."""
+_MOST_TRIES = 24
+"""Placements tried for what hides. Halving blocks, that is some five values that do not."""
 
 
 def candidates(program: Program, costs: Costs, base: Sequence[int], share: float) -> list[Drop]:

@@ -53,7 +53,9 @@ class _Rewriter:
         for position, s in enumerate(self.plan.order):
             like = self.program.steps[s].equations[-1]
             if position in at:
-                self._fence(at[position], like)
+                # a buffer on its way is fenced by its own calls, and its old variable is gone
+                away = {t.buffer for t in self.plan.transfers if t.start <= position <= t.back}
+                self._fence(tuple(b for b in at[position] if b not in away), like)
             if self.transfers is not None:
                 self.transfers.before(position, self.opened.eqns[like])
             self._step(s)
@@ -95,6 +97,8 @@ class _Rewriter:
 
     def _fence(self, buffers: tuple[int, ...], like: int) -> None:
         """One barrier over the current versions of `buffers`, in front of equation `like`."""
+        if not buffers:
+            return
         held = [self.variables[b] for b in buffers]
         invars = [self.current[v] for v in held]
         outs = [compat.new_var(v.aval) for v in held]

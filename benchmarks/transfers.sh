@@ -1,0 +1,24 @@
+#!/bin/sh
+# The table of docs/benchmarks.md, "Transfers": run on one NVIDIA GPU, with the native extension.
+#   sh benchmarks/transfers.sh rows.jsonl [model ...]
+# Some eight minutes on an H200. Each model is one process; its variants take turns in it.
+set -e
+cd "$(dirname "$0")/.."
+out=$1
+shift
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH
+run() {
+  model=$1 batch=$2 budgets=$3 policies=$4
+  python3 benchmarks/run.py --model="$model" --batch="$batch" --budgets="$budgets" \
+    --policies="$policies" --nocheckpoint --out="$out" ${COMMIT:+--commit="$COMMIT"}
+}
+for model in ${*:-vgg116 vgg16 resnet152 link}; do
+  case $model in
+    vgg116) run vgg116 32 0.33,0.2,0.15,0.1 auto,auto:recompute ;;
+    vgg16) run vgg16 256 0.4,0.3 auto,auto:recompute ;;
+    resnet152) run resnet152 128 0.35,0.25 auto,auto:recompute ;;
+    link) run vgg116 32 0.15 auto:offload ;; # everything moves: as fast as the link
+    *) echo "no table row for $model" >&2; exit 2 ;;
+  esac
+done
