@@ -18,7 +18,7 @@ for model in ${*:-vgg116 vgg16 resnet152 link}; do
     vgg116) run vgg116 32 0.33,0.2,0.15,0.1 auto,auto:recompute ;;
     vgg16) run vgg16 256 0.4,0.3 auto,auto:recompute ;;
     resnet152) run resnet152 128 0.35,0.25 auto,auto:recompute ;;
-    link) run vgg116 32 0.15 auto:offload ;; # everything moves: as fast as the link
+    link) run vgg116 32 0.2 auto:offload ;; # everything moves: as fast as the link
     *) echo "no table row for $model" >&2; exit 2 ;;
   esac
 done
