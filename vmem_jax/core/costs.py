@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 from vmem_jax.core.program import Program, Step
@@ -22,6 +23,11 @@ class Machine:
       bandwidth: device memory, bytes a second.
       launch: seconds that every kernel costs at least.
       memory: device memory, bytes.
+      link_out: device to pinned host memory, bytes a second.
+      link_in: pinned host memory to device, bytes a second.
+      link_both: in total, where both directions are busy, bytes a second.
+      convolutions: operations a second of convolutions by dtype; `flops` for those that it lacks.
+      pinning: seconds that pinning a byte of host memory takes. 2 GiB took 1.2 s beside an H200.
     """
 
     name: str
@@ -29,31 +35,85 @@ class Machine:
     bandwidth: float
     launch: float
     memory: int
+    link_out: float = 25e9
+    link_in: float = 25e9
+    link_both: float = 45e9
+    convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    pinning: float = 1.2 / 2**31
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch."""
         rate = self.flops.get(step.dtype, self.flops[""])
+        if step.op == "conv_general_dilated":
+            rate = self.convolutions.get(step.dtype, rate)
         if not step.aligned:
             rate /= _UNALIGNED
         return max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
 
 
 @dataclasses.dataclass(frozen=True)
+class Link:
+    """What moves between device and pinned host memory, in bytes a second.
+
+    Attributes:
+      out: device to host, alone.
+      into: host to device, alone.
+      both: in total, where both directions are busy.
+    """
+
+    out: float
+    into: float
+    both: float
+
+
+class Source(enum.StrEnum):
+    """Where the seconds of a step come from.
+
+    MEASURED: the step was timed alone on the device.
+    SCALED: it was too large for that, and was timed on a part of its batch.
+    CALIBRATED: the roofline, times a factor that the measured steps of its class gave.
+    ROOFLINE: the roofline alone.
+    """
+
+    MEASURED = "measured"
+    SCALED = "scaled"
+    CALIBRATED = "calibrated"
+    ROOFLINE = "roofline"
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
-    """The seconds of every step of one program."""
+    """The seconds of every step of one program, and the link that its transfers share.
+
+    Attributes:
+      machine: the device.
+      seconds: of every step of the program.
+      link: None where nothing can be moved.
+      sources: where each step's seconds come from; empty where all are the roofline's.
+      error: median relative error of the calibrated roofline on the measured steps, each predicted
+        from the others; None where nothing was measured, or too little to tell.
+    """
 
     machine: str
     seconds: tuple[float, ...]
+    link: Link | None = None
+    sources: tuple[Source, ...] = ()
+    error: float | None = None
 
 
 def analytic(program: Program, machine: Machine) -> Costs:
     """Costs of `program` on `machine` by its roofline."""
-    return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps))
+    link = Link(machine.link_out, machine.link_in, machine.link_both)
+    return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps), link)
 
 
 # Rates: convolutions and matrix products of whole training steps reach about half of a GPU's peak
 # (VGG-16(256) bf16 on an H200: 23.8 TFLOP in 61 ms = 390 TFLOP/s); copies about 90 % of HBM's.
-def _gpu(name: str, tensor: float, fp32: float, bandwidth: float, memory: int) -> Machine:
+# Links: an H200's as measured (PCIe 5 x16: 55.3 GB/s either way, 97.7 both at once); the A100's is
+# PCIe 4, half of that.
+def _gpu(
+    name: str, tensor: float, fp32: float, bandwidth: float, memory: int, link: float = 55.3e9
+) -> Machine:
     flops = {
         "bfloat16": 0.5 * tensor,
         "float16": 0.5 * tensor,
@@ -61,21 +121,22 @@ def _gpu(name: str, tensor: float, fp32: float, bandwidth: float, memory: int) -
         "float64": 0.5 * fp32,
         "": 0.5 * fp32,
     }
-    return Machine(name, flops, 0.9 * bandwidth, 3e-6, memory)
+    both = link * 97.7 / 55.3
+    return Machine(name, flops, 0.9 * bandwidth, 3e-6, memory, link, link, both)
 
 
 MACHINES: dict[str, Machine] = {
     m.name: m
     for m in (
-        _gpu("a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9),
+        _gpu("a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9, 27.6e9),
         _gpu("h100", 990e12, 67e12, 3.35e12, 80 * 10**9),
         _gpu("h200", 790e12, 67e12, 4.8e12, 143771 * 2**20),
         _gpu("b200", 2250e12, 80e12, 8.0e12, 180 * 10**9),
         _gpu("rtx6000pro", 500e12, 125e12, 1.79e12, 96 * 10**9),
-        Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30),
+        Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30, 5e9, 5e9, 5e9),
     )
 }
-"""Datasheet figures times what is reached; `vmem-jax profile` will measure them."""
+"""Datasheet figures times what is reached, for machines that `vmem-jax profile` has not measured."""
 
 
 def machine_for(device_kind: str) -> Machine:
