@@ -21,6 +21,11 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "jax_compat.py": ({"jax"}, set()),
     "capture/": ({"jax", "numpy"}, {"core", "capture", "errors", "jax_compat"}),
     "rewrite/": ({"jax"}, {"core", "capture", "rewrite", "errors", "jax_compat"}),
+    "profile/": (
+        {"jax", "numpy", "absl"},
+        {"core", "capture", "prove", "profile", "transfer", "errors", "jax_compat"},
+    ),
+    "profile/calibrate.py": (set(), {"core"}),
     "prove/": ({"jax", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),

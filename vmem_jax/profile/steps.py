@@ -1,0 +1,210 @@
+"""steps: times each distinct step of a program alone, largest first, until the time is up."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import jax
+from absl import logging
+
+from vmem_jax.capture.capture import Captured
+from vmem_jax.capture.primitives import nbytes
+from vmem_jax.core.costs import Costs, Machine, Source
+from vmem_jax.profile.calibrate import Timing, costs_from
+from vmem_jax.profile.isolate import Isolated, folded_steps, isolate, smaller
+from vmem_jax.profile.timing import Operands, dispatch_seconds, time_step
+from vmem_jax.prove.device import free_nbytes
+
+SECONDS = 90.0
+"""How long timing a program's steps may take; profiling a model is to take under two minutes."""
+
+_SHARE = 0.5
+"""Of the free memory that one step's arguments and results may take: libraries want workspace."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with how many distinct steps are done, of how many, and which one is next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distinct:
+    """The distinct steps of one program.
+
+    Attributes:
+      keys: of every step, equal for equal steps; "" for what is not timed by itself.
+      steps: by key, the first that has it.
+      counts: by key, how many steps have it.
+      folded: steps that run inside their readers' kernels.
+      untimed: "step: why" for what cannot run alone.
+    """
+
+    keys: tuple[str, ...]
+    steps: Mapping[str, tuple[int, Isolated]]
+    counts: Mapping[str, int]
+    folded: frozenset[int]
+    untimed: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProfile:
+    """What timing a program's steps gave.
+
+    Attributes:
+      costs: of every step, with where its seconds come from.
+      distinct: how many distinct steps there are.
+      measured: of those timed as they are, now or before; `scaled` on a part of the batch;
+        `calibrated` not timed.
+      reused: of those timed before.
+      untimed: "step: why" for those that cannot be timed alone.
+      seconds: that this took.
+    """
+
+    costs: Costs
+    distinct: int
+    measured: int
+    scaled: int
+    calibrated: int
+    reused: int
+    untimed: tuple[str, ...]
+    seconds: float
+
+
+def distinct_steps(captured: Captured, platform: str) -> Distinct:
+    """The distinct steps of `captured` on devices of `platform`."""
+    folded = folded_steps(captured)
+    keys: list[str] = []
+    steps: dict[str, tuple[int, Isolated]] = {}
+    counts: dict[str, int] = {}
+    untimed: dict[str, None] = {}
+    for s, step in enumerate(captured.program.steps):
+        if s in folded:
+            keys.append("")
+            continue
+        isolated = isolate(captured, s, folded, platform)
+        if isolated.trouble:
+            untimed[f"{step.where}: {isolated.trouble}"] = None
+            keys.append("")
+            continue
+        keys.append(isolated.key)
+        steps.setdefault(isolated.key, (s, isolated))
+        counts[isolated.key] = counts.get(isolated.key, 0) + 1
+    return Distinct(tuple(keys), steps, counts, folded, tuple(untimed))
+
+
+def profile_steps(
+    captured: Captured,
+    machine: Machine,
+    device: jax.Device,
+    timings: MutableMapping[str, Timing],
+    *,
+    seconds: float = SECONDS,
+    limit_nbytes: int | None = None,
+    on_progress: Progress = lambda done, total, what: None,
+    free_layouts: bool = True,
+) -> StepProfile:
+    """Times the distinct steps of `captured` on `device` that `timings` lacks, and adds them there.
+
+    The order is by the seconds that the roofline predicts for all repetitions of a step together,
+    longest first. What time or memory does not allow is predicted by the roofline, calibrated by
+    what was timed.
+
+    Args:
+      machine: whose roofline that is.
+      timings: by key, from before; gets the new ones as they are made.
+      seconds: begin no further step after so long.
+      limit_nbytes: for a step's arguments and results; default: half of the device's free memory.
+      on_progress: called before every step and at the end.
+      free_layouts: let the compiler choose the layouts of temporaries, as in the whole program.
+    """
+    began = time.monotonic()
+    found = distinct_steps(captured, device.platform)
+    program = captured.program
+    missing = [key for key in found.steps if key not in timings]
+    missing.sort(
+        key=lambda k: machine.seconds(program.steps[found.steps[k][0]]) * found.counts[k],
+        reverse=True,
+    )
+    reused = len(found.steps) - len(missing)
+    limit = _limit_nbytes(device) if limit_nbytes is None else limit_nbytes
+    operands = Operands(device, limit)
+    dispatch = 0.0
+    if missing and device.platform == "cpu":
+        dispatch = dispatch_seconds(device)
+    for done, key in enumerate(missing):
+        if time.monotonic() - began > seconds:
+            break
+        s, isolated = found.steps[key]
+        step = program.steps[s]
+        on_progress(done, len(missing), f"{step.layer}: {step.op}")
+        timing = _time(
+            isolated,
+            operands,
+            device,
+            expected=machine.seconds(step),
+            workspace=step.workspace,
+            limit=limit,
+            dispatch=dispatch,
+            free_layouts=free_layouts,
+        )
+        if timing is not None:
+            timings[key] = timing
+    on_progress(len(missing), len(missing), "")
+    costs = costs_from(program, machine, found.keys, timings, found.folded)
+    sources = [timings[k].source for k in found.steps if k in timings]
+    measured = sources.count(Source.MEASURED)
+    scaled = sources.count(Source.SCALED)
+    return StepProfile(
+        costs=costs,
+        distinct=len(found.steps),
+        measured=measured,
+        scaled=scaled,
+        calibrated=len(found.steps) - measured - scaled,
+        reused=reused,
+        untimed=found.untimed,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _limit_nbytes(device: jax.Device) -> int:
+    here = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    return int(_SHARE * free_nbytes([here]))
+
+
+def _time(
+    isolated: Isolated,
+    operands: Operands,
+    device: jax.Device,
+    *,
+    expected: float,
+    workspace: int,
+    limit: int,
+    dispatch: float,
+    free_layouts: bool,
+) -> Timing | None:
+    """The timing of one step, on a part of its batch where the whole does not fit."""
+    room = limit - workspace
+    need = sum(map(nbytes, (*isolated.avals, *isolated.out_avals)))
+    options: Any = dict(limit_nbytes=limit, dispatch=dispatch, free_layouts=free_layouts)
+    while True:
+        current, part, batch = isolated, 1, 1
+        if need > room:
+            found = smaller(isolated, room)
+            if found is None:
+                logging.info("%s: too large to time", isolated.what)
+                return None
+            current, part, batch = found
+        try:
+            scale = batch // part
+            taken = time_step(current, operands, device, expected=expected / scale, **options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                logging.warning("%s: not timed: %s", isolated.what, str(error).splitlines()[0])
+                return None
+            operands.clear()
+            room = min(room, need // scale) // 2  # the compiler or a library took more: half of it
+            continue
+        source = Source.SCALED if scale > 1 else Source.MEASURED
+        of = f"{part} of {batch}" if scale > 1 else ""
+        return Timing(taken * scale, source, of, isolated.what)
