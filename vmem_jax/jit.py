@@ -25,6 +25,7 @@ from vmem_jax.errors import (
 )
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
+from vmem_jax.profile.measured import known_costs, measured_costs
 from vmem_jax.prove.device import free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
 from vmem_jax.report.explain import Explanation, explain
@@ -47,6 +48,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
+    profile: bool | None = None,
 ) -> Any:
     """`jax.jit` inside a memory budget: the same results, and a proof that it fits.
 
@@ -62,7 +64,11 @@ def jit(
       plan: a plan made before, for exactly this step; nothing is planned then.
       donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
         `jax.jit`.
-      machine: what to reckon time with (default: the device's, from its name).
+      machine: what to reckon time with (default: the device's, from its name, and what
+        `vmem-jax profile` or `profile=True` measured on it before).
+      profile: `True` times the distinct steps on the device on the first call, as far as that was
+        not done before: up to 90 s. `False` ignores what was measured, too. By default nothing is
+        timed, and what was is used.
 
     Returns:
       A `BudgetedStep`, called like `fun`.
@@ -84,6 +90,7 @@ def jit(
             static_argnames=static_argnames,
             compiler_options=compiler_options,
             machine=machine,
+            profile=profile,
         )
     if not callable(fun):
         raise TypeError(f"`fun` must be a function. Got {type(fun).__name__}.")
@@ -105,6 +112,7 @@ def jit(
         plan,
         dict(compiler_options or {}),
         machine,
+        profile,
     )
 
 
@@ -188,6 +196,7 @@ class BudgetedStep:
         plan: Plan | None,
         compiler_options: dict[str, Any],
         machine: Machine | None,
+        profile: bool | None,
     ) -> None:
         functools.update_wrapper(self, fun)
         self._sig = sig
@@ -196,6 +205,7 @@ class BudgetedStep:
         self._plan = plan
         self._compiler_options = compiler_options
         self._machine = machine
+        self._profile = profile
         self._entries: dict[Hashable, Entry] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
 
@@ -320,8 +330,7 @@ class BudgetedStep:
 
     def _make(self, traced: Traced, target: str | None) -> Entry:
         program = traced.captured.program
-        machine = self._machine or _machine(traced.avals, target)
-        costs = analytic(program, machine)
+        costs = self._costs(traced, target)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target)
         if self._plan is not None:
@@ -346,6 +355,17 @@ class BudgetedStep:
             len(attempts),
         )
         return Entry(traced, budget, plain_need, costs, attempts)
+
+    def _costs(self, traced: Traced, target: str | None) -> Costs:
+        """Measured where the device is there and that is wanted, else by the roofline."""
+        device = _device(traced.avals)
+        if target is None and self._profile:
+            return measured_costs(traced.captured, device, machine=self._machine).costs
+        if target is None and self._profile is None and self._machine is None:
+            known = known_costs(traced.captured, device)
+            if known is not None:
+                return known
+        return analytic(traced.captured.program, self._machine or _machine(traced.avals, target))
 
     def _budget_nbytes(self, traced: Traced, target: str | None) -> tuple[int | None, int | None]:
         """(budget in bytes, plain jit's need where that had to be compiled)."""
