@@ -15,7 +15,7 @@ from vmem_jax.capture.primitives import nbytes
 from vmem_jax.core.costs import Costs, Machine, Source
 from vmem_jax.profile.calibrate import Timing, costs_from
 from vmem_jax.profile.isolate import Isolated, folded_steps, isolate, smaller
-from vmem_jax.profile.timing import Operands, dispatch_seconds, time_step
+from vmem_jax.profile.timing import Dispatch, Operands, dispatch_seconds, time_step
 from vmem_jax.prove.device import free_nbytes
 
 SECONDS = 90.0
@@ -129,9 +129,9 @@ def profile_steps(
     reused = len(found.steps) - len(missing)
     limit = _limit_nbytes(device) if limit_nbytes is None else limit_nbytes
     operands = Operands(device, limit)
-    dispatch = 0.0
-    if missing and device.platform == "cpu":
-        dispatch = dispatch_seconds(device)
+    # The host is ahead of a GPU; the CPU's small programs run while they are dispatched.
+    slow = missing and device.platform == "cpu"
+    dispatch = dispatch_seconds(device) if slow else Dispatch()
     for done, key in enumerate(missing):
         if time.monotonic() - began > seconds:
             break
@@ -180,7 +180,7 @@ def _time(
     expected: float,
     workspace: int,
     limit: int,
-    dispatch: float,
+    dispatch: Dispatch,
     free_layouts: bool,
 ) -> Timing | None:
     """The timing of one step, on a part of its batch where the whole does not fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -26,8 +27,27 @@ _PROGRAM_SECONDS = 300e-6
 """A program this long hides its dispatch (some 50 µs) behind the one before it."""
 
 _MOST_COPIES = 32
+_LEAST_SECONDS = 1e-8
+"""What is left where a step takes less than what dispatching it varies by: a launch on a CPU."""
+
 _LOOP_SECONDS = 0.015
 _LOOPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """What the host does for a program while the device waits, in seconds; nothing on a GPU.
+
+    Attributes:
+      program: for a program with one result.
+      result: more for each further result.
+    """
+
+    program: float = 0.0
+    result: float = 0.0
+
+    def seconds(self, results: int) -> float:
+        return self.program + self.result * (results - 1)
 
 
 def seconds_a_call(call: Callable[[], Any], most: int = 1000) -> float:
@@ -52,11 +72,16 @@ def seconds_a_call(call: Callable[[], Any], most: int = 1000) -> float:
     return statistics.median(rows)
 
 
-def dispatch_seconds(device: jax.Device) -> float:
-    """What a call costs that does nothing: not hidden on the CPU, which runs small ones at once."""
-    x = jax.device_put(np.float32(0), device)
-    compiled = jax.jit(lambda x: x + 1).lower(x).compile()
-    return seconds_a_call(lambda: compiled(x))
+def dispatch_seconds(device: jax.Device) -> Dispatch:
+    """What a program costs that does nothing."""
+    x = jax.device_put(np.zeros(8, np.float32), device)
+
+    def seconds(results: int) -> float:
+        compiled = jax.jit(lambda x: [x + i for i in range(results)]).lower(x).compile()
+        return seconds_a_call(lambda: compiled(x))
+
+    few, many = seconds(1), seconds(_MOST_COPIES + 1)
+    return Dispatch(few, max(many - few, 0.0) / _MOST_COPIES)
 
 
 class Operands:
@@ -116,7 +141,7 @@ def time_step(
     *,
     expected: float,
     limit_nbytes: int,
-    dispatch: float,
+    dispatch: Dispatch,
     free_layouts: bool = True,
 ) -> float:
     """Seconds that `isolated` takes on `device` inside a program, launches included.
@@ -127,7 +152,7 @@ def time_step(
     Args:
       expected: seconds, for the number of copies; corrected once if it was far off.
       limit_nbytes: for results at most.
-      dispatch: seconds to take off every program: what the host does while the device waits.
+      dispatch: to take off every program.
       free_layouts: let the compiler choose the layouts of temporaries, as in the whole program.
 
     Raises:
@@ -142,7 +167,9 @@ def time_step(
     for _ in range(2):
         run = _compile(isolated, operands, device, copies, free_layouts)
         at_once = max(1, limit_nbytes // (4 * max(results * copies, 1)))
-        total = max(seconds_a_call(run, min(1000, at_once)) - dispatch, 1e-9)
+        total = seconds_a_call(run, min(1000, at_once))
+        total -= dispatch.seconds(copies * len(isolated.out_avals))
+        total = max(total, copies * _LEAST_SECONDS)
         seconds = total / copies
         wanted = min(most, math.ceil(_PROGRAM_SECONDS / seconds))
         if total > _PROGRAM_SECONDS / 3 or wanted < 2 * copies:
