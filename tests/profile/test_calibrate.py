@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from helpers import Builder, FORWARD
+from helpers import FORWARD, Builder
 
 from vmem_jax.core.costs import MACHINES, Machine, Source, analytic, machine_for
 from vmem_jax.profile.calibrate import StepClass, Timing, calibrate, class_of, costs_from
@@ -73,7 +73,10 @@ def test_a_folded_step_costs_nothing_of_its_own():
 def test_a_step_that_repeats_counts_once_in_the_calibration():
     p = program([("add", True)] * 4)
     seconds = analytic(p, MACHINE).seconds
-    timings = {"a": Timing(2 * seconds[0], Source.MEASURED), "b": Timing(8 * seconds[3], Source.MEASURED)}
+    timings = {
+        "a": Timing(2 * seconds[0], Source.MEASURED),
+        "b": Timing(8 * seconds[3], Source.MEASURED),
+    }
     costs = costs_from(p, MACHINE, ("a", "a", "", "b"), timings)
     assert costs.seconds[2] == pytest.approx(4 * seconds[2])
 

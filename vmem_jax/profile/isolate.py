@@ -165,23 +165,24 @@ def _canonical(jaxpr: Any) -> list[Any]:
     """`jaxpr` with its variables numbered in the order in which they appear."""
     opened = compat.open_jaxpr(jaxpr)
     numbers: dict[Var, int] = {}
+    named: dict[Any, Any] = {}  # what `checkpoint_name` gave another name
 
     def atom(a: Any) -> Any:
         if isinstance(a, Literal):
             return ["literal", _type(a.aval), repr(a.val)]
+        a = named.get(a, a)
         first = a not in numbers
         n = numbers.setdefault(a, len(numbers))
         return [n, _type(a.aval)] if first else n
 
-    eqns = [
-        [
-            eqn.primitive.name,
-            {k: _value(v) for k, v in sorted(eqn.params.items()) if k not in _NAMES},
-            [atom(a) for a in eqn.invars],
-            [atom(v) for v in eqn.outvars],
-        ]
-        for eqn in opened.eqns
-    ]
+    eqns = []
+    for eqn in opened.eqns:
+        if eqn.primitive.name == "name" and isinstance(eqn.invars[0], Var):
+            named[eqn.outvars[0]] = named.get(eqn.invars[0], eqn.invars[0])
+            continue
+        params = {k: _value(v) for k, v in sorted(eqn.params.items()) if k not in _NAMES}
+        reads = [atom(a) for a in eqn.invars]
+        eqns.append([eqn.primitive.name, params, reads, [atom(v) for v in eqn.outvars]])
     # The order of operands that equations share says nothing, so they come last.
     return [
         eqns,
