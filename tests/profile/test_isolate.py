@@ -1,5 +1,7 @@
 """Steps alone: the same values as in the whole, keys that equal steps share, parts of the batch."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,7 @@ def train(params, x):
 
 def mlp_step(widths, batch=8, dtype=jnp.float32):
     shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
-    params = [(shape(m, n), shape(n)) for m, n in zip(widths, widths[1:], strict=False)]
+    params = [(shape(m, n), shape(n)) for m, n in itertools.pairwise(widths)]
     return capture(jax.jit(train).trace(params, shape(batch, widths[0])).jaxpr)
 
 
@@ -237,7 +239,7 @@ def cut(found, op, share=0.6):
 
 
 def test_half_of_the_batch():
-    isolated, (part, size, whole) = cut(captured(*BASE), "conv")
+    _, (part, size, whole) = cut(captured(*BASE), "conv")
     assert (size, whole) == (4, 8)
     assert [a.shape for a in part.avals] == [(4, 6, 6, 4), (3, 3, 4, 4)]
     assert [a.shape for a in part.out_avals] == [(4, 6, 6, 4)]

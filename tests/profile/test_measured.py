@@ -191,7 +191,7 @@ def test_profile_of_the_device_alone(capsys, tmp_path):
 def test_profile_of_a_model(capsys, device):
     pytest.importorskip("flax")
     model = ("resnet11", "--batch", 2, "--image", 8, "--classes", 3)
-    status, out, _ = run(capsys, "profile", *model, "--seconds", 0.5)
+    status, out, _ = run(capsys, "profile", *model, "--seconds", 3)
     assert status == 0
     found = re.search(r"(\d+) distinct of \d+ steps, (\d+) measured, 0 scaled.* (\d+) calibr", out)
     distinct, measured, calibrated = map(int, found.groups())

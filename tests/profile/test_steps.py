@@ -135,9 +135,8 @@ def test_out_of_memory_means_half_of_the_batch(device, monkeypatch):
         return 1e-3
 
     monkeypatch.setattr(steps_module, "time_step", fake)
-    key, (_, isolated) = next(
-        (k, s) for k, s in distinct_steps(found, "cpu").steps.items() if "dot" in s[1].what
-    )
+    every = distinct_steps(found, "cpu").steps.values()
+    isolated = next(alone for _, alone in every if "dot" in alone.what)
     timing = steps_module._time(
         isolated, Operands(device, 1 << 20), device, expected=1.0, workspace=0, limit=1 << 20,
         dispatch=Dispatch(), free_layouts=True,

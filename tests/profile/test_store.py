@@ -130,8 +130,8 @@ def _write(directory, who, count):
 
 
 def test_writers_at_once_lose_nothing(store, tmp_path):
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_write, args=(tmp_path, w, 8)) for w in range(4)]
+    context = multiprocessing.get_context("spawn")  # a fork with JAX's threads may hang
+    writers = [context.Process(target=_write, args=(tmp_path, w, 8)) for w in range(3)]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
@@ -139,13 +139,13 @@ def test_writers_at_once_lose_nothing(store, tmp_path):
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert len(store.load().steps) == 32
+    assert len(store.load().steps) == 24
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_reader_during_writes_is_told_of_nothing(store, tmp_path, caplog):
     _write(tmp_path, "before", 1)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork with JAX's threads may hang
     writer = context.Process(target=_write, args=(tmp_path, "w", 20))
     with caplog.at_level(logging.WARNING, logger="absl"):
         writer.start()
