@@ -13,6 +13,7 @@ import vmem_jax
 from vmem_jax import cli
 from vmem_jax.capture import capture
 from vmem_jax.core.costs import MACHINES, Source
+from vmem_jax.profile import link as link_module
 from vmem_jax.profile import machine as machine_module
 from vmem_jax.profile import measured as measured_module
 from vmem_jax.profile import timing as timing_module
@@ -81,6 +82,13 @@ def test_what_cannot_be_measured_keeps_the_shipped_figure(device, monkeypatch, c
 def test_the_link_of_a_cpu(device):
     rates = link_rates(device, 1 << 12)
     assert all(r > 0 for r in dataclasses.astuple(rates))
+
+
+def test_both_directions_by_our_own_calls(device):
+    if "cpu" not in link_module._extension_platforms():
+        pytest.skip("the native extension is not built here")
+    both, pinning = link_module._arena_seconds(device, jnp.ones(1 << 12))
+    assert both > 0 and pinning > 0
 
 
 def test_the_machine_is_measured_once_and_again_on_demand(device, monkeypatch):

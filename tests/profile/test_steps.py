@@ -139,7 +139,7 @@ def test_out_of_memory_means_half_of_the_batch(device, monkeypatch):
     isolated = next(alone for _, alone in every if "dot" in alone.what)
     timing = steps_module._time(
         isolated, Operands(device, 1 << 20), device, expected=1.0, workspace=0, limit=1 << 20,
-        dispatch=Dispatch(), free_layouts=True,
+        dispatch=Dispatch(), compiler=None,
     )  # fmt: skip
     assert tried == sorted(tried, reverse=True) and tried[0] == 64 and tried[-1] <= 16
     assert timing.source is Source.SCALED
@@ -180,6 +180,16 @@ def test_an_update_in_place_is_timed(device):
 def test_layouts_free_or_not(device, free):
     profile = profile_steps(make(layers=2), CPU, device, {}, free_layouts=free)
     assert profile.measured == profile.distinct
+
+
+def test_compiling_ahead_on_several_threads_changes_nothing(device, monkeypatch):
+    compiled = []
+    real = steps_module.compile_step
+    monkeypatch.setattr(
+        steps_module, "compile_step", lambda i, d, c, f: compiled.append(i.key) or real(i, d, c, f)
+    )
+    profile = profile_steps(make(), CPU, device, {}, workers=2)
+    assert profile.measured == profile.distinct <= len(compiled)
 
 
 # -- operands

@@ -254,7 +254,8 @@ def smaller(isolated: Isolated, fits_nbytes: int) -> tuple[Isolated, int, int] |
                 break  # an equation that does not take these shapes
             if abs(_work(closed) * share - _work(isolated.closed)) > 0.02 * _work(isolated.closed):
                 break
-            return dataclasses.replace(isolated, closed=closed), part, batch
+            key = f"{isolated.key} {part}"
+            return dataclasses.replace(isolated, closed=closed, key=key), part, batch
     return None
 
 

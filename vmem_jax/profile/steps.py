@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,14 @@ from vmem_jax.capture.primitives import nbytes
 from vmem_jax.core.costs import Costs, Machine, Source
 from vmem_jax.profile.calibrate import Timing, costs_from
 from vmem_jax.profile.isolate import Isolated, folded_steps, isolate, smaller
-from vmem_jax.profile.timing import Dispatch, Operands, dispatch_seconds, time_step
+from vmem_jax.profile.timing import (
+    Dispatch,
+    Operands,
+    compile_step,
+    copies_of,
+    dispatch_seconds,
+    time_step,
+)
 from vmem_jax.prove.device import free_nbytes
 
 SECONDS = 90.0
@@ -103,6 +112,7 @@ def profile_steps(
     limit_nbytes: int | None = None,
     on_progress: Progress = lambda done, total, what: None,
     free_layouts: bool = True,
+    workers: int | None = None,
 ) -> StepProfile:
     """Times the distinct steps of `captured` on `device` that `timings` lacks, and adds them there.
 
@@ -117,6 +127,8 @@ def profile_steps(
       limit_nbytes: for a step's arguments and results; default: half of the device's free memory.
       on_progress: called before every step and at the end.
       free_layouts: let the compiler choose the layouts of temporaries, as in the whole program.
+      workers: threads that compile, never while a step is timed (default: half of the cores, 8 at
+        most; 1 where the device is the CPU itself).
     """
     began = time.monotonic()
     found = distinct_steps(captured, device.platform)
@@ -132,12 +144,18 @@ def profile_steps(
     # The host is ahead of a GPU; the CPU's small programs run while they are dispatched.
     slow = missing and device.platform == "cpu"
     dispatch = dispatch_seconds(device) if slow else Dispatch()
+    if workers is None:
+        workers = 1 if device.platform == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
+    compiler = _Compiler(device, free_layouts, workers)
     for done, key in enumerate(missing):
         if time.monotonic() - began > seconds:
             break
         s, isolated = found.steps[key]
         step = program.steps[s]
         on_progress(done, len(missing), f"{step.layer}: {step.op}")
+        if done % (2 * workers) == 0 and workers > 1:
+            soon = [found.steps[k] for k in missing[done : done + 2 * workers]]
+            compiler.ahead([(i, machine.seconds(program.steps[s])) for s, i in soon], limit)
         timing = _time(
             isolated,
             operands,
@@ -146,7 +164,7 @@ def profile_steps(
             workspace=step.workspace,
             limit=limit,
             dispatch=dispatch,
-            free_layouts=free_layouts,
+            compiler=compiler,
         )
         if timing is not None:
             timings[key] = timing
@@ -172,6 +190,37 @@ def _limit_nbytes(device: jax.Device) -> int:
     return int(_SHARE * free_nbytes([here]))
 
 
+class _Compiler:
+    """Compiles steps: several at once and before they are asked for, where that pays.
+
+    Libraries are autotuned while a step compiles, which XLA does one at a time; the rest of a
+    compilation is work for the host alone.
+    """
+
+    def __init__(self, device: jax.Device, free_layouts: bool, workers: int) -> None:
+        self._device = device
+        self._free_layouts = free_layouts
+        self._workers = workers
+        self._ready: dict[tuple[str, int], concurrent.futures.Future[Any]] = {}
+
+    def ahead(self, steps: Sequence[tuple[Isolated, float]], limit_nbytes: int) -> None:
+        """Compiles `steps`, each with the seconds that are expected of it, and waits for all."""
+        with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
+            self._ready = {}
+            for isolated, expected in steps:
+                if sum(map(nbytes, (*isolated.avals, *isolated.out_avals))) <= limit_nbytes:
+                    copies = copies_of(isolated, expected, limit_nbytes)
+                    self._ready[isolated.key, copies] = pool.submit(
+                        compile_step, isolated, self._device, copies, self._free_layouts
+                    )
+
+    def __call__(self, isolated: Isolated, copies: int) -> Any:
+        future = self._ready.pop((isolated.key, copies), None)
+        if future is not None:
+            return future.result()
+        return compile_step(isolated, self._device, copies, self._free_layouts)
+
+
 def _time(
     isolated: Isolated,
     operands: Operands,
@@ -181,12 +230,12 @@ def _time(
     workspace: int,
     limit: int,
     dispatch: Dispatch,
-    free_layouts: bool,
+    compiler: Callable[[Isolated, int], Any],
 ) -> Timing | None:
     """The timing of one step, on a part of its batch where the whole does not fit."""
     room = limit - workspace
     need = sum(map(nbytes, (*isolated.avals, *isolated.out_avals)))
-    options: Any = dict(limit_nbytes=limit, dispatch=dispatch, free_layouts=free_layouts)
+    options: Any = dict(limit_nbytes=limit, dispatch=dispatch, compiler=compiler)
     while True:
         current, part, batch = isolated, 1, 1
         if need > room:

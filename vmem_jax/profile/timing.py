@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -134,54 +135,25 @@ class Operands:
         return jax.device_put(host, self._device)
 
 
-def time_step(
-    isolated: Isolated,
-    operands: Operands,
-    device: jax.Device,
-    *,
-    expected: float,
-    limit_nbytes: int,
-    dispatch: Dispatch,
-    free_layouts: bool = True,
-) -> float:
-    """Seconds that `isolated` takes on `device` inside a program, launches included.
+def copies_of(isolated: Isolated, expected: float, limit_nbytes: int) -> int:
+    """How often a program repeats a step that is expected to take so many seconds."""
+    results = sum(map(nbytes, isolated.out_avals))
+    most = max(1, min(_MOST_COPIES, limit_nbytes // (4 * max(results, 1))))
+    least = 8 if isolated.carried else 1  # the first of them copies what the others update
+    return max(least, min(most, math.ceil(_PROGRAM_SECONDS / max(expected, 1e-9))))
 
-    A short step stands in one program many times, each after the one before; whole programs are
-    dispatched back to back, so that the device never waits for the host.
+
+def compile_step(
+    isolated: Isolated, device: jax.Device, copies: int, free_layouts: bool = True
+) -> Any:
+    """A compiled program with `copies` of the step, each after the one before.
 
     Args:
-      expected: seconds, for the number of copies; corrected once if it was far off.
-      limit_nbytes: for results at most.
-      dispatch: to take off every program.
       free_layouts: let the compiler choose the layouts of temporaries, as in the whole program.
 
     Raises:
       jax.errors.JaxRuntimeError: it does not fit, or cannot be compiled.
     """
-    results = sum(map(nbytes, isolated.out_avals))
-    most = max(1, min(_MOST_COPIES, limit_nbytes // (4 * max(results, 1))))
-    copies = min(most, math.ceil(_PROGRAM_SECONDS / max(expected, 1e-9)))
-    if isolated.carried:
-        copies = max(copies, 8)  # the first of them copies its argument
-    seconds = 0.0
-    for _ in range(2):
-        run = _compile(isolated, operands, device, copies, free_layouts)
-        at_once = max(1, limit_nbytes // (4 * max(results * copies, 1)))
-        total = seconds_a_call(run, min(1000, at_once))
-        total -= dispatch.seconds(copies * len(isolated.out_avals))
-        total = max(total, copies * _LEAST_SECONDS)
-        seconds = total / copies
-        wanted = min(most, math.ceil(_PROGRAM_SECONDS / seconds))
-        if total > _PROGRAM_SECONDS / 3 or wanted < 2 * copies:
-            break
-        copies = wanted
-    return seconds
-
-
-def _compile(
-    isolated: Isolated, operands: Operands, device: jax.Device, copies: int, free_layouts: bool
-) -> Callable[[], Any]:
-    """A call of a program with `copies` of the step, on its operands."""
     fun = jaxpr_as_fun(isolated.closed)
     carried = dict(isolated.carried)
 
@@ -201,22 +173,60 @@ def _compile(
     options: Any = compat.FENCE_OPTIONS.get(device.platform) or None
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in isolated.avals]
     with jax.default_device(device):
+        jitted = jax.jit(step)
         if free_layouts and any(isolated.free) and not _has_keys(isolated):
-            count = len(avals)
-            auto = [Format(Layout.AUTO) if f else None for f in isolated.free]
-            last = [a for o, a in enumerate(auto[count:])]
-            others = [a for o, a in enumerate(last) if o not in carried.values()]
-            outs = [others] * (copies - 1) + [last]
-            jitted = jax.jit(step, in_shardings=tuple(auto[:count]), out_shardings=outs)
-        else:
-            jitted = jax.jit(step)
-        compiled = jitted.lower(*avals).compile(compiler_options=options)
-        formats = compiled.input_formats[0]
-        args = [
-            x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.device_put(x, f)
-            for x, f in zip(operands.of(isolated.avals), formats, strict=True)
-        ]
-    return lambda: compiled(*args)
+            auto = [Format(Layout.AUTO) if free else None for free in isolated.free]
+            reads, writes = auto[: len(avals)], auto[len(avals) :]
+            others = [a for o, a in enumerate(writes) if o not in carried.values()]
+            outs = [others] * (copies - 1) + [writes]
+            jitted = jax.jit(step, in_shardings=tuple(reads), out_shardings=outs)
+        return jitted.lower(*avals).compile(compiler_options=options)
+
+
+def time_step(
+    isolated: Isolated,
+    operands: Operands,
+    device: jax.Device,
+    *,
+    expected: float,
+    limit_nbytes: int,
+    dispatch: Dispatch,
+    compiler: Callable[[Isolated, int], Any],
+) -> float:
+    """Seconds that `isolated` takes on `device` inside a program, launches included.
+
+    A short step stands in one program many times; whole programs are dispatched back to back, so
+    that the device never waits for the host.
+
+    Args:
+      expected: seconds, for the number of copies; corrected once if it was far off.
+      limit_nbytes: for results at most.
+      dispatch: to take off every program.
+      compiler: `compile_step` of the step with a number of copies.
+
+    Raises:
+      jax.errors.JaxRuntimeError: it does not fit, or cannot be compiled.
+    """
+    results = sum(map(nbytes, isolated.out_avals))
+    copies = copies_of(isolated, expected, limit_nbytes)
+    seconds = 0.0
+    for _ in range(2):
+        compiled = compiler(isolated, copies)
+        with jax.default_device(device):
+            args = [
+                x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.device_put(x, f)
+                for x, f in zip(operands.of(isolated.avals), compiled.input_formats[0], strict=True)
+            ]
+        at_once = max(1, limit_nbytes // (4 * max(results * copies, 1)))
+        total = seconds_a_call(functools.partial(compiled, *args), min(1000, at_once))
+        total -= dispatch.seconds(copies * len(isolated.out_avals))
+        total = max(total, copies * _LEAST_SECONDS)
+        seconds = total / copies
+        wanted = copies_of(isolated, seconds, limit_nbytes)
+        if total > _PROGRAM_SECONDS / 3 or wanted < 2 * copies:
+            break
+        copies = wanted
+    return seconds
 
 
 def _has_keys(isolated: Isolated) -> bool:
