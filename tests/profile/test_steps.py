@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 import types
 
 import jax
@@ -79,7 +80,7 @@ def test_the_limit_is_kept_longest_first_and_the_rest_calibrated(device, monkeyp
     monkeypatch.setattr(steps_module, "time", fake_time)
     seen, timed = [], []
 
-    def fake(isolated, operands, device, *, expected, **_):
+    def fake(isolated, operands, *, expected, **_):
         timed.append(isolated.key)
         return 3 * expected
 
@@ -138,7 +139,8 @@ def test_out_of_memory_means_half_of_the_batch(device, monkeypatch):
     every = distinct_steps(found, "cpu").steps.values()
     isolated = next(alone for _, alone in every if "dot" in alone.what)
     timing = steps_module._time(
-        isolated, Operands(device, 1 << 20), device, expected=1.0, workspace=0, limit=1 << 20,
+        isolated, Operands(device, 1 << 20),
+        expected=1.0, workspace=0, limit=1 << 20,
         dispatch=Dispatch(), compiler=None,
     )  # fmt: skip
     assert tried == sorted(tried, reverse=True) and tried[0] == 64 and tried[-1] <= 16
@@ -190,6 +192,31 @@ def test_compiling_ahead_on_several_threads_changes_nothing(device, monkeypatch)
     )
     profile = profile_steps(make(), CPU, device, {}, workers=2)
     assert profile.measured == profile.distinct <= len(compiled)
+
+
+@pytest.mark.gpu_compile
+def test_every_copy_of_a_convolution_is_one_library_call():
+    """For a card that is not there. The flip is folded away, and nothing is merged or dropped."""
+    from vmem_jax.prove.targets import target
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)] * 2
+    x = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.bfloat16)
+
+    def loss(kernels, x):
+        for k in kernels:
+            form = ("NHWC", "HWIO", "NHWC")
+            x = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=form)
+        return jnp.sum(jnp.sin(x.astype(jnp.float32)))
+
+    found = capture(jax.jit(jax.grad(loss)).trace(kernels, x).jaxpr)
+    calls = []
+    for _, isolated in distinct_steps(found, "gpu").steps.values():
+        if isolated.what.startswith("conv_general"):
+            text = timing_module.compile_step(isolated, target("h200").device(), 3).as_text()
+            targets = re.findall(r'custom_call_target="__cudnn\$conv(\w+)"', text)
+            assert len(targets) == 3 and len(set(targets)) == 1
+            calls.append(targets[0])
+    assert {"Forward", "BackwardInput", "BackwardFilter"} == set(calls)
 
 
 # -- operands

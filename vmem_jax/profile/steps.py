@@ -159,7 +159,6 @@ def profile_steps(
         timing = _time(
             isolated,
             operands,
-            device,
             expected=machine.seconds(step),
             workspace=step.workspace,
             limit=limit,
@@ -224,7 +223,6 @@ class _Compiler:
 def _time(
     isolated: Isolated,
     operands: Operands,
-    device: jax.Device,
     *,
     expected: float,
     workspace: int,
@@ -246,7 +244,7 @@ def _time(
             current, part, batch = found
         try:
             scale = batch // part
-            taken = time_step(current, operands, device, expected=expected / scale, **options)
+            taken = time_step(current, operands, expected=expected / scale, **options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 logging.warning("%s: not timed: %s", isolated.what, str(error).splitlines()[0])

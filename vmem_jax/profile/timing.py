@@ -172,28 +172,28 @@ def compile_step(
 
     options: Any = compat.FENCE_OPTIONS.get(device.platform) or None
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in isolated.avals]
-    with jax.default_device(device):
-        jitted = jax.jit(step)
-        if free_layouts and any(isolated.free) and not _has_keys(isolated):
-            auto = [Format(Layout.AUTO) if free else None for free in isolated.free]
-            reads, writes = auto[: len(avals)], auto[len(avals) :]
-            others = [a for o, a in enumerate(writes) if o not in carried.values()]
-            outs = [others] * (copies - 1) + [writes]
-            jitted = jax.jit(step, in_shardings=tuple(reads), out_shardings=outs)
-        return jitted.lower(*avals).compile(compiler_options=options)
+    here: Any = jax.sharding.SingleDeviceSharding(device)
+    free = (
+        isolated.free if free_layouts and not _has_keys(isolated) else (False,) * len(isolated.free)
+    )
+    places = [Format(Layout.AUTO, here) if chosen else here for chosen in free]
+    reads, writes = places[: len(avals)], places[len(avals) :]
+    others = [p for o, p in enumerate(writes) if o not in carried.values()]
+    outs = [others] * (copies - 1) + [writes]
+    jitted = jax.jit(step, in_shardings=tuple(reads), out_shardings=outs)
+    return jitted.lower(*avals).compile(compiler_options=options)
 
 
 def time_step(
     isolated: Isolated,
     operands: Operands,
-    device: jax.Device,
     *,
     expected: float,
     limit_nbytes: int,
     dispatch: Dispatch,
     compiler: Callable[[Isolated, int], Any],
 ) -> float:
-    """Seconds that `isolated` takes on `device` inside a program, launches included.
+    """Seconds that `isolated` takes inside a program, launches included.
 
     A short step stands in one program many times; whole programs are dispatched back to back, so
     that the device never waits for the host.
@@ -212,11 +212,11 @@ def time_step(
     seconds = 0.0
     for _ in range(2):
         compiled = compiler(isolated, copies)
-        with jax.default_device(device):
-            args = [
-                x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.device_put(x, f)
-                for x, f in zip(operands.of(isolated.avals), compiled.input_formats[0], strict=True)
-            ]
+        formats = compiled.input_formats[0]
+        args = [
+            x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.device_put(x, f)
+            for x, f in zip(operands.of(isolated.avals), formats, strict=True)
+        ]
         at_once = max(1, limit_nbytes // (4 * max(results * copies, 1)))
         total = seconds_a_call(functools.partial(compiled, *args), min(1000, at_once))
         total -= dispatch.seconds(copies * len(isolated.out_avals))
