@@ -362,8 +362,7 @@ class BudgetedStep:
         if target is None and self._profile:
             return measured_costs(traced.captured, device, machine=self._machine).costs
         if target is None and self._profile is None and self._machine is None:
-            known = known_costs(traced.captured, device)
-            if known is not None:
+            if known := known_costs(traced.captured, device):
                 return known
         return analytic(traced.captured.program, self._machine or _machine(traced.avals, target))
 
