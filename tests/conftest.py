@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import pytest
@@ -12,6 +14,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # A test must not depend on what this machine has: no accelerator unless it asks for one.
     if config.option.markexpr != "gpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Nor on what was measured on it: a fresh, empty directory for profiles.
+    os.environ["VMEM_JAX_CACHE"] = tempfile.mkdtemp(prefix="vmem_jax_test_")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(os.environ.pop("VMEM_JAX_CACHE", ""), ignore_errors=True)
 
 
 hypothesis.settings.register_profile("vmem_jax", deadline=None, derandomize=True, database=None)

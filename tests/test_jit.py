@@ -330,7 +330,9 @@ def test_allow_names_the_means():
     with pytest.raises(BudgetError):
         vmem_jax.jit(step, budget=0.5, allow=("order",))(params(), batch())
     assert vmem_jax.jit(step, budget=0.5, allow=("order", "recompute"))(params(), batch())
-    with pytest.raises(ValueError, match=r"`allow` names .*quantise.*there is order, recompute, offload"):
+    with pytest.raises(
+        ValueError, match=r"`allow` names .*quantise.*there is order, recompute, offload"
+    ):
         vmem_jax.jit(step, budget=0.5, allow=("quantise",))
     with pytest.raises(ValueError, match=r"`allow` names nothing"):
         vmem_jax.jit(step, budget=0.5, allow=())

@@ -25,12 +25,18 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"core", "capture", "rewrite", "transfer", "errors", "jax_compat"},
     ),
     "prove/": ({"jax", "numpy", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
+    "profile/": (
+        {"jax", "numpy", "absl"},
+        {"core", "capture", "prove", "profile", "transfer", "errors", "jax_compat"},
+    ),
+    "profile/calibrate.py": (set(), {"core"}),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
     "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),
     "flax.py": ({"jax", "flax"}, {"arguments"}),
     "equinox.py": ({"jax", "equinox"}, {"arguments"}),
     "models/": ({"jax", "flax", "optax", "numpy", "sklearn"}, {"models"}),
+    "stages.py": ({"jax"}, {"core", "jit", "prove", "rewrite", "transfer"}),
     "": (EDGES, {""}),
 }
 

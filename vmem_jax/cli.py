@@ -1,4 +1,4 @@
-"""The command line: vmem-jax train | plan | info. A command is one parser and one function here."""
+"""The command line: vmem-jax train | plan | profile | info. A command is one parser, one function."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import vmem_jax
+from vmem_jax.capture import capture
 from vmem_jax.errors import VmemError, parse_budget, show_nbytes
+from vmem_jax.profile.measured import measured_costs, measured_machine
+from vmem_jax.profile.steps import SECONDS, StepProfile
+from vmem_jax.profile.store import Store, identity
 from vmem_jax.prove.device import total_nbytes
 from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.targets import TARGETS, target
+from vmem_jax.report.profile import costs_table, machine_table
 from vmem_jax.transfer.extension import describe
 
 Subparsers = Any  # argparse gives the type of add_subparsers() no public name
@@ -42,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=vmem_jax.__version__)
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_train, _add_plan, _add_info):
+    for add in (_add_train, _add_plan, _add_profile, _add_info):
         add(commands)
     return parser
 
@@ -63,6 +68,11 @@ def _add_command(
 def _add_step_options(parser: argparse.ArgumentParser) -> None:
     """The options that say which step is meant and how it is to fit."""
     parser.add_argument("--policy", choices=sorted(vmem_jax.POLICIES), default="auto")
+    _add_model_options(parser)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a model that every command has."""
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -290,6 +300,97 @@ def _plan(arguments: argparse.Namespace) -> int:
         step.plan(*shapes, target=arguments.target).save(arguments.save)
         console.print(f"saved to {arguments.save}", markup=False, highlight=False)
     return 0
+
+
+# -- profile
+
+
+def _add_profile(commands: Subparsers) -> None:
+    parser = _add_command(
+        commands,
+        "profile",
+        _profile,
+        "measure this device, and the steps of a model on it; what was measured before is kept",
+    )
+    parser.add_argument("model", nargs="?", help="vgg or resnet and a depth; none: only the device")
+    parser.add_argument("--batch", type=_positive, help="images in a batch; goes with a model")
+    parser.add_argument("--image", type=_positive, default=224, help="pixels of an image's side")
+    parser.add_argument("--classes", type=_positive, default=1000)
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd")
+    parser.add_argument("--refresh", action="store_true", help="measure everything again")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="begin to time no further step after so long"
+    )
+    _add_model_options(parser)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    if (arguments.model is None) != (arguments.batch is None):
+        raise ValueError("a model and --batch go together.")
+    if not arguments.seconds >= 0:
+        raise ValueError(f"--seconds must be 0 or more, not {arguments.seconds}.")
+    console = Console()
+    device = jax.devices()[0]
+    with _bar(console, "device") as on_progress:
+        machine = measured_machine(device, refresh=arguments.refresh, on_progress=on_progress)
+    console.print(machine_table(machine))
+    if arguments.model is not None:
+        from vmem_jax.models import job
+
+        work = job(
+            arguments.model,
+            batch=arguments.batch,
+            image=arguments.image,
+            classes=arguments.classes,
+            dtype=arguments.dtype,
+            optimizer=arguments.optimizer,
+            head_width=arguments.head_width,
+        )
+        captured = capture(jax.jit(work.step).trace(work.state_shapes(), work.batch).jaxpr)
+        with _bar(console, "steps") as on_progress:
+            found = measured_costs(
+                captured,
+                device,
+                machine=machine,
+                seconds=arguments.seconds,
+                refresh=arguments.refresh,
+                on_progress=on_progress,
+            )
+        console.print(costs_table(work.name, captured.program, found.costs))
+        console.print(_profiled(work.name, found), markup=False, highlight=False, soft_wrap=True)
+    path = Store(identity(device)).path
+    console.print(f"kept in {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _profiled(name: str, found: StepProfile) -> str:
+    """What timing the steps gave, in words."""
+    error = found.costs.error
+    text = (
+        f"{name}: {found.distinct} distinct of {len(found.costs.seconds)} steps, {found.measured} "
+        f"measured, {found.scaled} scaled from a part of the batch, {found.calibrated} calibrated "
+        f"({found.reused} known before), in {found.seconds:.1f} s. Predicted step time: "
+        f"{sum(found.costs.seconds) * 1e3:.3f} ms. "
+    )
+    if error is None:
+        text += "Error of the calibrated roofline: unknown, too little was measured."
+    else:
+        text += f"Median error of the calibrated roofline on the measured steps: {error:.0%}."
+    for reason in found.untimed[:10]:
+        text += f"\nnot timed: {reason}"
+    if len(found.untimed) > 10:
+        text += f"\nnot timed: {len(found.untimed) - 10} more"
+    return text
+
+
+@contextlib.contextmanager
+def _bar(console: Console, name: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar, as a function of what is done, of how much, and what is next."""
+    with _progress(console) as progress:
+        task = progress.add_task(name, total=None, metrics="", peak="")
+        yield lambda done, total, what: progress.update(
+            task, completed=done, total=total, metrics=what
+        )
 
 
 # -- info

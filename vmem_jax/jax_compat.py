@@ -71,10 +71,8 @@ def close(
         effects |= set(eqn.effects)
     names = open_jaxpr(like).debug_info
     if len(names.arg_names or ()) != len(invars) or len(names.result_paths or ()) != len(outvars):
-        names = None
-    kwargs: dict[str, Any] = {"effects": frozenset(effects)}
-    if names is not None:
-        kwargs["debug_info"] = names
+        names = names._replace(arg_names=None, result_paths=None)  # without any, JAX warns
+    kwargs: dict[str, Any] = {"effects": frozenset(effects), "debug_info": names}
     parts = (list(constvars), list(invars), list(outvars), list(eqns))
     if _MERGED:
         kwargs["consts"] = list(consts)

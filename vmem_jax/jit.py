@@ -25,11 +25,13 @@ from vmem_jax.errors import (
 )
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
-from vmem_jax.prove.device import free_nbytes, total_nbytes
+from vmem_jax.profile.measured import known_costs, measured_costs
+from vmem_jax.prove.device import devices_of, free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
+from vmem_jax.stages import Compiled, Lowered
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.executable import WithArena, unusable
 
@@ -51,6 +53,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
+    profile: bool | None = None,
 ) -> Any:
     """`jax.jit` inside a memory budget: the same results, and a proof that it fits.
 
@@ -64,12 +67,17 @@ def jit(
         program untouched.
       allow: the means that a plan may use: "order" (exact residuals), "recompute", "offload" (to
         pinned host memory, while other work runs). By default all that are of use here: "offload"
-        on a GPU, where the native extension was built for it, in a step on one device.
+        on a GPU with measured times (`profile`), where the native extension was built for it, in a
+        step on one device.
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       plan: a plan made before, for exactly this step; nothing is planned then.
       donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
         `jax.jit`.
-      machine: what to reckon time with (default: the device's, from its name).
+      machine: what to reckon time with (default: the device's, from its name, and what
+        `vmem-jax profile` or `profile=True` measured on it before).
+      profile: `True` times the distinct steps on the device on the first call, as far as that was
+        not done before: up to 90 s. `False` ignores what was measured, too. By default nothing is
+        timed, and what was is used.
 
     Returns:
       A `BudgetedStep`, called like `fun`.
@@ -92,6 +100,7 @@ def jit(
             static_argnames=static_argnames,
             compiler_options=compiler_options,
             machine=machine,
+            profile=profile,
         )
     if not callable(fun):
         raise TypeError(f"`fun` must be a function. Got {type(fun).__name__}.")
@@ -115,6 +124,7 @@ def jit(
         _host_nbytes(host_budget),
         dict(compiler_options or {}),
         machine,
+        profile,
     )
 
 
@@ -209,6 +219,7 @@ class BudgetedStep:
         host_budget: int | None,
         compiler_options: dict[str, Any],
         machine: Machine | None,
+        profile: bool | None,
     ) -> None:
         functools.update_wrapper(self, fun)
         self._sig = sig
@@ -219,6 +230,7 @@ class BudgetedStep:
         self._host_budget = host_budget
         self._compiler_options = compiler_options
         self._machine = machine
+        self._profile = profile
         self._entries: dict[Hashable, Entry] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
 
@@ -349,10 +361,9 @@ class BudgetedStep:
 
     def _make(self, traced: Traced, target: str | None, inlined: bool) -> Entry:
         program = traced.captured.program
-        machine = self._machine or _machine(traced.avals, target)
-        costs = analytic(program, machine)
+        costs = self._costs(traced, target)
         asked = self._offload_asked or (self._plan is not None and bool(self._plan.transfers))
-        still = self._cannot_move(traced, target, inlined, asked)
+        still = self._cannot_move(traced, costs, target, inlined, asked)
         if still and asked:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
         if still:
@@ -384,16 +395,30 @@ class BudgetedStep:
         return Entry(traced, budget, plain_need, costs, attempts)
 
     def _cannot_move(
-        self, traced: Traced, target: str | None, inlined: bool, asked: bool
+        self, traced: Traced, costs: Costs, target: str | None, inlined: bool, asked: bool
     ) -> str:
-        """Why the step cannot use transfers, or ""."""
-        if not asked and target is None and _platform(traced.avals) == "cpu":
+        """Why the step cannot use transfers, or does better without, or ""."""
+        if not asked and target is None and devices_of(traced.avals)[0].platform == "cpu":
             return "a CPU's memory is the host's own (`allow` can name it all the same)"
+        if not asked and not costs.sources:
+            return (
+                "its times are a roofline's, which does not tell what hides under them: measure "
+                "them with `profile=True` or `vmem-jax profile`, or let `allow` name it"
+            )
         if inlined:
             return "it is called inside another jit, whose executable would own the arena"
-        platform = "gpu" if target is not None else _platform(traced.avals)
-        devices = {d for a in traced.avals if a.sharding is not None for d in a.sharding.device_set}
-        return unusable(platform, len(devices))
+        platform = "gpu" if target is not None else devices_of(traced.avals)[0].platform
+        return unusable(platform, len(devices_of(traced.avals)))
+
+    def _costs(self, traced: Traced, target: str | None) -> Costs:
+        """Measured where the device is there and that is wanted, else by the roofline."""
+        device = devices_of(traced.avals)[0]
+        if target is None and self._profile:
+            return measured_costs(traced.captured, device, machine=self._machine).costs
+        if target is None and self._profile is None and self._machine is None:
+            if known := known_costs(traced.captured, device):
+                return known
+        return analytic(traced.captured.program, self._machine or _machine(traced.avals, target))
 
     def _budget_nbytes(self, traced: Traced, target: str | None) -> tuple[int | None, int | None]:
         """(budget in bytes, plain jit's need where that had to be compiled)."""
@@ -429,7 +454,7 @@ class BudgetedStep:
         arena = Arena(layout, host_budget=self._host_budget)
         jaxpr = rewrite(traced.captured, plan, arena.id)
         compiled = self._compile_jaxpr(traced, jaxpr, target)
-        return WithArena(compiled, arena, [] if target else [_device(traced.avals)])
+        return WithArena(compiled, arena, [] if target else [devices_of(traced.avals)[0]])
 
     def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None) -> Any:
         avals = traced.avals
@@ -462,80 +487,14 @@ class BudgetedStep:
 
         step.__name__ = step.__qualname__ = self._name
         lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
-        fences = compat.FENCE_OPTIONS.get(_platform(avals), {})
+        fences = compat.FENCE_OPTIONS.get(devices_of(avals)[0].platform, {})
         return lowered.compile(compiler_options={**fences, **self._compiler_options} or None)
-
-
-class Lowered:
-    """A budgeted step for given arguments, not yet compiled."""
-
-    def __init__(self, step: BudgetedStep, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._step, self._args, self._kwargs = step, args, kwargs
-
-    def compile(self) -> Compiled:
-        """The planned step, compiled and proved. Raises BudgetError if none fits."""
-        return Compiled(self._step, self._step._entry_for(self._args, self._kwargs, None))
-
-    def as_text(self) -> str:
-        """The StableHLO of the planned step."""
-        entry = self._step._entry_for(self._args, self._kwargs, None)
-        arena = entry.best.compiled.arena.id if entry.best.plan.transfers else None
-        jaxpr = rewrite(entry.traced.captured, entry.best.plan, arena)
-        return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
-
-
-class Compiled:
-    """A compiled budgeted step; called like the user's function, dynamic arguments only."""
-
-    def __init__(self, step: BudgetedStep, entry: Entry) -> None:
-        self._step, self._entry = step, entry
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(*args, **kwargs)
-
-    @property
-    def plan(self) -> Plan:
-        return self._entry.best.plan
-
-    @property
-    def attempts(self) -> tuple[Attempt, ...]:
-        """Every plan that was compiled on the way; the last is the one that runs."""
-        return self._entry.attempts
-
-    @property
-    def arena(self) -> Arena | None:
-        """The host memory of the plan's transfers, with its counters and its tensor cache."""
-        return self._entry.best.compiled.arena if self.plan.transfers else None
-
-    @property
-    def need_nbytes(self) -> int:
-        """Bytes that the step needs by the compiler's figures."""
-        return self._entry.best.need
-
-    def memory_analysis(self) -> Any:
-        return self._entry.best.compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        return self._entry.best.compiled.cost_analysis()
-
-    def as_text(self) -> str:
-        return self._entry.best.compiled.as_text()
-
-
-def _device(avals: Sequence[jax.ShapeDtypeStruct]) -> jax.Device:
-    """Some device that the step runs on."""
-    devices = {d for a in avals if a.sharding is not None for d in a.sharding.device_set}
-    return next(iter(devices), None) or jax.devices()[0]
-
-
-def _platform(avals: Sequence[jax.ShapeDtypeStruct]) -> str:
-    return _device(avals).platform
 
 
 def _machine(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Machine:
     if target is not None:
         return MACHINES.get(target, MACHINES["h200"])
-    return machine_for(_device(avals).device_kind)
+    return machine_for(devices_of(avals)[0].device_kind)
 
 
 __all__ = ["MEANS", "BudgetError", "BudgetedStep", "Compiled", "Lowered", "jit"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 from vmem_jax.core.program import Program, Step
@@ -25,6 +26,8 @@ class Machine:
       link_out: device to pinned host memory, bytes a second.
       link_in: pinned host memory to device, bytes a second.
       link_both: in total, where both directions are busy, bytes a second.
+      convolutions: operations a second of convolutions by dtype; `flops` for those that it lacks.
+      pinning: seconds that pinning a byte of host memory takes. 2 GiB took 1.2 s beside an H200.
     """
 
     name: str
@@ -35,10 +38,14 @@ class Machine:
     link_out: float = 25e9
     link_in: float = 25e9
     link_both: float = 45e9
+    convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    pinning: float = 1.2 / 2**31
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch."""
         rate = self.flops.get(step.dtype, self.flops[""])
+        if step.op == "conv_general_dilated":
+            rate = self.convolutions.get(step.dtype, rate)
         if not step.aligned:
             rate /= _UNALIGNED
         return max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
@@ -59,6 +66,21 @@ class Link:
     both: float
 
 
+class Source(enum.StrEnum):
+    """Where the seconds of a step come from.
+
+    MEASURED: the step was timed alone on the device.
+    SCALED: it was too large for that, and was timed on a part of its batch.
+    CALIBRATED: the roofline, times a factor that the measured steps of its class gave.
+    ROOFLINE: the roofline alone.
+    """
+
+    MEASURED = "measured"
+    SCALED = "scaled"
+    CALIBRATED = "calibrated"
+    ROOFLINE = "roofline"
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """The seconds of every step of one program, and the link that its transfers share.
@@ -67,11 +89,16 @@ class Costs:
       machine: the device.
       seconds: of every step of the program.
       link: None where nothing can be moved.
+      sources: where each step's seconds come from; empty where all are the roofline's.
+      error: median relative error of the calibrated roofline on the measured steps, each predicted
+        from the others; None where nothing was measured, or too little to tell.
     """
 
     machine: str
     seconds: tuple[float, ...]
     link: Link | None = None
+    sources: tuple[Source, ...] = ()
+    error: float | None = None
 
 
 def analytic(program: Program, machine: Machine) -> Costs:
@@ -109,7 +136,7 @@ MACHINES: dict[str, Machine] = {
         Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30, 5e9, 5e9, 5e9),
     )
 }
-"""Datasheet figures times what is reached; `vmem-jax profile` will measure them."""
+"""Datasheet figures times what is reached, for machines that `vmem-jax profile` has not measured."""
 
 
 def machine_for(device_kind: str) -> Machine:

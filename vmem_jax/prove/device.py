@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 
 
-def _devices(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
+def devices_of(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
+    """The devices that a step with these arguments runs on: the default one, if they name none."""
     placed = {d for a in avals if a.sharding is not None for d in a.sharding.device_set}
     return sorted(placed, key=lambda d: d.id) or [jax.devices()[0]]
 
@@ -20,7 +21,7 @@ def total_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = Non
 
         return card(target).memory_nbytes
     limits = []
-    for device in _devices(avals):
+    for device in devices_of(avals):
         stats = device.memory_stats() if device.platform != "cpu" else None
         limits.append(stats["bytes_limit"] if stats else _host_nbytes("SC_PHYS_PAGES"))
     return min(limits)
@@ -31,7 +32,7 @@ def free_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None
     if target is not None:
         return total_nbytes(avals, target)
     free = []
-    for device in _devices(avals):
+    for device in devices_of(avals):
         stats = device.memory_stats() if device.platform != "cpu" else None
         if stats:
             free.append(stats["bytes_limit"] - stats["bytes_in_use"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -69,9 +70,9 @@ class Arena:
         self._pinned: set[tuple[str, int]] = set()
         slots = [(s.offset, s.nbytes, s.stride, s.depth) for s in layout.slots]
         self.id: int = extension.arena_create(slots, layout.nbytes)
-        self._free = weakref.finalize(self, extension.arena_free, self.id)
+        self._free: Any = weakref.finalize(self, extension.arena_free, self.id)
         # At the end of the process the memory goes anyway, and waiting for copies could hang.
-        self._free.atexit = False  # type: ignore[misc]
+        self._free.atexit = False
 
     def pin(self, device: jax.Device, *, lock_pages: bool = False) -> None:
         """Allocates and pins the arena for `device`, unless that has been done.

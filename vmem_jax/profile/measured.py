@@ -1,0 +1,89 @@
+"""measured: from the device's file what is there, from the device what is not."""
+
+from __future__ import annotations
+
+import jax
+from absl import logging
+
+from vmem_jax.capture.capture import Captured
+from vmem_jax.core.costs import Costs, Machine, machine_for
+from vmem_jax.profile.calibrate import Timing, costs_from
+from vmem_jax.profile.machine import measure
+from vmem_jax.profile.steps import (
+    SECONDS,
+    Progress,
+    StepProfile,
+    distinct_steps,
+    profile_steps,
+)
+from vmem_jax.profile.store import Measured, Store, identity
+
+
+def measured_machine(
+    device: jax.Device,
+    *,
+    refresh: bool = False,
+    on_progress: Progress = lambda done, total, what: None,
+) -> Machine:
+    """The rates of `device`: from its file, or measured now (some seconds) and kept there.
+
+    Args:
+      refresh: measure, whatever the file says.
+      on_progress: called with how many measurements are done, of how many, and what is next.
+    """
+    store = Store(identity(device))
+    machine = None if refresh else store.load().machine
+    if machine is None:
+        machine = measure(device, on_progress=on_progress)
+        _keep(store, Measured(machine))
+    return machine
+
+
+def measured_costs(
+    captured: Captured,
+    device: jax.Device,
+    *,
+    machine: Machine | None = None,
+    seconds: float = SECONDS,
+    refresh: bool = False,
+    on_progress: Progress = lambda done, total, what: None,
+) -> StepProfile:
+    """Costs of `captured` on `device`: times what its file lacks, and keeps it there.
+
+    Args:
+      machine: whose roofline predicts what is not timed (default: `measured_machine`).
+      seconds: begin no further step after so long.
+      refresh: time every step, whatever the file says.
+      on_progress: as in `profile_steps`.
+    """
+    machine = machine or measured_machine(device)
+    store = Store(identity(device))
+    timings: dict[str, Timing] = {} if refresh else dict(store.load().steps)
+    before = dict(timings)
+    try:
+        return profile_steps(
+            captured, machine, device, timings, seconds=seconds, on_progress=on_progress
+        )
+    finally:  # what was timed before an interruption is kept, too
+        new = {key: timing for key, timing in timings.items() if key not in before}
+        if new:
+            _keep(store, Measured(steps=new))
+
+
+def known_costs(captured: Captured, device: jax.Device) -> Costs | None:
+    """Costs from the file of `device` alone; None where it has no step of this program."""
+    known = Store(identity(device)).load()
+    if not known.steps:
+        return None
+    found = distinct_steps(captured, device.platform)
+    if not any(key in known.steps for key in found.steps):
+        return None
+    machine = known.machine or machine_for(device.device_kind)
+    return costs_from(captured.program, machine, found.keys, known.steps, found.folded)
+
+
+def _keep(store: Store, measured: Measured) -> None:
+    try:
+        store.add(measured)
+    except OSError as error:
+        logging.warning("%s cannot be written, so nothing is kept: %s", store.path, error)

@@ -1,0 +1,72 @@
+"""stages: a budgeted step on its way to being run, as `jax.stages` has them: lowered, compiled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from vmem_jax.core.plan import Plan
+from vmem_jax.prove.prove import Attempt
+from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.transfer.arena import Arena
+
+if TYPE_CHECKING:
+    from vmem_jax.jit import BudgetedStep, Entry
+
+
+class Lowered:
+    """A budgeted step for given arguments, not yet compiled."""
+
+    def __init__(self, step: BudgetedStep, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._step, self._args, self._kwargs = step, args, kwargs
+
+    def compile(self) -> Compiled:
+        """The planned step, compiled and proved. Raises BudgetError if none fits."""
+        return Compiled(self._step, self._step._entry_for(self._args, self._kwargs, None))
+
+    def as_text(self) -> str:
+        """The StableHLO of the planned step."""
+        entry = self._step._entry_for(self._args, self._kwargs, None)
+        arena = entry.best.compiled.arena.id if entry.best.plan.transfers else None
+        jaxpr = rewrite(entry.traced.captured, entry.best.plan, arena)
+        return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
+
+
+class Compiled:
+    """A compiled budgeted step; called like the user's function, dynamic arguments only."""
+
+    def __init__(self, step: BudgetedStep, entry: Entry) -> None:
+        self._step, self._entry = step, entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        return self._entry.best.plan
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Every plan that was compiled on the way; the last is the one that runs."""
+        return self._entry.attempts
+
+    @property
+    def arena(self) -> Arena | None:
+        """The host memory of the plan's transfers, with its counters and its tensor cache."""
+        return self._entry.best.compiled.arena if self.plan.transfers else None
+
+    @property
+    def need_nbytes(self) -> int:
+        """Bytes that the step needs by the compiler's figures."""
+        return self._entry.best.need
+
+    def memory_analysis(self) -> Any:
+        return self._entry.best.compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        return self._entry.best.compiled.cost_analysis()
+
+    def as_text(self) -> str:
+        return self._entry.best.compiled.as_text()
