@@ -6,7 +6,13 @@ runs the same step inside 12 GiB, and proves that it fits before anything runs.
 """
 
 from vmem_jax.core.plan import Plan
-from vmem_jax.errors import BudgetError, DifferentiationError, PlanError, VmemError
+from vmem_jax.errors import (
+    BudgetError,
+    DifferentiationError,
+    HostMemoryError,
+    PlanError,
+    VmemError,
+)
 from vmem_jax.jit import BudgetedStep, jit
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Exact, Keep, Recompute
 
@@ -20,6 +26,7 @@ __all__ = [
     "BudgetedStep",
     "DifferentiationError",
     "Exact",
+    "HostMemoryError",
     "Keep",
     "Plan",
     "PlanError",

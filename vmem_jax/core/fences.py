@@ -49,16 +49,33 @@ def _small(program: Program) -> int:
     return sum(temporaries) // 2000
 
 
+_AHEAD = 8
+"""Steps that are looked at for the newest value that they read."""
+
+
 def spines(
     program: Program, order: Sequence[int], avoid: Mapping[int, Collection[int]]
 ) -> dict[int, int | None]:
-    """For each position the value that what stands before it leads to and what follows reads.
+    """For each position the newest value that the steps from there on read: the running one.
 
     Args:
       avoid: position -> buffers that cannot be it.
     """
-    fencer = _Fencer(program, order, _small(program))
-    return {position: fencer.spine(position, others) for position, others in avoid.items()}
+    made: dict[int, int] = {}  # temporary buffer -> position of its last write
+    found: dict[int, int | None] = {}
+    for position, s in enumerate(order):
+        if position in avoid:
+            read = {
+                b
+                for later in order[position : position + _AHEAD]
+                for b in program.steps[later].reads
+            }
+            fitting = [b for b in read if b in made and b not in avoid[position]]
+            found[position] = max(fitting, key=lambda b: (made[b], b), default=None)
+        for b in program.steps[s].writes:
+            if not program.is_resident[b]:
+                made[b] = position
+    return found
 
 
 class _Fencer:
@@ -94,7 +111,7 @@ class _Fencer:
         loose: list[int] = []  # made in the last run, not needed on the spine
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
-            spine = self.spine(start)
+            spine = self._spine(start)
             wanted: dict[int, None] = {}
             fresh: set[int] = set()
             for position in range(start, end):
@@ -163,7 +180,7 @@ class _Fencer:
             return False
         return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
 
-    def spine(self, start: int, avoid: Collection[int] = ()) -> int | None:
+    def _spine(self, start: int) -> int | None:
         """The value made last before `start` that a heavy step made and that is still read.
 
         Without one close by, it is the largest of any kind there: a cotangent behind its mask.
@@ -173,7 +190,7 @@ class _Fencer:
         for position in range(start - 1, -1, -1):
             step = program.steps[self.order[position]]
             for b in step.writes:
-                if program.is_resident[b] or b in avoid or not self._is_read_from(b, start):
+                if program.is_resident[b] or not self._is_read_from(b, start):
                     continue
                 if all(program.steps[r].phase is Phase.UPDATE for r in program.readers[b]):
                     continue  # a weight gradient: nothing but its update hangs on it

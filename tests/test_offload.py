@@ -1,0 +1,185 @@
+"""Budgeted steps that move buffers, on the CPU's twins of the calls: memory, bits, faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transfer_cases as cases
+from test_jit import batch, need, params, plain_need, step
+
+import vmem_jax
+from vmem_jax import BudgetError, HostMemoryError, Plan
+from vmem_jax.core.costs import MACHINES
+from vmem_jax.transfer.arena import live_arenas
+from vmem_jax.transfer.extension import describe
+
+pytestmark = pytest.mark.skipif(
+    describe().startswith("none"), reason=f"native extension: {describe()}"
+)
+
+FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
+"""A machine whose link hides everything, so that plans move rather than recompute."""
+
+
+def offloading(fun=step, budget=0.5, **options):
+    options = {"allow": ("order", "offload"), "machine": FAST, **options}
+    return vmem_jax.jit(fun, budget=budget, **options)
+
+
+def same(a, b):
+    leaves = jax.tree.leaves(a), jax.tree.leaves(b)
+    return all(np.array_equal(x, y) for x, y in zip(*leaves, strict=True))
+
+
+def test_it_fits_moves_and_keeps_every_bit():
+    budgeted = offloading()
+    compiled = budgeted.lower(params(), batch()).compile()
+    assert compiled.need_nbytes <= 0.5 * plain_need()
+    assert compiled.plan.transfers and not compiled.plan.recomputed
+    kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
+    for _ in range(2):
+        assert same(budgeted(params(), batch()), kept)
+    counters = compiled.arena.counters(jax.devices()[0])
+    parked = sum(slot.nbytes for slot in compiled.arena.layout.slots)
+    assert counters.link_nbytes_out == counters.link_nbytes_in == 2 * parked
+    assert counters.parked == 0 and counters.resets == 0
+    assert need(compiled._entry.best.compiled) == compiled.need_nbytes
+
+
+def test_without_leave_to_move_the_same_budget_is_not_met():
+    with pytest.raises(BudgetError):
+        vmem_jax.jit(step, budget=0.5, allow="order", machine=FAST)(params(), batch())
+
+
+def test_slow_copies_and_poisoned_sources_change_nothing():
+    budgeted = offloading()
+    expected = budgeted(params(), batch())
+    with cases.injected(delay_seconds=2e-3, poison=True):
+        assert same(budgeted(params(), batch()), expected)
+
+
+def test_a_failed_copy_is_an_error_and_the_next_step_is_right():
+    budgeted = offloading()
+    expected = jax.block_until_ready(budgeted(params(), batch()))
+    with cases.injected(fail_slot=0), pytest.raises(jax.errors.JaxRuntimeError, match="slot 0"):
+        jax.block_until_ready(budgeted(params(), batch()))
+    assert same(budgeted(params(), batch()), expected)
+
+
+def test_two_threads_run_one_step():
+    budgeted = offloading()
+    expected = budgeted(params(), batch())
+    results = []
+    run = lambda: results.extend(budgeted(params(), batch()) for _ in range(3))
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6 and all(same(r, expected) for r in results)
+
+
+def test_the_tensor_cache_takes_the_place_of_the_link():
+    """SuperNeurons, Table 3: the same compiled step, fewer bytes over the link with more cache."""
+    budgeted = offloading()
+    compiled = budgeted.lower(params(), batch()).compile()
+    device = jax.devices()[0]
+    expected = budgeted(params(), batch())
+    moved = []
+    for share in (0, 0.5, 1):
+        compiled.arena.set_cache_capacity(device, int(share * 2 * compiled.arena.layout.nbytes))
+        before = compiled.arena.counters(device)
+        assert same(budgeted(params(), batch()), expected)
+        after = compiled.arena.counters(device)
+        moved.append(after.link_nbytes_out - before.link_nbytes_out)
+    assert moved[0] > 0 and moved[2] == 0 and moved[0] >= moved[1] >= moved[2]
+
+
+def test_the_arena_goes_with_the_step():
+    gc.collect()
+    before = live_arenas()
+    budgeted = offloading()
+    budgeted(params(), batch())
+    assert live_arenas() > before
+    del budgeted
+    gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    assert live_arenas() == before
+
+
+def test_a_plan_with_transfers_is_given_back(tmp_path):
+    budgeted = offloading()
+    budgeted.plan(params(), batch()).save(tmp_path / "step.json")
+    plan = Plan.load(tmp_path / "step.json")
+    again = vmem_jax.jit(step, plan=plan, machine=FAST)
+    assert same(again(params(), batch()), budgeted(params(), batch()))
+    assert again.lower(params(), batch()).compile().arena is not None
+
+
+def test_host_budget_is_said_before_the_step_runs():
+    ran = []
+
+    def noisy(params, x):
+        jax.debug.callback(lambda: ran.append(1))
+        return step(params, x)
+
+    budgeted = offloading(noisy, host_budget=1024)
+    with pytest.raises(HostMemoryError, match=r"1\.00 KiB"):
+        budgeted(params(), batch())
+    jax.effects_barrier()
+    assert ran == []
+    with pytest.raises(ValueError, match=r"`host_budget`=0.5 is no size"):
+        offloading(host_budget=0.5)
+
+
+def test_nothing_moves_on_a_cpu_unless_it_is_asked_for():
+    compiled = vmem_jax.jit(step, budget=0.5, machine=FAST).lower(params(), batch()).compile()
+    assert compiled.arena is None and not compiled.plan.transfers
+
+
+def test_where_it_cannot_be_it_says_why():
+    outer = jax.jit(lambda p, x: offloading()(p, x))
+    with pytest.raises(ValueError, match=r"`step` cannot offload: it is called inside another jit"):
+        outer(params(), batch())
+
+
+def test_as_text_has_the_four_calls():
+    text = offloading().lower(params(), batch()).as_text()
+    for call in ("offload_start", "offload_done", "fetch_start", "fetch_done"):
+        assert f"vmem_jax_{call}" in text
+
+
+def test_explain_says_what_moves():
+    text = str(offloading().explain(params(), batch()))
+    assert "buffers moved" in text
+
+
+def test_scaled_batch_keys_and_integers_move_too():
+    """Residuals of other dtypes: a mask of booleans, an index."""
+
+    def fun(w, x):
+        def loss(w):
+            y = x
+            for i in range(6):
+                y = jnp.where(y > 0, y, 0.1 * y) @ w[i]
+                y = y.at[jnp.argmax(y, 0), jnp.arange(32)].multiply(2.0)
+            return jnp.square(y).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w = jnp.stack(params()[:6])
+    expected = vmem_jax.jit(fun, budget="1GiB", policy="exact")(w, batch())
+    for share in (0.9, 0.8, 0.7):
+        try:
+            budgeted = offloading(fun, budget=share)
+            got = budgeted(w, batch())
+        except BudgetError:
+            break
+        assert same(got, expected)
