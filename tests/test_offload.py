@@ -90,7 +90,7 @@ def test_the_tensor_cache_takes_the_place_of_the_link():
     budgeted = offloading()
     compiled = budgeted.lower(params(), batch()).compile()
     device = jax.devices()[0]
-    expected = budgeted(params(), batch())
+    expected = jax.block_until_ready(budgeted(params(), batch()))
     moved = []
     for share in (0, 0.5, 1):
         compiled.arena.set_cache_capacity(device, int(share * 2 * compiled.arena.layout.nbytes))
