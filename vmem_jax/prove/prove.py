@@ -1,7 +1,8 @@
 """prove: compile a plan and read what it needs; plan again with the difference taken off.
 
 Only the compiler knows the peak. At most four compiles, typically one or two; the fastest by
-prediction that fits is kept, and nothing over the budget is ever returned.
+prediction that fits is kept, and nothing over the budget is ever returned. If a plan that moves
+buffers and the next do not fit, the others move none.
 """
 
 from __future__ import annotations
@@ -84,8 +85,11 @@ def prove(
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
             lowest = error.lowest_plan
-            if not isinstance(lowest, Plan) or any(a.plan.order == lowest.order for a in attempts):
-                break
+            if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
+                if costs.link is None or not any(a.plan.transfers for a in attempts):
+                    break
+                costs, target = dataclasses.replace(costs, link=None), budget
+                continue
             plan = lowest
         seconds = time.perf_counter() - start
         compiled = compile_plan(plan)
@@ -102,6 +106,9 @@ def prove(
         step = attempt.need - budget
         target = min(budget - excess, plan.predicted_peak - step)
         target -= (len(attempts) - 1) * (budget // 100)
+        if len(attempts) == MOST_COMPILES // 2 and attempts[0].plan.transfers:
+            # what moves is packed worse than predicted here: the rest of the tries go without
+            costs, target = dataclasses.replace(costs, link=None), budget
     fits = lambda attempt: budget is None or attempt.need <= budget
     if not any(map(fits, attempts)) and _try_plain(attempts, budget, plain_need):
         plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
@@ -112,6 +119,10 @@ def prove(
         raise _cannot_fit(program, policy, costs, budget or 0, attempts)
     best = min(fitting, key=lambda a: a.plan.predicted_seconds)
     return (*(a for a in attempts if a is not best), best)
+
+
+def _same(a: Plan, b: Plan) -> bool:
+    return (a.order, a.transfers) == (b.order, b.transfers)
 
 
 def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:

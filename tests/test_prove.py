@@ -1,0 +1,70 @@
+"""prove: what is compiled, in which order, and what is kept. The compiler is a function here."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from helpers import SHAPES, unit_costs
+
+from vmem_jax import POLICIES, BudgetError
+from vmem_jax.core.costs import Link
+from vmem_jax.core.simulate import simulate
+from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
+
+PROGRAM = SHAPES["chain"]
+FAST = dataclasses.replace(unit_costs(PROGRAM), link=Link(1e6, 1e6, 2e6))
+LOW = PROGRAM.resident_nbytes
+HIGH = simulate(PROGRAM, range(len(PROGRAM.steps)), FAST).peak
+BUDGET = (LOW + HIGH) // 2
+
+
+def compiled(nbytes):
+    """What a compiled step says of its memory."""
+    stats = SimpleNamespace(
+        argument_size_in_bytes=nbytes - 10,
+        output_size_in_bytes=7,
+        alias_size_in_bytes=2,
+        temp_size_in_bytes=5,
+    )
+    return SimpleNamespace(memory_analysis=lambda: stats)
+
+
+def attempts(excess, *, allow=("order", "recompute", "offload"), budget=BUDGET, plain_need=None):
+    """The attempts under a compiler that needs `excess(plan)` more than predicted."""
+    compile_plan = lambda plan: compiled(plan.predicted_peak + excess(plan))
+    return prove(PROGRAM, POLICIES["auto"](allow=allow), FAST, budget, compile_plan, plain_need)
+
+
+def test_need_is_arguments_outputs_and_temporaries_less_aliases():
+    assert need_nbytes(compiled(123)) == 123
+
+
+def test_a_plan_that_fits_is_compiled_once():
+    (attempt,) = attempts(lambda plan: 0)
+    assert attempt.plan.transfers and attempt.need <= BUDGET
+
+
+def test_the_excess_is_taken_off_what_is_planned_for():
+    found = attempts(lambda plan: 3)
+    assert 1 < len(found) <= MOST_COMPILES
+    assert found[-1].need <= BUDGET and found[-1].plan.budget == BUDGET
+
+
+def test_plans_that_move_give_way_to_one_that_does_not():
+    found = attempts(lambda plan: 1000 if plan.transfers else 0)
+    assert found[0].plan.transfers and not found[-1].plan.transfers and len(found) == 3
+    assert found[-1].need <= BUDGET
+
+
+def test_the_untouched_program_runs_where_only_it_fits():
+    found = attempts(lambda plan: 1000 if plan.fenced else BUDGET - plan.predicted_peak)
+    assert not found[-1].plan.fenced and found[-1].plan.policy == "keep"
+    assert found[-1].need == BUDGET
+
+
+def test_nothing_over_the_budget_is_returned():
+    with pytest.raises(BudgetError) as caught:
+        attempts(lambda plan: 1000, plain_need=HIGH + 1000)
+    assert caught.value.lowest_peak > BUDGET
