@@ -54,7 +54,7 @@ def test_the_excess_is_taken_off_what_is_planned_for():
 
 def test_plans_that_move_give_way_to_one_that_does_not():
     found = attempts(lambda plan: 1000 if plan.transfers else 0)
-    assert found[0].plan.transfers and not found[-1].plan.transfers and len(found) == 3
+    assert found[0].plan.transfers and not found[-1].plan.transfers
     assert found[-1].need <= BUDGET
 
 

@@ -76,19 +76,19 @@ def prove(
       BudgetError: no attempt fits, or the policy has no plan to try.
     """
     attempts: list[Attempt] = []
-    target = budget
+    target, means = budget, costs  # what is planned for, and with
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
         try:
-            plan = policy.plan(program, costs, target)
+            plan = policy.plan(program, means, target)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
             lowest = error.lowest_plan
             if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
-                if costs.link is None or not any(a.plan.transfers for a in attempts):
+                if means.link is None or not any(a.plan.transfers for a in attempts):
                     break
-                costs, target = dataclasses.replace(costs, link=None), budget
+                means, target = dataclasses.replace(costs, link=None), budget
                 continue
             plan = lowest
         seconds = time.perf_counter() - start
@@ -108,7 +108,7 @@ def prove(
         target -= (len(attempts) - 1) * (budget // 100)
         if len(attempts) == MOST_COMPILES // 2 and attempts[0].plan.transfers:
             # what moves is packed worse than predicted here: the rest of the tries go without
-            costs, target = dataclasses.replace(costs, link=None), budget
+            means, target = dataclasses.replace(costs, link=None), budget
     fits = lambda attempt: budget is None or attempt.need <= budget
     if not any(map(fits, attempts)) and _try_plain(attempts, budget, plain_need):
         plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
