@@ -27,7 +27,7 @@ from vmem_jax.policy.base import AbstractPolicy, finish
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
-from vmem_jax.policy.placement import place
+from vmem_jax.policy.placement import place, rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Auto(AbstractPolicy):
                 for timeline in _every_choice(program, costs, base, remaking):
                     best = _better(best, timeline, budget)
             found = {share: attempt((), share) for share in shares}
-            shares = sorted(shares, key=lambda share: _rank(found[share], budget))
+            shares = sorted(shares, key=lambda share: rank(found[share], budget))
             best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
             every = candidates(program, costs, base, self.least_move)
@@ -127,12 +127,7 @@ def _under_limit(
 
 def _better(a: Timeline, b: Timeline, budget: int) -> Timeline:
     """The faster of two that fit, else the lower."""
-    return min(a, b, key=lambda t: _rank(t, budget))
-
-
-def _rank(timeline: Timeline, budget: int) -> tuple[bool, float, int]:
-    over = timeline.peak > budget
-    return over, timeline.peak if over else timeline.seconds, timeline.peak
+    return min(a, b, key=lambda t: rank(t, budget))
 
 
 class _Search:

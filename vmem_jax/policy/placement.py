@@ -38,7 +38,7 @@ def place(
     for _ in range(_ROUNDS):
         transfers = _unhurried(program, timeline, away, costs, heavy)
         timeline = _within(program, order, transfers, costs, limit, heavy)
-        if best is None or _rank(timeline, limit) < _rank(best, limit):
+        if best is None or rank(timeline, limit) < rank(best, limit):
             best = timeline
         if not any(timeline.stalls):
             break
@@ -46,7 +46,8 @@ def place(
     return best
 
 
-def _rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
+def rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
+    """What makes one timeline better than another: it fits and is faster, or is lower."""
     over = timeline.peak > limit
     return over, timeline.peak if over else timeline.seconds, timeline.peak
 
