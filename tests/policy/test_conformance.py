@@ -198,7 +198,7 @@ def search_of(policy, program, share):
         return None
 
 
-@settings(some, max_examples=100)
+@settings(some, max_examples=60)
 @given(program=programs(layers=5, pure=True), share=st.floats(0, 1))
 def test_auto_is_the_best_of_every_choice(program, share):
     ratio = search_of(POLICIES["auto"](), program, share)
@@ -208,7 +208,7 @@ def test_auto_is_the_best_of_every_choice(program, share):
 def test_greedy_search_is_close_to_the_best():
     ratios = []
 
-    @settings(some, max_examples=200)
+    @settings(some, max_examples=120)
     @given(program=programs(layers=5, pure=True), share=st.floats(0.125, 1))
     def collect(program, share):
         ratios.append(search_of(POLICIES["auto"](exhaustive=0), program, share))
