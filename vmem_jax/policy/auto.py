@@ -25,7 +25,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, finish
 from vmem_jax.policy.executor import Drop, Execution, Remaking
-from vmem_jax.policy.order import lower_order
+from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place, rank
 
@@ -60,10 +60,11 @@ class Auto(AbstractPolicy):
         shares: Sequence[float] = self.shares
         if "recompute" in self.allow:
             best = _better(best, _under_limit(program, costs, base, (), budget), budget)
-            remaking = Remaking(program, base)
-            if len(remaking.idle()) <= self.exhaustive:
-                for timeline in _every_choice(program, costs, base, remaking):
-                    best = _better(best, timeline, budget)
+            for order in dict.fromkeys((base, canonical_order(program))):
+                remaking = Remaking(program, order)
+                if len(remaking.idle()) <= self.exhaustive:
+                    for timeline in _every_choice(program, costs, order, remaking):
+                        best = _better(best, timeline, budget)
             found = {share: attempt((), share) for share in shares}
             shares = sorted(shares, key=lambda share: rank(found[share], budget))
             best = _better(best, found[shares[0]], budget)
