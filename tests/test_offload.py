@@ -105,9 +105,12 @@ def test_the_arena_goes_with_the_step():
     gc.collect()
     before = live_arenas()
     budgeted = offloading()
-    budgeted(params(), batch())
-    assert live_arenas() > before
-    del budgeted
+    with cases.injected(delay_seconds=5e-3):
+        result = budgeted(params(), batch())
+        assert live_arenas() > before
+        del budgeted  # while it runs
+        gc.collect()
+        jax.block_until_ready(result)
     gc.collect()
     jax.clear_caches()
     gc.collect()

@@ -1,12 +1,13 @@
 """prove: compile a plan and read what it needs; plan again with the difference taken off.
 
 Only the compiler knows the peak. At most four compiles, typically one or two; the fastest by
-prediction that fits is kept, and nothing over the budget is ever returned. If a plan that moves
-buffers and the next do not fit, the others move none.
+prediction that fits is kept, and nothing over the budget is ever returned. If plans that move
+buffers do not fit, the last try moves none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,13 @@ def prove(
     target, means = budget, costs  # what is planned for, and with
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
+        last = len(attempts) == MOST_COMPILES - 1
+        if last and means.link is not None and any(a.plan.transfers for a in attempts):
+            # what moves is packed worse than predicted here: the last try goes without, if it can
+            with contextlib.suppress(BudgetError):
+                still = dataclasses.replace(means, link=None)
+                policy.plan(program, still, budget)
+                means, target = still, budget
         try:
             plan = policy.plan(program, means, target)
         except BudgetError as error:
@@ -88,7 +96,7 @@ def prove(
             if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
                 if means.link is None or not any(a.plan.transfers for a in attempts):
                     break
-                means, target = dataclasses.replace(costs, link=None), budget
+                means, target = dataclasses.replace(means, link=None), budget
                 continue
             plan = lowest
         seconds = time.perf_counter() - start
@@ -106,9 +114,6 @@ def prove(
         step = attempt.need - budget
         target = min(budget - excess, plan.predicted_peak - step)
         target -= (len(attempts) - 1) * (budget // 100)
-        if len(attempts) == MOST_COMPILES // 2 and attempts[0].plan.transfers:
-            # what moves is packed worse than predicted here: the rest of the tries go without
-            means, target = dataclasses.replace(costs, link=None), budget
     fits = lambda attempt: budget is None or attempt.need <= budget
     if not any(map(fits, attempts)) and _try_plain(attempts, budget, plain_need):
         plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)

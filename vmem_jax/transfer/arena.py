@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from types import TracebackType
@@ -70,7 +71,7 @@ class Arena:
         self._pinned: set[tuple[str, int]] = set()
         slots = [(s.offset, s.nbytes, s.stride, s.depth) for s in layout.slots]
         self.id: int = extension.arena_create(slots, layout.nbytes)
-        self._free: Any = weakref.finalize(self, extension.arena_free, self.id)
+        self._free: Any = weakref.finalize(self, _free, extension, self.id, self._pinned)
         # At the end of the process the memory goes anyway, and waiting for copies could hang.
         self._free.atexit = False
 
@@ -137,6 +138,14 @@ class Arena:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _free(extension: Any, arena: int, pinned: set[tuple[str, int]]) -> None:
+    """Frees an arena once no run that was dispatched can call for it any more."""
+    if pinned:
+        with contextlib.suppress(Exception):  # a failed run is told by its own results
+            jax.effects_barrier()  # the calls are effects, so every run with one is waited for
+    extension.arena_free(arena)
 
 
 def live_arenas() -> int:
