@@ -71,9 +71,9 @@ class Arena:
         self._pinned: set[tuple[str, int]] = set()
         slots = [(s.offset, s.nbytes, s.stride, s.depth) for s in layout.slots]
         self.id: int = extension.arena_create(slots, layout.nbytes)
-        self._free: Any = weakref.finalize(self, _free, extension, self.id, self._pinned)
+        self._free = weakref.finalize(self, _free, extension, self.id, self._pinned)
         # At the end of the process the memory goes anyway, and waiting for copies could hang.
-        self._free.atexit = False
+        setattr(self._free, "atexit", False)  # noqa: B010  its stub has no such slot
 
     def pin(self, device: jax.Device, *, lock_pages: bool = False) -> None:
         """Allocates and pins the arena for `device`, unless that has been done.
