@@ -8,7 +8,7 @@ from helpers import FORWARD, Builder
 from vmem_jax.core.costs import MACHINES, Machine, Source, analytic, machine_for
 from vmem_jax.profile.calibrate import StepClass, Timing, calibrate, class_of, costs_from
 
-CONV, ELEMENTWISE, PRODUCT = StepClass.CONVOLUTION, StepClass.ELEMENTWISE, StepClass.PRODUCT
+CONV, FUSED, PRODUCT = StepClass.CONVOLUTION, StepClass.FUSED, StepClass.PRODUCT
 MACHINE = Machine("made up", {"": 1e9, "float32": 1e9}, 1e9, 1e-6, 10**9)
 
 
@@ -23,9 +23,9 @@ def program(ops):
 
 def test_a_known_factor_of_each_class_is_recovered():
     samples = [(CONV, s, 3.0 * s) for s in (1e-3, 2e-3, 5e-3)]
-    samples += [(ELEMENTWISE, s, 0.5 * s) for s in (1e-5, 7e-5)]
+    samples += [(FUSED, s, 0.5 * s) for s in (1e-5, 7e-5)]
     found = calibrate(samples)
-    assert found.factors == {CONV: pytest.approx(3.0), ELEMENTWISE: pytest.approx(0.5)}
+    assert found.factors == {CONV: pytest.approx(3.0), FUSED: pytest.approx(0.5)}
     assert found.error == pytest.approx(0.0, abs=1e-9)
 
 
@@ -37,7 +37,7 @@ def test_it_is_least_squares_in_log_space():
 
 
 def test_a_class_of_one_is_judged_by_the_other_classes():
-    found = calibrate([(CONV, 1.0, 2.0), (PRODUCT, 1.0, 2.0), (ELEMENTWISE, 1.0, 4.0)])
+    found = calibrate([(CONV, 1.0, 2.0), (PRODUCT, 1.0, 2.0), (FUSED, 1.0, 4.0)])
     assert found.error == pytest.approx(2**0.5 - 1)
 
 
@@ -47,37 +47,63 @@ def test_too_little_to_tell_an_error(samples):
 
 
 def test_costs_say_where_each_number_comes_from():
-    p = program([("conv_general_dilated", False), ("conv_general_dilated", False), ("add", True)])
-    keys = ("a", "b", "c")
+    p = program([("conv_general_dilated", False)] * 2 + [("add", True), ("dot_general", False)])
     roofline = analytic(p, MACHINE).seconds
-    timings = {"a": Timing(2 * roofline[0], Source.MEASURED), "c": Timing(9.0, Source.SCALED)}
-    costs = costs_from(p, MACHINE, keys, timings)
-    assert costs.sources == (Source.MEASURED, Source.CALIBRATED, Source.SCALED)
-    assert costs.seconds == pytest.approx((2 * roofline[0], 2 * roofline[1], 9.0))
+    timings = {"a": Timing(2 * roofline[0], Source.MEASURED), "d": Timing(9.0, Source.SCALED)}
+    costs = costs_from(p, MACHINE, ("a", "b", "", "d"), [], timings)
+    assert costs.sources == (
+        Source.MEASURED, Source.CALIBRATED, Source.CALIBRATED, Source.SCALED
+    )  # fmt: skip
+    assert costs.seconds == pytest.approx((*(2 * s for s in roofline[:3]), 9.0))
     assert costs.link == analytic(p, MACHINE).link
+
+
+def test_neighbours_share_what_they_take_together():
+    p = program([("conv_general_dilated", False), ("add", True), ("reduce_sum", True)])
+    roofline = analytic(p, MACHINE).seconds
+    alone = Timing(3 * roofline[0], Source.MEASURED)
+    weights = (3 * roofline[0], roofline[1], roofline[2])
+    together = Timing(0.5 * sum(weights), Source.MEASURED)
+    costs = costs_from(p, MACHINE, ("a", "", ""), [((0, 1, 2), "g")], {"a": alone, "g": together})
+    assert costs.seconds == pytest.approx([0.5 * w for w in weights])
+    assert set(costs.sources) == {Source.MEASURED}
+
+
+def test_neighbours_that_were_not_timed_take_what_such_steps_took_elsewhere():
+    p = program([("dot_general", False), ("add", True), ("dot_general", False), ("add", True)])
+    roofline = analytic(p, MACHINE).seconds
+    timings = {
+        "a": Timing(roofline[0], Source.MEASURED),
+        "g": Timing(0.25 * (roofline[0] + roofline[1]), Source.MEASURED),
+    }
+    groups = [((0, 1), "g"), ((2, 3), "h")]
+    costs = costs_from(p, MACHINE, ("a", "", "c", ""), groups, timings)
+    assert costs.seconds[3] == pytest.approx(0.25 * roofline[3])
+    assert costs.sources == (Source.MEASURED,) * 2 + (Source.CALIBRATED,) * 2
 
 
 def test_without_measurements_it_is_the_roofline_and_says_so():
     p = program([("add", True), ("dot_general", False)])
-    costs = costs_from(p, MACHINE, ("a", "b"), {})
+    costs = costs_from(p, MACHINE, ("", "b"), [((0,), "g")], {})
     assert costs.seconds == pytest.approx(analytic(p, MACHINE).seconds)
     assert set(costs.sources) == {Source.ROOFLINE} and costs.error is None
 
 
 def test_a_folded_step_costs_nothing_of_its_own():
     p = program([("rev", True), ("conv_general_dilated", False)])
-    costs = costs_from(p, MACHINE, ("", "b"), {"b": Timing(1.0, Source.MEASURED)}, frozenset({0}))
+    timings = {"b": Timing(1.0, Source.MEASURED)}
+    costs = costs_from(p, MACHINE, ("", "b"), [], timings, frozenset({0}))
     assert costs.seconds == (0.0, 1.0)
 
 
-def test_a_step_that_repeats_counts_once_in_the_calibration():
-    p = program([("add", True)] * 4)
+def test_a_part_that_repeats_counts_once_in_the_calibration():
+    p = program([("sort", False)] * 4)
     seconds = analytic(p, MACHINE).seconds
     timings = {
         "a": Timing(2 * seconds[0], Source.MEASURED),
         "b": Timing(8 * seconds[3], Source.MEASURED),
     }
-    costs = costs_from(p, MACHINE, ("a", "a", "", "b"), timings)
+    costs = costs_from(p, MACHINE, ("a", "a", "", "b"), [], timings)
     assert costs.seconds[2] == pytest.approx(4 * seconds[2])
 
 
@@ -86,9 +112,9 @@ def test_a_step_that_repeats_counts_once_in_the_calibration():
     [
         ("conv_general_dilated", False, CONV),
         ("dot_general", False, PRODUCT),
-        ("reduce_sum", True, StepClass.REDUCTION),
-        ("argmax", True, StepClass.REDUCTION),
-        ("max", True, ELEMENTWISE),
+        ("reduce_sum", True, FUSED),
+        ("argmax", True, FUSED),
+        ("max", True, FUSED),
         ("sort", False, StepClass.OTHER),
     ],
 )

@@ -12,8 +12,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.policy.order import canonical_order
 from vmem_jax.profile.isolate import folded_steps, isolate, smaller
-from vmem_jax.profile.steps import distinct_steps
+from vmem_jax.profile.neighbours import neighbours
+from vmem_jax.profile.steps import distinct_parts
 
 FORM = ("NHWC", "HWIO", "NHWC")
 
@@ -30,7 +32,7 @@ def captured(fun, *shapes, dtype=jnp.float32):
 def alone(found, platform="cpu"):
     folded = folded_steps(found)
     steps = range(len(found.program.steps))
-    return [isolate(found, s, folded, platform) for s in steps if s not in folded]
+    return [isolate(found, (s,), folded, platform) for s in steps if s not in folded]
 
 
 def keys(fun, *shapes, platform="cpu", **kwargs):
@@ -70,8 +72,20 @@ def conv_captured():
     return capture(jax.jit(conv_step).trace(kernels, x).jaxpr)
 
 
+def one_by_one(found, folded):
+    return [(s,) for s in range(len(found.program.steps)) if s not in folded]
+
+
+def with_neighbours(found, folded):
+    order = canonical_order(found.program)
+    groups = neighbours(found.program, order, folded)
+    place = {s: g for g in groups for s in g}
+    return dict.fromkeys(place.get(s, (s,)) for s in order if s not in folded)
+
+
+@pytest.mark.parametrize("parts", [one_by_one, with_neighbours])
 @pytest.mark.parametrize("found", [mlp_step([4, 4, 4]), conv_captured()], ids=["mlp", "conv"])
-def test_steps_alone_in_order_make_the_whole(found):
+def test_parts_alone_in_order_make_the_whole(found, parts):
     opened = compat.open_jaxpr(found.flat)
     args = [
         jax.random.normal(jax.random.key(i), v.aval.shape, v.aval.dtype)
@@ -81,16 +95,29 @@ def test_steps_alone_in_order_make_the_whole(found):
     env = dict(zip(opened.invars, args, strict=True))
     env |= dict(zip(opened.constvars, compat.constants(found.flat), strict=True))
     folded = folded_steps(found)
-    for s, step in enumerate(found.program.steps):
-        if s in folded:
-            continue
-        isolated = isolate(found, s, folded, "cpu")
+    for steps in parts(found, folded):
+        isolated = isolate(found, steps, folded, "cpu")
         compat.check_jaxpr(isolated.closed)
-        inputs = [env[v] for v in compat.open_jaxpr(isolated.closed).invars]
-        outs = jaxpr_as_fun(isolated.closed)(*inputs)
-        env |= {found.variables[b]: x for b, x in zip(step.writes, outs, strict=True)}
+        alone = compat.open_jaxpr(isolated.closed)
+        outs = jaxpr_as_fun(isolated.closed)(*[env[v] for v in alone.invars])
+        env |= dict(zip(alone.outvars, outs, strict=True))
     for atom, value in zip(opened.outvars, expected, strict=True):
         np.testing.assert_allclose(env[atom], value, rtol=1e-5, atol=1e-5)
+
+
+def test_what_only_neighbours_read_stays_inside():
+    found = conv_captured()
+    folded = folded_steps(found)
+    groups = neighbours(found.program, canonical_order(found.program), folded)
+    assert max(map(len, groups)) > 1
+    for steps in groups:
+        inside = {b for s in steps for b in found.program.steps[s].writes}
+        wanted = {
+            b for b in inside
+            if found.program.is_resident[b] or set(found.program.readers[b]) - set(steps)
+        }  # fmt: skip
+        results = set(compat.open_jaxpr(isolate(found, steps, folded, "cpu").closed).outvars)
+        assert results == {found.variables[b] for b in wanted}
 
 
 def test_a_flipped_kernel_is_folded_into_its_convolution():
@@ -104,10 +131,12 @@ def test_a_flipped_kernel_is_folded_into_its_convolution():
 
 
 def test_equal_layers_share_their_keys():
-    few, many = (distinct_steps(mlp_step([16] * n), "cpu") for n in (4, 12))
-    assert len(many.keys) > 2 * len(few.keys)
-    assert set(many.steps) == set(few.steps)
-    assert sum(many.counts.values()) == len([k for k in many.keys if k])
+    few, many = (distinct_parts(mlp_step([16] * n), "cpu") for n in (4, 12))
+    assert len(many.alone) > 2 * len(few.alone)
+    assert set(many.parts) == set(few.parts)
+    together = [key for _, key in many.together]
+    counted = sum(part.count for part in many.parts.values())
+    assert counted == len([k for k in many.alone if k]) + len(together)
 
 
 def test_names_do_not_matter():
@@ -195,7 +224,7 @@ def test_the_layout_of_arguments_is_not_free_and_that_is_in_the_key():
     ids=["callback", "while", "while in scan"],
 )
 def test_what_cannot_run_alone_is_named(fun, says):
-    found = distinct_steps(captured(fun, (8, 8)), "cpu")
+    found = distinct_parts(captured(fun, (8, 8)), "cpu")
     assert any(says in reason for reason in found.untimed)
 
 
@@ -204,7 +233,7 @@ def test_an_effect_is_not_run():
         jax.debug.print("{}", x[0, 0])
         return x + 1
 
-    found = distinct_steps(captured(fun, (8, 8)), "cpu")
+    found = distinct_parts(captured(fun, (8, 8)), "cpu")
     assert any("debug" in r and "effect" in r for r in found.untimed)
 
 
@@ -215,8 +244,8 @@ def test_a_split_step_is_not_timed():
     program = found.program
     half = [dataclasses.replace(b, nbytes=b.nbytes // 2) for b in program.buffers]
     found = dataclasses.replace(found, program=dataclasses.replace(program, buffers=tuple(half)))
-    assert all("split over devices" in r for r in distinct_steps(found, "cpu").untimed)
-    assert not distinct_steps(found, "cpu").steps
+    assert all("split over devices" in r for r in distinct_parts(found, "cpu").untimed)
+    assert not distinct_parts(found, "cpu").parts
 
 
 def test_an_update_of_a_part_is_carried():

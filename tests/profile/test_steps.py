@@ -17,7 +17,7 @@ from vmem_jax.core.costs import MACHINES, Source, analytic
 from vmem_jax.profile import steps as steps_module
 from vmem_jax.profile import timing as timing_module
 from vmem_jax.profile.calibrate import Timing
-from vmem_jax.profile.steps import distinct_steps, profile_steps
+from vmem_jax.profile.steps import distinct_parts, profile_steps
 from vmem_jax.profile.timing import Dispatch, Operands
 
 CPU = MACHINES["cpu"]
@@ -60,16 +60,18 @@ def test_every_step_gets_seconds_and_says_from_where(device):
     assert len(profile.costs.seconds) == len(found.program.steps)
     assert all(math.isfinite(s) and s > 0 for s in profile.costs.seconds)
     assert set(profile.costs.sources) == {Source.MEASURED} and not profile.untimed
-    assert profile.measured == profile.distinct == len(timings) < len(found.program.steps)
+    assert profile.measured == profile.distinct == len(timings)
+    distinct = distinct_parts(found, "cpu")
+    assert profile.distinct < sum(part.count for part in distinct.parts.values())
     assert profile.costs.error is not None
 
 
 def test_what_was_timed_is_not_timed_again(device, monkeypatch):
-    found = make()
+    found = make(layers=5)
     timings = {}
     profile_steps(found, CPU, device, timings)
     monkeypatch.setattr(steps_module, "time_step", None)  # a call of it would fail
-    again = profile_steps(make(layers=7), CPU, device, timings)
+    again = profile_steps(make(layers=8), CPU, device, timings)
     assert again.reused == again.distinct and set(again.costs.sources) == {Source.MEASURED}
 
 
@@ -95,9 +97,9 @@ def test_the_limit_is_kept_longest_first_and_the_rest_calibrated(device, monkeyp
     roofline = analytic(found.program, CPU).seconds
     assert profile.costs.seconds == pytest.approx([3 * s for s in roofline])
     assert profile.costs.error == pytest.approx(0.0, abs=1e-9)
-    distinct = distinct_steps(found, "cpu")
-    together = lambda k: roofline[distinct.steps[k][0]] * distinct.counts[k]
-    assert timed == sorted(distinct.steps, key=together, reverse=True)[:3]
+    parts = distinct_parts(found, "cpu").parts
+    expected = lambda key: sum(roofline[s] for s in parts[key].steps) * parts[key].count
+    assert timed == sorted(parts, key=expected, reverse=True)[:3]
     assert [done for done, _, _ in seen[:3]] == [0, 1, 2] and seen[-1][0] == seen[-1][1]
 
 
@@ -110,9 +112,9 @@ def test_no_time_at_all_is_the_roofline(device):
 
 def test_a_step_too_large_is_scaled_from_a_part_and_says_so(device):
     found = make(layers=1, batch=64, width=8)
-    largest = max(s.nbytes for s in found.program.steps)
+    product = found.program.steps[0].nbytes
     timings = {}
-    profile = profile_steps(found, CPU, device, timings, limit_nbytes=largest - 1)
+    profile = profile_steps(found, CPU, device, timings, limit_nbytes=product - 1)
     scaled = [t for t in timings.values() if t.source is Source.SCALED]
     assert scaled and profile.scaled == len(scaled)
     assert {t.batch for t in scaled} == {"32 of 64"} and all(t.seconds > 0 for t in scaled)
@@ -120,7 +122,7 @@ def test_a_step_too_large_is_scaled_from_a_part_and_says_so(device):
 
 def test_what_cannot_be_cut_is_calibrated(device):
     found = make(layers=2)
-    profile = profile_steps(found, CPU, device, {}, limit_nbytes=100)
+    profile = profile_steps(found, CPU, device, {}, limit_nbytes=600)  # no row of a product fits
     assert profile.calibrated > 0 and Source.CALIBRATED in profile.costs.sources
 
 
@@ -136,8 +138,8 @@ def test_out_of_memory_means_half_of_the_batch(device, monkeypatch):
         return 1e-3
 
     monkeypatch.setattr(steps_module, "time_step", fake)
-    every = distinct_steps(found, "cpu").steps.values()
-    isolated = next(alone for _, alone in every if "dot" in alone.what)
+    every = [part.isolated for part in distinct_parts(found, "cpu").parts.values()]
+    isolated = next(alone for alone in every if alone.what.startswith("dot"))
     timing = steps_module._time(
         isolated, Operands(device, 1 << 20),
         expected=1.0, workspace=0, limit=1 << 20,
@@ -210,8 +212,9 @@ def test_every_copy_of_a_convolution_is_one_library_call():
 
     found = capture(jax.jit(jax.grad(loss)).trace(kernels, x).jaxpr)
     calls = []
-    for _, isolated in distinct_steps(found, "gpu").steps.values():
-        if isolated.what.startswith("conv_general"):
+    parts = distinct_parts(found, "gpu").parts.values()
+    for isolated in [part.isolated for part in parts]:
+        if isolated.what.startswith("conv_general_dilated "):
             text = timing_module.compile_step(isolated, target("h200").device(), 3).as_text()
             targets = re.findall(r'custom_call_target="__cudnn\$conv(\w+)"', text)
             assert len(targets) == 3 and len(set(targets)) == 1
@@ -233,6 +236,13 @@ def test_operands_are_in_range_and_distinct(device):
     for dtype in (jnp.bfloat16, jnp.complex64, jnp.uint8):
         (x,) = Operands(device, 1 << 20).of([jax.ShapeDtypeStruct((3, 5), dtype)])
         assert x.dtype == dtype and x.shape == (3, 5)
+
+
+def test_values_of_the_inside_are_what_a_relu_leaves(device):
+    avals = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    weight, value, other = Operands(device, 1 << 20).of(avals, (False, True, True))
+    assert (np.asarray(weight) < 0).any() and value is not other
+    assert (np.asarray(value) >= 0).all() and 0.4 < np.mean(np.asarray(value) == 0) < 0.6
 
 
 def test_operands_are_kept_while_there_is_room(device):

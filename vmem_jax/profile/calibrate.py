@@ -17,8 +17,7 @@ class StepClass(enum.StrEnum):
 
     CONVOLUTION = "convolution"
     PRODUCT = "matrix product"
-    REDUCTION = "reduction"
-    ELEMENTWISE = "elementwise"
+    FUSED = "elementwise or reduction"
     OTHER = "other"
 
 
@@ -28,21 +27,18 @@ def class_of(step: Step) -> StepClass:
         return StepClass.CONVOLUTION
     if step.op == "dot_general":
         return StepClass.PRODUCT
-    if not step.fusible:
-        return StepClass.OTHER
-    reduces = step.op.startswith(("reduce", "arg"))
-    return StepClass.REDUCTION if reduces else StepClass.ELEMENTWISE
+    return StepClass.FUSED if step.fusible else StepClass.OTHER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """The seconds of one distinct step on one device.
+    """The seconds of one distinct step, or of neighbours together, on one device.
 
     Attributes:
       seconds: of one run, a median.
       source: MEASURED or SCALED.
       batch: the part of its batch that was timed, "32 of 256"; "" for the whole.
-      what: the step for people, "conv_general_dilated bf16[32,56,56,64] bf16[3,3,64,64]".
+      what: for people, "conv_general_dilated bf16[32,56,56,64] bf16[3,3,64,64]".
     """
 
     seconds: float
@@ -94,44 +90,57 @@ def calibrate(samples: Sequence[tuple[StepClass, float, float]]) -> Calibration:
 def costs_from(
     program: Program,
     machine: Machine,
-    keys: Sequence[str],
+    alone: Sequence[str],
+    together: Sequence[tuple[tuple[int, ...], str]],
     timings: Mapping[str, Timing],
     folded: frozenset[int] = frozenset(),
 ) -> Costs:
     """Costs of `program`: what was timed, and the calibrated roofline for the rest.
 
+    What neighbours take together is shared among them: to a heavy step in proportion to what it
+    takes alone, to the others in proportion to their rooflines.
+
     Args:
-      keys: of every step; equal steps have equal keys, and "" is a step that cannot be timed.
+      alone: the key of every step that is timed by itself; "" for the others.
+      together: steps that are timed together, and their key. Equal ones have equal keys.
       timings: by key.
       folded: steps that their readers do in the same kernel, and that were timed with them.
     """
-    roofline = analytic(program, machine)
-    first = {key: s for s, key in reversed([*enumerate(keys)]) if key in timings}
-    samples = [
-        (class_of(program.steps[s]), roofline.seconds[s], timings[key].seconds)
-        for key, s in first.items()
-        if timings[key].source is Source.MEASURED and s not in folded
+    roofline = analytic(program, machine).seconds
+    kinds = [class_of(step) for step in program.steps]
+    heavy = {s: timings[key] for s, key in enumerate(alone) if key in timings}
+    samples: dict[str, tuple[StepClass, float, float]] = {}
+    for s, timing in heavy.items():
+        if timing.source is Source.MEASURED:
+            samples.setdefault(alone[s], (kinds[s], roofline[s], timing.seconds))
+    timed = [(steps, timings[key], key) for steps, key in together if key in timings]
+    shared: dict[int, float] = {}
+    for steps, timing, key in timed:
+        weights = [heavy[s].seconds if s in heavy else roofline[s] for s in steps]
+        scale = timing.seconds / sum(weights)
+        shared |= {s: scale * weight for s, weight in zip(steps, weights, strict=True)}
+        fused = [s for s in steps if kinds[s] is StepClass.FUSED]
+        predicted = sum(roofline[s] for s in fused)
+        if predicted and timing.source is Source.MEASURED:
+            samples.setdefault(key, (StepClass.FUSED, predicted, sum(shared[s] for s in fused)))
+    calibration = calibrate(list(samples.values()))
+    rest = Source.CALIBRATED if samples else Source.ROOFLINE
+    seconds = [
+        roofline[s] * calibration.factors.get(kind, calibration.default)
+        for s, kind in enumerate(kinds)
     ]
-    calibration = calibrate(samples)
-    seconds: list[float] = []
-    sources: list[Source] = []
-    for s, key in enumerate(keys):
-        timing = timings.get(key)
-        if s in folded:
-            seconds.append(0.0)
-            sources.append(Source.MEASURED)
-        elif timing is not None:
-            seconds.append(timing.seconds)
-            sources.append(timing.source)
-        else:
-            kind = class_of(program.steps[s])
-            factor = calibration.factors.get(kind, calibration.default)
-            seconds.append(roofline.seconds[s] * factor)
-            sources.append(Source.CALIBRATED if samples else Source.ROOFLINE)
+    sources = [rest] * len(seconds)
+    for s, timing in heavy.items():
+        seconds[s], sources[s] = timing.seconds, timing.source
+    for steps, timing, _ in timed:
+        for s in steps:
+            seconds[s], sources[s] = shared[s], timing.source
+    for s in folded:
+        seconds[s], sources[s] = 0.0, Source.MEASURED
     return Costs(
         machine.name,
         tuple(seconds),
-        link=roofline.link,
+        link=analytic(program, machine).link,
         sources=tuple(sources),
         error=calibration.error,
     )

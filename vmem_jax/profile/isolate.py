@@ -1,4 +1,4 @@
-"""isolate: one step of a captured program as a jaxpr of its own, and a key that equal steps share."""
+"""isolate: steps of a captured program as a jaxpr of their own, and a key that equal ones share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import Class, class_of, flops, inner_jaxprs, nbytes
+from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
 _NAMES = frozenset({"name", "name_and_src_info", "debug_info", "metadata", "backend"})
@@ -37,15 +38,15 @@ _UNTIMEABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Isolated:
-    """A step that can be compiled alone.
+    """A step, or neighbours that XLA may fuse, that can be compiled alone.
 
     Attributes:
-      closed: its equations; what it reads are the arguments, what it writes the results.
+      closed: the equations; what they read are the arguments, what is read elsewhere the results.
       free: for each argument and then each result whether it is a temporary of the program, whose
         layout the compiler chooses; arguments and outputs of the program have the default one.
-      carried: pairs (argument, result): the step updates the argument in place.
+      carried: pairs (argument, result): a step alone updates the argument in place.
       key: equal for equal steps, whatever their variables and layers are called.
-      what: the step for people.
+      what: for people.
       trouble: why it cannot be timed; "" if it can.
     """
 
@@ -82,25 +83,31 @@ def folded_steps(captured: Captured) -> frozenset[int]:
     return frozenset(found)
 
 
-def isolate(captured: Captured, s: int, folded: frozenset[int], platform: str) -> Isolated:
-    """Step `s` of `captured` alone, with those of the `folded` steps that it reads.
+def isolate(
+    captured: Captured, steps: Sequence[int], folded: frozenset[int], platform: str
+) -> Isolated:
+    """`steps` of `captured` alone, with those of the `folded` steps that they read.
 
     Args:
+      steps: in the order in which they run; values that no other step reads stay inside.
       platform: of the device that it will run on; part of the key.
     """
     program, variables = captured.program, captured.variables
-    step = program.steps[s]
+    inside = {b for s in steps for b in program.steps[s].writes}
     reads: list[int] = []
-    equations = set(step.equations)
-    for b in step.reads:
-        maker = program.producer[b]
-        if maker in folded:
-            equations |= set(program.steps[maker].equations)
-            reads += program.steps[maker].reads
-        else:
-            reads.append(b)
+    equations: set[int] = set()
+    for s in steps:
+        equations |= set(program.steps[s].equations)
+        for b in program.steps[s].reads:
+            maker = program.producer[b]
+            if maker in folded:
+                equations |= set(program.steps[maker].equations)
+                reads += program.steps[maker].reads
+            elif b not in inside:
+                reads.append(b)
     reads = list(dict.fromkeys(reads))
-    values = [*reads, *step.writes]
+    results = _results(program, steps)
+    values = [*reads, *results]
     known = {variables[b] for b in reads}
     eqns = []
     every = compat.open_jaxpr(captured.flat).eqns
@@ -113,28 +120,41 @@ def isolate(captured: Captured, s: int, folded: frozenset[int], platform: str) -
         [],
         [],
         [variables[b] for b in reads],
-        [variables[b] for b in step.writes],
+        [variables[b] for b in results],
         eqns,
         captured.flat,
     )
     free = tuple(not program.is_resident[b] for b in values)
+    head = program.steps[steps[0]]
     carried: tuple[tuple[int, int], ...] = ()
-    if not step.fusible and step.in_place:  # an update of a part: alone it would copy the whole
-        carried = tuple((reads.index(r), step.writes.index(w)) for r, w in step.in_place[:1])
+    # an update of a part: alone it would copy the whole
+    if len(steps) == 1 and not head.fusible and head.in_place:
+        carried = tuple((reads.index(r), results.index(w)) for r, w in head.in_place[:1])
     trouble = _trouble(eqns)
-    if not step.writes:
+    if not results:
         trouble = trouble or "it has no result"
     if any(program.buffers[b].nbytes != nbytes(variables[b].aval) for b in values):
         trouble = "split over devices"
+    ops = "+".join(dict.fromkeys(program.steps[s].op for s in steps))
     shapes = " ".join(variables[b].aval.str_short(short_dtypes=True) for b in reads[:3])
     return Isolated(
         closed=closed,
         free=free,
         carried=carried,
         key=key_of(closed, free, carried, platform),
-        what=f"{step.op} {shapes}".strip(),
+        what=f"{ops} {shapes}".strip(),
         trouble=trouble,
     )
+
+
+def _results(program: Program, steps: Sequence[int]) -> list[int]:
+    """What `steps` write for others: read by a step that is not among them, or an output."""
+    among = set(steps)
+    every = [b for s in steps for b in program.steps[s].writes]
+    for_others = [
+        b for b in every if program.is_resident[b] or not set(program.readers[b]) <= among
+    ]
+    return for_others if len(steps) > 1 else every
 
 
 def _trouble(eqns: list[JaxprEqn]) -> str:

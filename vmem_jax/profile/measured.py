@@ -7,13 +7,13 @@ from absl import logging
 
 from vmem_jax.capture.capture import Captured
 from vmem_jax.core.costs import Costs, Machine, machine_for
-from vmem_jax.profile.calibrate import Timing, costs_from
+from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.machine import measure
 from vmem_jax.profile.steps import (
     SECONDS,
     Progress,
     StepProfile,
-    distinct_steps,
+    distinct_parts,
     profile_steps,
 )
 from vmem_jax.profile.store import Measured, Store, identity
@@ -75,11 +75,11 @@ def known_costs(captured: Captured, device: jax.Device) -> Costs | None:
     known = Store(identity(device)).load()
     if not known.steps:
         return None
-    found = distinct_steps(captured, device.platform)
-    if not any(key in known.steps for key in found.steps):
+    found = distinct_parts(captured, device.platform)
+    if not any(key in known.steps for key in found.parts):
         return None
     machine = known.machine or machine_for(device.device_kind)
-    return costs_from(captured.program, machine, found.keys, known.steps, found.folded)
+    return found.costs(captured.program, machine, known.steps)
 
 
 def _keep(store: Store, measured: Measured) -> None:

@@ -1,4 +1,4 @@
-"""steps: times each distinct step of a program alone, largest first, until the time is up."""
+"""steps: times each distinct part of a program alone, largest first, until the time is up."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from absl import logging
 
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import nbytes
-from vmem_jax.core.costs import Costs, Machine, Source
+from vmem_jax.core.costs import Costs, Machine, Source, analytic
+from vmem_jax.core.program import Program
+from vmem_jax.policy.order import canonical_order
 from vmem_jax.profile.calibrate import Timing, costs_from
 from vmem_jax.profile.isolate import Isolated, folded_steps, isolate, smaller
+from vmem_jax.profile.neighbours import neighbours
 from vmem_jax.profile.timing import (
     Dispatch,
     Operands,
@@ -34,26 +37,44 @@ _SHARE = 0.5
 """Of the free memory that one step's arguments and results may take: libraries want workspace."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with how many distinct steps are done, of how many, and which one is next."""
+"""Called with how many distinct parts are done, of how many, and which one is next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is timed as one: a heavy step alone, or neighbours together.
+
+    Attributes:
+      steps: of the first place that it stands at.
+      count: how many places there are.
+    """
+
+    steps: tuple[int, ...]
+    isolated: Isolated
+    count: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Distinct:
-    """The distinct steps of one program.
+    """The distinct parts of one program.
 
     Attributes:
-      keys: of every step, equal for equal steps; "" for what is not timed by itself.
-      steps: by key, the first that has it.
-      counts: by key, how many steps have it.
+      alone: of every step the key that it is timed by; "" for what is not timed by itself.
+      together: neighbours and the key that they are timed by.
+      parts: by key; equal parts have equal keys.
       folded: steps that run inside their readers' kernels.
       untimed: "step: why" for what cannot run alone.
     """
 
-    keys: tuple[str, ...]
-    steps: Mapping[str, tuple[int, Isolated]]
-    counts: Mapping[str, int]
+    alone: tuple[str, ...]
+    together: tuple[tuple[tuple[int, ...], str], ...]
+    parts: Mapping[str, Part]
     folded: frozenset[int]
     untimed: tuple[str, ...]
+
+    def costs(self, program: Program, machine: Machine, timings: Mapping[str, Timing]) -> Costs:
+        """Costs of `program`, whose parts these are: see `costs_from`."""
+        return costs_from(program, machine, self.alone, self.together, timings, self.folded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +83,7 @@ class StepProfile:
 
     Attributes:
       costs: of every step, with where its seconds come from.
-      distinct: how many distinct steps there are.
+      distinct: how many distinct parts there are: heavy steps, and neighbours together.
       measured: of those timed as they are, now or before; `scaled` on a part of the batch;
         `calibrated` not timed.
       reused: of those timed before.
@@ -80,26 +101,35 @@ class StepProfile:
     seconds: float
 
 
-def distinct_steps(captured: Captured, platform: str) -> Distinct:
-    """The distinct steps of `captured` on devices of `platform`."""
+def distinct_parts(captured: Captured, platform: str) -> Distinct:
+    """The distinct parts of `captured` on devices of `platform`."""
+    program = captured.program
     folded = folded_steps(captured)
-    keys: list[str] = []
-    steps: dict[str, tuple[int, Isolated]] = {}
-    counts: dict[str, int] = {}
+    parts: dict[str, Part] = {}
     untimed: dict[str, None] = {}
-    for s, step in enumerate(captured.program.steps):
-        if s in folded:
-            keys.append("")
-            continue
-        isolated = isolate(captured, s, folded, platform)
+
+    def key_of(steps: tuple[int, ...]) -> str:
+        isolated = isolate(captured, steps, folded, platform)
         if isolated.trouble:
-            untimed[f"{step.where}: {isolated.trouble}"] = None
-            keys.append("")
-            continue
-        keys.append(isolated.key)
-        steps.setdefault(isolated.key, (s, isolated))
-        counts[isolated.key] = counts.get(isolated.key, 0) + 1
-    return Distinct(tuple(keys), steps, counts, folded, tuple(untimed))
+            untimed[f"{program.steps[steps[0]].where}: {isolated.trouble}"] = None
+            return ""
+        known = parts.get(isolated.key, Part(steps, isolated, 0))
+        parts[isolated.key] = dataclasses.replace(known, count=known.count + 1)
+        return isolated.key
+
+    heavy = [s for s, step in enumerate(program.steps) if not step.fusible and s not in folded]
+    alone = {s: key_of((s,)) for s in heavy}
+    apart = folded | {s for s, key in alone.items() if not key}
+    # in the order of a plan, which puts an update behind its gradient
+    groups = neighbours(program, canonical_order(program), apart)
+    together = [(steps, key_of(steps)) for steps in groups]
+    return Distinct(
+        tuple(alone.get(s, "") for s in range(len(program.steps))),
+        tuple((steps, key) for steps, key in together if key),
+        parts,
+        folded,
+        tuple(untimed),
+    )
 
 
 def profile_steps(
@@ -114,16 +144,16 @@ def profile_steps(
     free_layouts: bool = True,
     workers: int | None = None,
 ) -> StepProfile:
-    """Times the distinct steps of `captured` on `device` that `timings` lacks, and adds them there.
+    """Times the distinct parts of `captured` on `device` that `timings` lacks, and adds them there.
 
-    The order is by the seconds that the roofline predicts for all repetitions of a step together,
+    The order is by the seconds that the roofline predicts for all repetitions of a part together,
     longest first. What time or memory does not allow is predicted by the roofline, calibrated by
     what was timed.
 
     Args:
       machine: whose roofline that is.
       timings: by key, from before; gets the new ones as they are made.
-      seconds: begin no further step after so long.
+      seconds: begin no further part after so long.
       limit_nbytes: for a step's arguments and results; default: half of the device's free memory.
       on_progress: called before every step and at the end.
       free_layouts: let the compiler choose the layouts of temporaries, as in the whole program.
@@ -131,14 +161,13 @@ def profile_steps(
         most; 1 where the device is the CPU itself).
     """
     began = time.monotonic()
-    found = distinct_steps(captured, device.platform)
+    found = distinct_parts(captured, device.platform)
     program = captured.program
-    missing = [key for key in found.steps if key not in timings]
-    missing.sort(
-        key=lambda k: machine.seconds(program.steps[found.steps[k][0]]) * found.counts[k],
-        reverse=True,
-    )
-    reused = len(found.steps) - len(missing)
+    roofline = analytic(program, machine).seconds
+    expected = {key: sum(roofline[s] for s in part.steps) for key, part in found.parts.items()}
+    missing = [key for key in found.parts if key not in timings]
+    missing.sort(key=lambda key: expected[key] * found.parts[key].count, reverse=True)
+    reused = len(found.parts) - len(missing)
     limit = _limit_nbytes(device) if limit_nbytes is None else limit_nbytes
     operands = Operands(device, limit)
     # The host is ahead of a GPU; the CPU's small programs run while they are dispatched.
@@ -150,17 +179,18 @@ def profile_steps(
     for done, key in enumerate(missing):
         if time.monotonic() - began > seconds:
             break
-        s, isolated = found.steps[key]
-        step = program.steps[s]
-        on_progress(done, len(missing), f"{step.layer}: {step.op}")
+        part = found.parts[key]
+        on_progress(
+            done, len(missing), f"{program.steps[part.steps[0]].layer}: {part.isolated.what}"
+        )
         if done % (2 * workers) == 0 and workers > 1:
-            soon = [found.steps[k] for k in missing[done : done + 2 * workers]]
-            compiler.ahead([(i, machine.seconds(program.steps[s])) for s, i in soon], limit)
+            soon = missing[done : done + 2 * workers]
+            compiler.ahead([(found.parts[k].isolated, expected[k]) for k in soon], limit)
         timing = _time(
-            isolated,
+            part.isolated,
             operands,
-            expected=machine.seconds(step),
-            workspace=step.workspace,
+            expected=expected[key],
+            workspace=max(program.steps[s].workspace for s in part.steps),
             limit=limit,
             dispatch=dispatch,
             compiler=compiler,
@@ -168,16 +198,16 @@ def profile_steps(
         if timing is not None:
             timings[key] = timing
     on_progress(len(missing), len(missing), "")
-    costs = costs_from(program, machine, found.keys, timings, found.folded)
-    sources = [timings[k].source for k in found.steps if k in timings]
+    costs = found.costs(program, machine, timings)
+    sources = [timings[k].source for k in found.parts if k in timings]
     measured = sources.count(Source.MEASURED)
     scaled = sources.count(Source.SCALED)
     return StepProfile(
         costs=costs,
-        distinct=len(found.steps),
+        distinct=len(found.parts),
         measured=measured,
         scaled=scaled,
-        calibrated=len(found.steps) - measured - scaled,
+        calibrated=len(found.parts) - measured - scaled,
         reused=reused,
         untimed=found.untimed,
         seconds=time.monotonic() - began,
@@ -230,7 +260,7 @@ def _time(
     dispatch: Dispatch,
     compiler: Callable[[Isolated, int], Any],
 ) -> Timing | None:
-    """The timing of one step, on a part of its batch where the whole does not fit."""
+    """The timing of one part, on a share of its batch where the whole does not fit."""
     room = limit - workspace
     need = sum(map(nbytes, (*isolated.avals, *isolated.out_avals)))
     options: Any = dict(limit_nbytes=limit, dispatch=dispatch, compiler=compiler)

@@ -26,7 +26,7 @@ from absl import logging
 from vmem_jax.core.costs import Machine, Source
 from vmem_jax.profile.calibrate import Timing
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the files; and of the keys of steps, which it has to change with."""
 
 VARIABLE = "VMEM_JAX_CACHE"
