@@ -1,12 +1,23 @@
 """What XLA:GPU makes of the four calls, compiled for an H200 that need not be there."""
 
+import itertools
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 import transfer_cases as cases
+from jax.extend.core import jaxpr_as_fun
 
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture import capture
+from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.program import Phase
+from vmem_jax.core.validate import violations
+from vmem_jax.policy.order import canonical_order
 from vmem_jax.prove.targets import target
+from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer import extension
 from vmem_jax.transfer.arena import Arena
 
@@ -19,8 +30,9 @@ def compiled():
     card = target("h200")  # first, so that JAX misses no driver when it looks for devices
     if "CUDA" not in extension.load().targets():
         pytest.skip("the extension was built without CUDA")
-    x = jax.ShapeDtypeStruct((cases.COUNT,), "float32", sharding=card.sharding())
-    return lambda step: jax.jit(step).lower(x).compile()
+    x = jax.ShapeDtypeStruct((cases.COUNT,), "float32")
+    here = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=card.sharding())
+    return lambda step, avals=(x,): jax.jit(step).lower(*map(here, avals)).compile()
 
 
 def calls(text):
@@ -49,3 +61,52 @@ def test_loops_keep_their_calls_and_move_no_buffer(compiled):
     [operand] = re.findall(r"custom-call\(%(\S+)\), custom_call_target=.vmem_jax_fetch_done", text)
     assert "copy" not in operand, (start, operand)
     assert temporaries(parked) < temporaries(compiled(cases.looping_step(None))) - cases.LAYERS / 2
+
+
+def test_every_call_stands_where_the_plan_has_it(compiled):
+    """Between the same products: what is issued late waits, what is waited for early does too."""
+    layers = 8
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32))
+
+    def step(params, x):
+        return [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params, x), strict=True)]
+
+    params = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * layers
+    x = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+    captured = capture(jax.jit(step).trace(params, x).jaxpr)
+    program, order = captured.program, canonical_order(captured.program)
+    products = [p for p, s in enumerate(order) if program.steps[s].op == "dot_general"]
+    last_forward = max(p for p in products if program.steps[order[p]].phase is Phase.FORWARD)
+    transfers = []
+    for b, readers in enumerate(program.readers):
+        uses = [p for p, s in enumerate(order) if s in readers]
+        if program.producer[b] < 0 or not uses or program.is_resident[b]:
+            continue
+        made = order.index(program.producer[b])
+        gaps = [(i, j) for i, j in itertools.pairwise([made, *uses]) if i < last_forward < j]
+        for first, last in gaps:
+            inside = [p for p in products if first < p < last]
+            if len(inside) >= 4:
+                transfers.append(Transfer(b, inside[0], inside[1], inside[-2], inside[-1]))
+    plan = Plan(program.fingerprint, "test", order, True, None, 0, 0.0, tuple(transfers))
+    assert len(transfers) >= layers // 2 and not violations(program, plan)
+    with Arena(layout_of(program, plan)) as arena:
+        fun = jaxpr_as_fun(rewrite(captured, plan, arena.id))
+        avals = [v.aval for v in compat.open_jaxpr(captured.flat).invars]
+        text = compiled(lambda *args: fun(*args), avals).as_text()
+    found, before = {}, 0
+    for line in text[text.index("ENTRY") :].splitlines():
+        if call := re.search(r'custom_call_target="vmem_jax_(\w+)"', line):
+            [slot] = re.findall(r"slot = (\d+)", line)
+            found[call[1], int(slot)] = before
+        else:
+            before += bool(re.search(r"__cublas|gemm_fusion\S* = .*fusion\(", line))
+    assert before == len(products)
+    names = ("offload_start", "offload_done", "fetch_start", "fetch_done")
+    for i, t in enumerate(transfers):
+        for name, point in zip(names, (t.start, t.gone, t.fetch, t.back), strict=True):
+            assert found[name, i] == sum(p < point for p in products), (name, t)

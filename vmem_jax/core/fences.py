@@ -50,32 +50,58 @@ def _small(program: Program) -> int:
 
 
 _AHEAD = 8
-"""Steps that are looked at for the newest value that they read."""
+"""Steps that are looked at for what they read."""
 
 
 def spines(
     program: Program, order: Sequence[int], avoid: Mapping[int, Collection[int]]
-) -> dict[int, int | None]:
-    """For each position the newest value that the steps from there on read: the running one.
+) -> dict[int, tuple[int, ...]]:
+    """For each position the running values: the newest that is still read, and all read soon.
+
+    All of them, because a barrier holds those steps alone that read a value of it: behind the newest
+    value may stand a weight gradient, which everything else overtakes. And the newest, because what
+    a recomputation reads soon may be as old as the forward pass.
 
     Args:
-      avoid: position -> buffers that cannot be it.
+      avoid: position -> buffers that cannot be among them.
     """
-    made: dict[int, int] = {}  # temporary buffer -> position of its last write
-    found: dict[int, int | None] = {}
-    for position, s in enumerate(order):
-        if position in avoid:
-            read = {
-                b
-                for later in order[position : position + _AHEAD]
-                for b in program.steps[later].reads
-            }
-            fitting = [b for b in read if b in made and b not in avoid[position]]
-            found[position] = max(fitting, key=lambda b: (made[b], b), default=None)
-        for b in program.steps[s].writes:
-            if not program.is_resident[b]:
-                made[b] = position
+    uses = _uses(program, order)
+    found: dict[int, tuple[int, ...]] = {}
+    for position in avoid:
+        free = lambda b, position=position: (
+            not program.is_resident[b] and b not in avoid[position] and uses[b][0][0] < position
+        )
+        running: dict[int, None] = {}
+        for earlier in range(position - 1, -1, -1):
+            step = program.steps[order[earlier]]
+            live = [b for b in step.writes if free(b) and _is_read_from(uses[b], position)]
+            if live:
+                running[live[0]] = None
+                break
+        for later in order[position : position + _AHEAD]:
+            for b in program.steps[later].reads:
+                # what is made anew by then may be dead now
+                if free(b) and _is_read_from(uses[b], position):
+                    running[b] = None
+        found[position] = tuple(running)
     return found
+
+
+def _uses(program: Program, order: Sequence[int]) -> dict[int, list[tuple[int, bool]]]:
+    """Buffer -> its uses in `order` as (position, whether it is a write), inputs included."""
+    found: dict[int, list[tuple[int, bool]]] = {}
+    for position, s in enumerate(order):
+        for b in program.steps[s].reads:
+            found.setdefault(b, []).append((position, False))
+        for b in program.steps[s].writes:
+            found.setdefault(b, []).append((position, True))
+    return found
+
+
+def _is_read_from(uses: Sequence[tuple[int, bool]], position: int) -> bool:
+    """Whether the version that is there at `position` is read at or after it."""
+    i = bisect.bisect_left(uses, (position, False))
+    return i < len(uses) and not uses[i][1]
 
 
 class _Fencer:
@@ -87,18 +113,10 @@ class _Fencer:
             self.again.append(s in seen)
             seen.add(s)
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
-        self.uses: dict[int, list[tuple[int, bool]]] = {}  # buffer -> (position, is a write)
-        for position, s in enumerate(order):
-            for b in program.steps[s].reads:
-                self.uses.setdefault(b, []).append((position, False))
-            for b in program.steps[s].writes:
-                self.uses.setdefault(b, []).append((position, True))
+        self.uses = _uses(program, order)
 
     def _is_read_from(self, b: int, position: int) -> bool:
-        """Whether the version of `b` that is there at `position` is read at or after it."""
-        uses = self.uses[b]
-        i = bisect.bisect_left(uses, (position, False))
-        return i < len(uses) and not uses[i][1]
+        return _is_read_from(self.uses[b], position)
 
     def all(self) -> tuple[Fence, ...]:
         program, order = self.program, self.order

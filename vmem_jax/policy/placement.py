@@ -19,6 +19,10 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Away
 
+_LONGER = 1.1
+"""Copies are given so much more time than the link's rate says, where there is time: what is hidden
+under steps that run faster than was measured would show."""
+
 _ROUNDS = 3
 """Waits move the steps in time, and so the places of the points; this often they are found anew."""
 
@@ -62,18 +66,19 @@ def _unhurried(
     """Points at which no copy is waited for, where there are such."""
     assert costs.link is not None
     begins = timeline.start
+    nbytes = lambda a: program.buffers[a.buffer].nbytes
     starts, gones = {}, {}
     free = 0.0
     for a in sorted(away, key=lambda a: (a.since, a.buffer)):
         start = _heavy_from(heavy, a.since, a.until)
-        free = max(free, begins[start]) + program.buffers[a.buffer].nbytes / costs.link.out
+        free = max(free, begins[start]) + _LONGER * nbytes(a) / costs.link.out
         starts[a] = start
         gones[a] = _heavy_from(heavy, bisect.bisect_left(begins, free), a.until)
     found = []
     free = timeline.seconds
     for a in sorted(away, key=lambda a: (-a.until, a.buffer)):
         back = _heavy_until(heavy, a.until, starts[a])
-        free = min(free, begins[back]) - program.buffers[a.buffer].nbytes / costs.link.into
+        free = min(free, begins[back]) - _LONGER * nbytes(a) / costs.link.into
         latest = max(bisect.bisect_right(begins, free) - 1, 0)
         fetch = _heavy_until(heavy, latest, starts[a])
         gone = min(gones[a], back)

@@ -112,10 +112,9 @@ class Transfers:
         return self._current[self._variables[t.buffer]]
 
     def _fence(self, moved: Sequence[int], position: int, like: JaxprEqn) -> None:
-        """One barrier over what `moved` hold and the spine at `position`."""
+        """One barrier over what `moved` hold and the running values at `position`."""
         held = [self._held[i] for i in moved]
-        spine = self._spines[position]
-        behind = [] if spine is None else [self._variables[spine]]
+        behind = [self._variables[b] for b in self._spines[position]]
         invars = [*held, *(self._current[v] for v in behind)]
         outs = [compat.new_var(v.aval) for v in invars]
         self._emit(compat.new_equation(lax.optimization_barrier_p, invars, outs, {}, like))
