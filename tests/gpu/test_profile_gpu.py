@@ -8,6 +8,7 @@ from vmem_jax.core.costs import machine_for
 from vmem_jax.models import job
 from vmem_jax.profile.machine import measure
 from vmem_jax.profile.steps import profile_steps
+from vmem_jax.profile.timing import dispatch_seconds
 
 pytestmark = pytest.mark.gpu
 
@@ -34,3 +35,7 @@ def test_every_step_of_a_model_is_timed(device):
     profile = profile_steps(found, machine_for(device.device_kind), device, {}, seconds=300)
     assert profile.measured == profile.distinct and not profile.untimed
     assert all(s > 0 for s in profile.costs.seconds if s) and sum(profile.costs.seconds) < 1
+
+
+def test_a_device_waits_some_microseconds_between_programs(device):
+    assert 0 < dispatch_seconds(device).program < 100e-6

@@ -170,9 +170,7 @@ def profile_steps(
     reused = len(found.parts) - len(missing)
     limit = _limit_nbytes(device) if limit_nbytes is None else limit_nbytes
     operands = Operands(device, limit)
-    # The host is ahead of a GPU; the CPU's small programs run while they are dispatched.
-    slow = missing and device.platform == "cpu"
-    dispatch = dispatch_seconds(device) if slow else Dispatch()
+    dispatch = dispatch_seconds(device) if missing else Dispatch()
     if workers is None:
         workers = 1 if device.platform == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
     compiler = _Compiler(device, free_layouts, workers)
