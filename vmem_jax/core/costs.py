@@ -107,36 +107,65 @@ def analytic(program: Program, machine: Machine) -> Costs:
     return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps), link)
 
 
-# Rates: convolutions and matrix products of whole training steps reach about half of a GPU's peak
-# (VGG-16(256) bf16 on an H200: 23.8 TFLOP in 61 ms = 390 TFLOP/s); copies about 90 % of HBM's.
-# Links: an H200's as measured (PCIe 5 x16: 55.3 GB/s either way, 97.7 both at once); the A100's is
-# PCIe 4, half of that.
-def _gpu(
-    name: str, tensor: float, fp32: float, bandwidth: float, memory: int, link: float = 55.3e9
+# An H200 as `vmem-jax profile` measured it (JAX 0.11.2, cuDNN 9.19). Its convolutions run at 710
+# TFLOP/s where they are large and square, and at some 560 in whole training steps (VGG, ResNet).
+_H200 = Machine(
+    "h200",
+    flops={
+        "bfloat16": 748e12,
+        "float16": 727e12,
+        "float32": 377e12,  # TF32, which JAX's default precision uses on these cards
+        "float64": 33.5e12,
+        "": 49.3e12,
+    },
+    bandwidth=3.1e12,
+    launch=1e-6,
+    memory=143771 * 2**20,
+    link_out=55.3e9,
+    link_in=55.3e9,
+    link_both=97.7e9,
+    convolutions={"bfloat16": 560e12, "float16": 560e12, "float32": 280e12},
+    pinning=2.8e-10,
+)
+
+
+def _like_h200(
+    name: str, tensor: float, fp32: float, bandwidth: float, memory: int, link: float = 1.0
 ) -> Machine:
-    flops = {
-        "bfloat16": 0.5 * tensor,
-        "float16": 0.5 * tensor,
-        "float32": 0.5 * tensor / 2,  # TF32, which JAX's default precision uses on these cards
-        "float64": 0.5 * fp32,
-        "": 0.5 * fp32,
-    }
-    both = link * 97.7 / 55.3
-    return Machine(name, flops, 0.9 * bandwidth, 3e-6, memory, link, link, both)
+    """A card that was not measured: the share of its data sheet that an H200 reaches of its own.
+
+    Args:
+      tensor, fp32: bfloat16 and strict float32, operations a second.
+      link: as a share of PCIe 5 x16.
+    """
+    tensor, fp32, bandwidth = tensor / 990e12, fp32 / 67e12, bandwidth / 4.8e12
+    strict = ("float64", "")
+    share = {d: fp32 if d in strict else tensor for d in _H200.flops}
+    return dataclasses.replace(
+        _H200,
+        name=name,
+        flops={d: rate * share[d] for d, rate in _H200.flops.items()},
+        bandwidth=_H200.bandwidth * bandwidth,
+        memory=memory,
+        link_out=_H200.link_out * link,
+        link_in=_H200.link_in * link,
+        link_both=_H200.link_both * link,
+        convolutions={d: rate * tensor for d, rate in _H200.convolutions.items()},
+    )
 
 
 MACHINES: dict[str, Machine] = {
     m.name: m
     for m in (
-        _gpu("a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9, 27.6e9),
-        _gpu("h100", 990e12, 67e12, 3.35e12, 80 * 10**9),
-        _gpu("h200", 790e12, 67e12, 4.8e12, 143771 * 2**20),
-        _gpu("b200", 2250e12, 80e12, 8.0e12, 180 * 10**9),
-        _gpu("rtx6000pro", 500e12, 125e12, 1.79e12, 96 * 10**9),
+        _H200,
+        _like_h200("a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9, 0.5),
+        _like_h200("h100", 990e12, 67e12, 3.35e12, 80 * 10**9),
+        _like_h200("b200", 2250e12, 80e12, 8.0e12, 180 * 10**9),
+        _like_h200("rtx6000pro", 500e12, 125e12, 1.79e12, 96 * 10**9),
         Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30, 5e9, 5e9, 5e9),
     )
 }
-"""Datasheet figures times what is reached, for machines that `vmem-jax profile` has not measured."""
+"""For devices that `vmem-jax profile` has not measured here."""
 
 
 def machine_for(device_kind: str) -> Machine:
