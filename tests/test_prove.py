@@ -58,6 +58,21 @@ def test_plans_that_move_give_way_to_one_that_does_not():
     assert found[-1].need <= BUDGET
 
 
+def test_the_last_try_moves_nothing_and_no_try_is_planned_twice():
+    asked = []
+
+    class Recording(POLICIES["auto"]):
+        def plan(self, program, costs, budget):
+            asked.append((costs.link, budget))
+            return super().plan(program, costs, budget)
+
+    compile_plan = lambda p: compiled(BUDGET + 1 if p.transfers else p.predicted_peak)
+    found = prove(PROGRAM, Recording(), FAST, BUDGET, compile_plan)
+    assert len(found) == MOST_COMPILES == len(asked)
+    assert all(attempt.plan.transfers for attempt in found[:-1])
+    assert not found[-1].plan.transfers and asked[-1] == (None, BUDGET)
+
+
 def test_the_untouched_program_runs_where_only_it_fits():
     found = attempts(lambda plan: 1000 if plan.fenced else BUDGET - plan.predicted_peak)
     assert not found[-1].plan.fenced and found[-1].plan.policy == "keep"

@@ -81,14 +81,15 @@ def prove(
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
         last = len(attempts) == MOST_COMPILES - 1
+        plan: Plan | None = None
         if last and means.link is not None and any(a.plan.transfers for a in attempts):
             # what moves is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
                 still = dataclasses.replace(means, link=None)
-                policy.plan(program, still, budget)
+                plan = policy.plan(program, still, budget)
                 means, target = still, budget
         try:
-            plan = policy.plan(program, means, target)
+            plan = plan or policy.plan(program, means, target)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
