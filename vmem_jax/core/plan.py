@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ class Transfer:
     gone: int
     fetch: int
     back: int
+
+
+def points_at(transfers: Sequence[Transfer]) -> dict[int, list[tuple[int, int]]]:
+    """For each position, (point, index of the transfer) of what happens before its step, in order.
+
+    The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`.
+    """
+    at: dict[int, list[tuple[int, int]]] = {}
+    for i, t in enumerate(transfers):
+        for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
+            at.setdefault(position, []).append((point, i))
+    return {position: sorted(events) for position, events in at.items()}
 
 
 @dataclasses.dataclass(frozen=True)

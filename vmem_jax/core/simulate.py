@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.lanes import Copy, Lanes
-from vmem_jax.core.plan import Transfer
+from vmem_jax.core.plan import Transfer, points_at
 from vmem_jax.core.program import Kind, Program
 
 
@@ -118,16 +118,13 @@ class _Moves:
         self.nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
         self.lanes = Lanes(costs.link)
         self.stalls = [0.0] * len(transfers)
-        self.at: dict[int, list[tuple[int, int]]] = {}  # position -> [(point, transfer)]
-        for i, t in enumerate(transfers):
-            for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
-                self.at.setdefault(position, []).append((point, i))
+        self.at = points_at(transfers)
 
     def pass_(self, position: int, now: float) -> tuple[float, list[int], list[int]]:
         """(seconds after the waits, buffers that are gone, buffers that take memory again)."""
         freed: list[int] = []
         taken: list[int] = []
-        for point, i in sorted(self.at[position]):
+        for point, i in self.at[position]:
             b = self.transfers[i].buffer
             if point == 0:
                 self.lanes.submit("out", i, self.nbytes[i], now)

@@ -16,7 +16,7 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.core.fences import spines
-from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 from vmem_jax.transfer import ffi
@@ -51,28 +51,22 @@ class Transfers:
         self._plan, self._arena, self._emit = plan, arena, emit
         self._current, self._variables = current, variables
         self._held: dict[int, Var] = {}  # transfer -> its token, or its buffer on the way back
-        self._at: dict[int, list[tuple[int, int]]] = {}  # position -> [(point, transfer)]
-        for i, t in enumerate(plan.transfers):
-            for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
-                self._at.setdefault(position, []).append((point, i))
+        self._at = points_at(plan.transfers)
         between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
         self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
 
     def before(self, position: int, like: JaxprEqn) -> None:
         """Emits what the plan has before the step at `position`, where `like` stands."""
-        events = sorted(self._at.get(position, ()))
-        for point, (enter, leave, call) in enumerate(
-            ((False, True, self._start), (True, True, self._gone), (True, True, self._fetch))
-        ):
+        events = self._at.get(position, ())
+        for point, call in enumerate((self._start, self._gone, self._fetch)):
             moved = [i for p, i in events if p == point]
             if not moved:
                 continue
-            if enter:
+            if point > 0:  # what starts holds nothing yet
                 self._fence(moved, position, like)
             for i in moved:
                 self._held[i] = call(i, self._plan.transfers[i], like)
-            if leave:
-                self._fence(moved, position, like)
+            self._fence(moved, position, like)
         moved = [i for p, i in events if p == 3]
         if moved:
             self._fence(moved, position, like)
