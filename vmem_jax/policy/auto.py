@@ -52,7 +52,8 @@ class Auto(AbstractPolicy):
     least_move: float = 1 / 500
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
-        base = lower_order(program, costs)
+        canonical = canonical_order(program)
+        base = lower_order(program, costs, canonical)
         best = simulate(program, base, costs)
         if budget is None or best.peak <= budget:
             return finish(self.name, program, best, budget)
@@ -60,7 +61,7 @@ class Auto(AbstractPolicy):
         shares: Sequence[float] = self.shares
         if "recompute" in self.allow:
             best = _better(best, _under_limit(program, costs, base, (), budget), budget)
-            for order in dict.fromkeys((base, canonical_order(program))):
+            for order in dict.fromkeys((base, canonical)):
                 remaking = Remaking(program, order)
                 if len(remaking.idle()) <= self.exhaustive:
                     for timeline in _every_choice(program, costs, order, remaking):
@@ -226,8 +227,9 @@ class _Search:
         for b in live_at(self.program, order, at, self.timeline.transfers):
             uses = self.uses[b]
             n = sum(1 for u in uses if u < done) - 1
-            idle = 0 <= n < len(uses) - 1 and (b, n) not in self.drops | self.parks
-            if b not in busy and idle and self.program.buffers[b].nbytes > 0:
+            idle = 0 <= n < len(uses) - 1 and b not in busy
+            free = (b, n) not in self.drops and (b, n) not in self.parks
+            if idle and free and self.program.buffers[b].nbytes > 0:
                 if self.remaking.may_drop(b, uses[n + 1]):
                     found.append((b, n))
         return found

@@ -21,10 +21,15 @@ def canonical_order(program: Program) -> tuple[int, ...]:
     return tuple(_hoist(program, _sink(program, list(range(len(program.steps))))))
 
 
-def lower_order(program: Program, costs: Costs) -> tuple[int, ...]:
-    """The canonical order or the traced one, whichever peaks lower; the canonical one if equal."""
+def lower_order(
+    program: Program, costs: Costs, canonical: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """The canonical order or the traced one, whichever peaks lower; the canonical one if equal.
+
+    `canonical`: `canonical_order(program)`, where the caller has it.
+    """
     traced = tuple(range(len(program.steps)))
-    orders = (canonical_order(program), traced)
+    orders = (canonical or canonical_order(program), traced)
     return min(orders, key=lambda order: simulate(program, order, costs).peak)
 
 
