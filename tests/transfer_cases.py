@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -289,15 +290,64 @@ def half_a_cache_halves_the_traffic(device):
 
 
 def failed_copy_is_an_error_and_the_next_step_is_right(device):
+    """In any slot, on the way out and on the way back."""
     x = data(device)
-    for fetch in (False, True):
-        with pinned(device) as arena:
-            step = jit(parking_step(arena), device)
-            with injected(fail_slot=2, fail_fetch=fetch):
+    expected = jit(plain_step, device)(x)
+    with pinned(device) as arena:
+        step = jit(parking_step(arena), device)
+        faults = [(slot, fetch) for slot in range(LAYERS) for fetch in (False, True)]
+        for resets, (slot, fetch) in enumerate(faults, 1):
+            with injected(fail_slot=slot, fail_fetch=fetch):
                 with pytest.raises(jax.errors.JaxRuntimeError, match="failed on purpose"):
                     jax.block_until_ready(step(x))
-            assert same(step(x), jit(plain_step, device)(x))
-            assert arena.counters(device).resets == 1
+            assert same(step(x), expected)
+            assert arena.counters(device).resets == resets
+
+
+def step_that_raises_in_flight_leaves_the_next_one_right(device):
+    """The user's own callback fails between a start and its done, out or back.
+
+    The copy has ended by then. XLA frees the buffers of a failed run at once, and on a CPU, where
+    nobody is told, a copy that is still going on would read or write freed memory.
+    """
+    fails = []
+
+    def callback(x, where):
+        if where in fails:
+            time.sleep(0.05)
+            raise ValueError(f"mine, on the way {where}")
+        return x
+
+    def maybe(x, where):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: callback(x, where), shape, x)
+
+    def step(x):
+        residual, x = fence(x * 3, x)
+        token = ffi.offload_start(residual, ffi.first_token(), arena=arena.id, slot=0)
+        token, x = fence(token, x)
+        x = maybe(x, "out")
+        token, x = fence(token, x)
+        token = ffi.offload_done(residual, token, arena=arena.id, slot=0)
+        token, x = fence(token, x)
+        buffer = ffi.fetch_start(token, residual, arena=arena.id, slot=0)
+        buffer, x = fence(buffer, x)
+        x = maybe(x, "back")
+        buffer, x = fence(buffer, x)
+        return ffi.fetch_done(buffer, arena=arena.id, slot=0) - x
+
+    x = data(device)
+    with pinned(device) as arena, injected(poison=True, stale_seconds=0.1):
+        run = jit(step, device)
+        expected = jax.block_until_ready(run(x))
+        for where in ("out", "back"):
+            fails[:] = [where]
+            with pytest.raises(jax.errors.JaxRuntimeError, match=f"mine, on the way {where}"):
+                jax.block_until_ready(run(x))
+            fails.clear()
+            assert same(run(x), expected) and same(run(x), expected)
+        counters = arena.counters(device)
+    assert (counters.resets, counters.parked) == (2, 0)
 
 
 def left_behind_is_dropped(device):
@@ -412,6 +462,7 @@ CASES: tuple[Callable[[jax.Device], None], ...] = (
     full_cache_keeps_the_link_idle,
     half_a_cache_halves_the_traffic,
     failed_copy_is_an_error_and_the_next_step_is_right,
+    step_that_raises_in_flight_leaves_the_next_one_right,
     left_behind_is_dropped,
     fetch_without_offload_is_an_error,
     wrong_slots_are_errors,

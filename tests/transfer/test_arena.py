@@ -5,7 +5,7 @@ import gc
 import jax
 import pytest
 import transfer_cases
-from processes import run_script
+from processes import meanwhile, run_script
 
 from vmem_jax.errors import HostMemoryError
 from vmem_jax.transfer import host_memory
@@ -90,6 +90,77 @@ def test_rlimit_memlock():
         locked = [l for l in open("/proc/self/status") if l.startswith("VmLck")]
         assert int(locked[0].split()[1]) == 512, locked
     """)
+
+
+def test_memory_that_another_process_has_pinned_is_not_there():
+    nbytes = lambda: min(limit.nbytes for limit in host_memory.limits(lock_pages=False))
+    held = min(2 << 30, nbytes() // 4)
+    holder = f"""
+        import sys
+        import jax
+        from vmem_jax.transfer.arena import Arena
+        from vmem_jax.transfer.layout import Layout, Slot
+
+        arena = Arena(Layout((Slot(0, {held}),), {held}))
+        arena.pin(jax.devices()[0])
+        print("pinned", flush=True)
+        sys.stdin.read()
+    """
+    # between what is left beside the other process and what is there without it
+    wanted = (nbytes() - held // 2) // 256 * 256
+    with Arena(Layout((Slot(0, wanted),), wanted)) as arena:
+        with meanwhile(holder):
+            with pytest.raises(HostMemoryError, match=r"available memory|memory limit") as error:
+                arena.pin(CPU)
+            assert error.value.limit_nbytes < wanted == error.value.nbytes
+        host_memory.check(wanted, lock_pages=False)  # it is there again
+
+
+def test_memory_that_the_system_refuses():
+    """Each of several arenas; those before it go on, and it is pinned once there is room."""
+    run_script("""
+        import resource
+        from transfer_cases import *
+        from vmem_jax.errors import HostMemoryError
+
+        device, x = jax.devices()[0], data(jax.devices()[0])
+        expected = jit(plain_step, device)(x)
+        arenas = [Arena(layout()) for _ in range(4)]
+        steps = [jit(parking_step(arena), device).lower(x).compile() for arena in arenas]
+        with pinned(device):
+            pass  # the threads that copy are there now; they need memory of their own
+        for refused in range(4):
+            limit = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (1, limit[1]))  # less than there is already
+            try:
+                arenas[refused].pin(device)
+            except HostMemoryError as error:
+                message = str(error)
+            else:
+                raise SystemExit(f"arena {refused} was pinned")
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, limit)
+            assert "384.00 KiB" in message and "mmap: Cannot allocate memory" in message, message
+            assert all(same(step(x), expected) for step in steps[:refused])
+            try:
+                steps[refused](x).block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                assert "not pinned" in str(error), error
+            else:
+                raise SystemExit("it ran without memory")
+            arenas[refused].pin(device)
+            assert same(steps[refused](x), expected)
+    """)
+
+
+def test_a_cache_that_the_system_refuses_leaves_the_step_right():
+    x = transfer_cases.data(CPU)
+    with transfer_cases.pinned(CPU) as arena:
+        with pytest.raises(MemoryError, match="mmap"):
+            arena.set_cache_capacity(CPU, 1 << 50)
+        step = transfer_cases.jit(transfer_cases.parking_step(arena), CPU)
+        plain = transfer_cases.jit(transfer_cases.plain_step, CPU)
+        assert transfer_cases.same(step(x), plain(x))
 
 
 def test_limits_are_read(tmp_path, monkeypatch):

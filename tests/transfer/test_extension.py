@@ -2,7 +2,10 @@
 
 import jax
 import pytest
+import transfer_cases
+from test_jit import assert_close, batch, params, step
 
+import vmem_jax
 from vmem_jax.transfer import extension, ffi
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.layout import Layout, Slot
@@ -41,6 +44,33 @@ def test_missing_extension_says_what_to_do(monkeypatch):
     with pytest.raises(ImportError, match="pip install"):
         extension._import()
     assert extension.describe().startswith("none: ")
+
+
+def test_steps_run_without_the_extension_and_say_so_where_it_is_asked_for(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(extension.importlib, "import_module", missing)
+    monkeypatch.setattr(extension, "load", extension.load.__wrapped__)
+    short = params()[:4], batch()
+    expected = jax.jit(step)(*short)
+    assert_close(vmem_jax.jit(step, budget=0.8)(*short), expected)
+    with pytest.raises(ValueError, match=r"`step` cannot offload: .*not built here.*pip install"):
+        vmem_jax.jit(step, budget=0.8, allow=("order", "offload"))(*short)
+
+
+def test_built_for_cuda_without_a_gpu():
+    """The module loads where no driver is; the CPU's handlers work; CUDA's say what is missing."""
+    module = extension.load()
+    if module.CUDA_VERSION is None:
+        pytest.skip("the extension was built without CUDA")
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("there is a GPU")
+    assert extension.describe().startswith("CPU and CUDA ")
+    with Arena(transfer_cases.layout()) as arena:
+        with pytest.raises(RuntimeError, match=r"cuda\w+\(.*\): .*(driver|device)"):
+            module.arena_pin(arena.id, "CUDA", 0, False)
+    transfer_cases.values_come_back(jax.devices("cpu")[0])
 
 
 def test_built_for_the_oldest_supported_jaxlib():
