@@ -1,9 +1,12 @@
 """The machine, and the way from a file or the device to `jit` and the command line."""
 
 import dataclasses
+import itertools
+import json
 import logging
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -123,14 +126,29 @@ def test_steps_are_timed_once_and_again_on_demand(device, monkeypatch):
     assert {t.seconds for t in kept(device).steps.values()} == {42.0}
 
 
-def test_a_damaged_file_is_said_and_measured_again(device, caplog):
-    measured_costs(captured(), device)
+def of_another(**changes):
+    return lambda text: json.dumps({**json.loads(text), **changes})
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda text: text[:100], "damaged"),
+        (lambda text: '{"name": "somebody else\'s"}', "no profile of vmem_jax"),
+        (of_another(device="NVIDIA H200"), "another device"),
+        (of_another(versions={"jax": "0.1"}), "other versions"),
+    ],
+    ids=["corrupt", "foreign", "another device", "another version"],
+)
+def test_a_file_that_cannot_be_trusted_is_said_and_measured_again(device, caplog, spoil, says):
+    measured = lambda: measured_costs(captured(), device, machine=MACHINES["cpu"])
+    measured()
     path = Store(identity(device)).path
-    path.write_text(path.read_text()[:100])
+    path.write_text(spoil(path.read_text()))
     with caplog.at_level(logging.WARNING, logger="absl"):
         assert known_costs(captured(), device) is None
-        assert measured_costs(captured(), device).reused == 0
-    assert "damaged" in caplog.text
+        assert measured().reused == 0
+    assert says in caplog.text
     assert known_costs(captured(), device) is not None
 
 
@@ -207,14 +225,17 @@ def test_profile_of_the_device_alone(capsys, tmp_path):
     assert f"kept in {tmp_path}" in out
 
 
-def test_profile_of_a_model(capsys, device):
+def test_profile_of_a_model(capsys, device, monkeypatch):
     pytest.importorskip("flax")
     model = ("resnet11", "--batch", 2, "--image", 8, "--classes", 3)
-    status, out, _ = run(capsys, "profile", *model, "--seconds", 3)
+    clock = itertools.count(step=1.0)  # a second a step, on any machine
+    fake_time = types.SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("vmem_jax.profile.steps.time", fake_time)
+    status, out, _ = run(capsys, "profile", *model, "--seconds", 12)
     assert status == 0
     found = re.search(r"(\d+) distinct of \d+ steps, (\d+) measured, 0 scaled.* (\d+) calibr", out)
     distinct, measured, calibrated = map(int, found.groups())
-    assert distinct == measured + calibrated and measured == len(kept(device).steps) > 0
+    assert distinct == measured + calibrated and measured == len(kept(device).steps) == 12
     assert "conv_general" in out and "Median error" in out
     status, again, _ = run(capsys, "profile", *model, "--seconds", 0)
     assert status == 0 and f"({measured} known before)" in again
