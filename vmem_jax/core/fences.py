@@ -56,34 +56,42 @@ _AHEAD = 8
 def spines(
     program: Program, order: Sequence[int], avoid: Mapping[int, Collection[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """For each position the running values: the newest that is still read, and all read soon.
+    """For each position the running values: the latest that is still read, and all read soon.
 
-    All of them, because a barrier holds those steps alone that read a value of it: behind the newest
-    value may stand a weight gradient, which everything else overtakes. And the newest, because what
-    a recomputation reads soon may be as old as the forward pass.
+    All of them, because a barrier holds those steps alone that read a value of it: behind one of
+    them may stand a weight gradient, which everything else overtakes. And the latest, because what a
+    recomputation reads soon may be as old as the forward pass. The latest is the one that most steps
+    lead up to, one after another. The newest by the order is not always it: a weight that is flipped
+    for the backward pass is made just before it is read, but from an argument alone, so the compiler
+    may make it at any time, and with it what hangs on it.
 
     Args:
       avoid: position -> buffers that cannot be among them.
     """
     uses = _uses(program, order)
+    depth: dict[int, tuple[int, int]] = {}  # temporary buffer -> (steps up to it, position)
+    ran: set[int] = set()
+    deepest = 0
     found: dict[int, tuple[int, ...]] = {}
-    for position in avoid:
-        free = lambda b, position=position: (
-            not program.is_resident[b] and b not in avoid[position] and uses[b][0][0] < position
-        )
-        running: dict[int, None] = {}
-        for earlier in range(position - 1, -1, -1):
-            step = program.steps[order[earlier]]
-            live = [b for b in step.writes if free(b) and _is_read_from(uses[b], position)]
-            if live:
-                running[live[0]] = None
-                break
-        for later in order[position : position + _AHEAD]:
-            for b in program.steps[later].reads:
-                # what is made anew by then may be dead now
-                if free(b) and _is_read_from(uses[b], position):
-                    running[b] = None
-        found[position] = tuple(running)
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        if position in avoid:
+            # what is made anew before it is read may be dead now
+            live = lambda b, position=position: (
+                b in depth and b not in avoid[position] and _is_read_from(uses[b], position)
+            )
+            latest = max(filter(live, depth), key=lambda b: (depth[b], b), default=None)
+            soon = order[position : position + _AHEAD]
+            read = [b for later in soon for b in program.steps[later].reads if live(b)]
+            found[position] = tuple(dict.fromkeys([*([] if latest is None else [latest]), *read]))
+        # what runs again reads fenced values, and so comes after all that came before
+        here = deepest if s in ran else 0
+        here = 1 + max([here, *(depth[b][0] for b in step.reads if b in depth)])
+        deepest = max(deepest, here)
+        ran.add(s)
+        for b in step.writes:
+            if not program.is_resident[b]:
+                depth[b] = here, position
     return found
 
 
