@@ -1,5 +1,6 @@
 """The command line: a whole training, a plan, and what the user is told when something is wrong."""
 
+import json
 import re
 
 import pytest
@@ -47,11 +48,15 @@ def test_plan_prints_the_table_and_saves(capsys, tmp_path):
     status, out, _ = run(
         capsys,
         *("plan", "resnet11", "--batch", 4, "--image", 16, "--classes", 10),
-        *("--budget", 0.7, "--save", path),
+        *("--budget", 0.7, "--save", path, "--trace", tmp_path / "trace.json"),
     )
     assert status == 0
     assert "stage1_block1" in out and "peak: plain jit" in out
-    assert Plan.load(path).policy == "auto"
+    plan = Plan.load(path)
+    assert plan.policy == "auto"
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(e.get("cat") == "step" for e in events) == len(plan.order)
+    assert {e["args"]["budget"] for e in events if e["name"] == "budget"} == {plan.budget}
 
 
 def test_info_names_versions_and_devices(capsys):

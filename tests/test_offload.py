@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import threading
 
 import jax
@@ -162,6 +163,18 @@ def test_as_text_has_the_four_calls():
 def test_explain_says_what_moves():
     text = str(offloading().explain(params(), batch()))
     assert "buffers moved" in text
+
+
+def test_explain_saves_the_lanes(tmp_path):
+    explanation = offloading().explain(params(), batch())
+    explanation.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    copies = [e for e in events if e.get("cat") == "copy"]
+    assert len(copies) == 2 * len(explanation.plan.transfers) > 0
+    moved = sum(e["args"]["nbytes"] for e in copies)
+    buffers = explanation.program.buffers
+    assert moved == 2 * sum(buffers[t.buffer].nbytes for t in explanation.plan.transfers)
+    assert sum(e.get("cat") == "step" for e in events) == len(explanation.plan.order)
 
 
 def test_scaled_batch_keys_and_integers_move_too():

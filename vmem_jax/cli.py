@@ -267,6 +267,11 @@ def _add_plan(commands: Subparsers) -> None:
         help="a card that is not there; needs vmem_jax[gpu-compile], no GPU",
     )
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
+    parser.add_argument(
+        "--trace",
+        metavar="TRACE.json",
+        help="write the predicted timeline to this file, for ui.perfetto.dev or chrome://tracing",
+    )
     _add_step_options(parser)
 
 
@@ -299,6 +304,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.save:
         step.plan(*shapes, target=arguments.target).save(arguments.save)
         console.print(f"saved to {arguments.save}", markup=False, highlight=False)
+    if arguments.trace:
+        explanation.save_trace(arguments.trace)
+        console.print(f"timeline in {arguments.trace}", markup=False, highlight=False)
     return 0
 
 

@@ -13,6 +13,21 @@ from vmem_jax.core.plan import Transfer, points_at
 from vmem_jax.core.program import Kind, Program
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """A wait of the compute lane for a copy, in seconds since the start of the step.
+
+    Attributes:
+      transfer: for which, an index into `Timeline.transfers`.
+      way: the lane of its copy, "out" or "into".
+    """
+
+    transfer: int
+    way: str
+    begin: float
+    end: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """What running an order costs.
@@ -27,6 +42,7 @@ class Timeline:
       transfers: what waits in host memory, as it was given.
       copies: for each transfer its way out and its way back on the lanes.
       stalls: seconds that the compute lane waits for each transfer, out and back together.
+      waits: each of those waits, in the order of time.
     """
 
     order: tuple[int, ...]
@@ -38,6 +54,7 @@ class Timeline:
     transfers: tuple[Transfer, ...] = ()
     copies: tuple[tuple[Copy, Copy], ...] = ()
     stalls: tuple[float, ...] = ()
+    waits: tuple[Stall, ...] = ()
 
 
 def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
@@ -118,6 +135,7 @@ class _Moves:
         self.nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
         self.lanes = Lanes(costs.link)
         self.stalls = [0.0] * len(transfers)
+        self.waits: list[Stall] = []
         self.at = points_at(transfers)
 
     def pass_(self, position: int, now: float) -> tuple[float, list[int], list[int]]:
@@ -132,8 +150,11 @@ class _Moves:
                 taken.append(b)
                 self.lanes.submit("into", i, self.nbytes[i], now)
             else:
-                then = self.lanes.wait("out" if point == 1 else "into", i, now)
-                self.stalls[i] += then - now
+                way = "out" if point == 1 else "into"
+                then = self.lanes.wait(way, i, now)
+                if then > now:
+                    self.stalls[i] += then - now
+                    self.waits.append(Stall(i, way, now, then))
                 now = then
                 if point == 1:
                     freed.append(b)
@@ -143,7 +164,11 @@ class _Moves:
         copies = self.lanes.copies
         pairs = tuple((copies["out", i], copies["into", i]) for i in range(len(self.transfers)))
         return dataclasses.replace(
-            timeline, transfers=self.transfers, copies=pairs, stalls=tuple(self.stalls)
+            timeline,
+            transfers=self.transfers,
+            copies=pairs,
+            stalls=tuple(self.stalls),
+            waits=tuple(self.waits),
         )
 
 
@@ -159,6 +184,67 @@ def live_at(
             alive.difference_update(dying[p])
     alive.difference_update(t.buffer for t in transfers if t.gone <= position < t.fetch)
     return sorted(alive)
+
+
+WORKSPACE = "workspace"
+"""What `live_by_kind` calls the bytes that are none of a buffer's."""
+
+
+def live_by_kind(program: Program, timeline: Timeline) -> list[dict[str, int]]:
+    """For each position of the order the live bytes by kind; their sum is `live_nbytes` there.
+
+    Arguments and outputs count throughout. What takes over the memory of another value, a donated
+    argument's or a dying read's, counts as that one.
+    """
+    steps, buffers, resident = program.steps, program.buffers, program.is_resident
+    now: dict[str, int] = {}
+
+    def add(b: int, sign: int = 1) -> None:
+        kind = buffers[b].kind.value
+        now[kind] = now.get(kind, 0) + sign * buffers[b].nbytes
+
+    inputs, outputs = set(program.inputs), set(program.outputs)
+    for b in (*inputs, *(outputs - inputs)):
+        add(b)
+    for b in outputs & inputs:
+        if (b, b) not in program.aliases:
+            add(b)  # handed back without donation: copied into a buffer of its own
+    for i, o in program.aliases:
+        if i != o:
+            add(o, -1)
+    gone: dict[int, list[int]] = {}
+    fetched: dict[int, list[int]] = {}
+    for t in timeline.transfers:
+        gone.setdefault(t.gone, []).append(t.buffer)
+        fetched.setdefault(t.fetch, []).append(t.buffer)
+    dying = last_reads(program, timeline.order)
+    alive: set[int] = set()
+    history = []
+    for position, s in enumerate(timeline.order):
+        step, dead = steps[s], dying[position]
+        for b in gone.get(position, ()):
+            alive.discard(b)
+            add(b, -1)
+        for b in fetched.get(position, ()):
+            alive.add(b)
+            add(b)
+        for b in step.writes:
+            if not resident[b] and b not in alive:
+                alive.add(b)
+                add(b)
+        during = dict(now)
+        taken: set[int] = set()
+        for r, w in step.in_place:
+            if r in dead and not resident[w] and not {r, w} & taken:
+                taken |= {r, w}
+                during[buffers[w].kind.value] -= buffers[w].nbytes
+        if step.workspace:
+            during[WORKSPACE] = step.workspace
+        history.append(during)
+        for b in dead:
+            alive.discard(b)
+            add(b, -1)
+    return history
 
 
 def nbytes_by_kind(program: Program, buffers: Sequence[int]) -> dict[Kind, int]:

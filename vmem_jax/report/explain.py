@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,9 +13,10 @@ from rich.table import Table
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase, Program
-from vmem_jax.core.simulate import simulate
+from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
+from vmem_jax.report.trace import chrome_trace, predicted, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +51,13 @@ class Explanation:
       plain_need, compiled_need: bytes, the compiler's figures for plain jit and for the plan.
       peak_at: the user's layer and line where the plan's peak is predicted.
       holders: what holds the bytes there.
+      program, costs: what the plan was made from.
+      timeline: what running it is predicted to be.
     """
 
+    program: Program
+    costs: Costs
+    timeline: Timeline
     plan: Plan
     budget: int | None
     plain_need: int
@@ -93,6 +101,14 @@ class Explanation:
             "recomputation"
         )
 
+    def trace(self) -> dict[str, Any]:
+        """The prediction as a Chrome trace: what the lanes do when, stalls, live bytes, the peak."""
+        return chrome_trace(predicted(self.program, self.timeline, self.costs, self.budget))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes `trace()` as JSON: open it in https://ui.perfetto.dev or chrome://tracing."""
+        save(self.trace(), path)
+
     def __str__(self) -> str:
         out = io.StringIO()
         console = Console(file=out, width=120)
@@ -128,6 +144,9 @@ def explain(
                 continue
             row[1 if s in again else 0] += program.buffers[b].nbytes
     return Explanation(
+        program=program,
+        costs=costs,
+        timeline=timeline,
         plan=plan,
         budget=budget,
         plain_need=plain_need,
