@@ -7,6 +7,7 @@ CPU twins, tests/gpu on CUDA.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -451,6 +452,33 @@ def two_threads_run_one_step(device):
         assert arena.counters(device).resets == 0
 
 
+def copies_and_waits_are_recorded(device):
+    """By the streams themselves: each copy after its delay, each wait until the end of its copy."""
+    x, delay, slack = data(device), 2e-3, 1e-4  # a GPU's clock is tied to the host's to so much
+    with pinned(device) as arena:
+        step = jit(parking_step(arena), device)
+        expected = jax.block_until_ready(step(x))
+        with injected(delay_seconds=delay), arena.record(device) as moved:
+            began = time.monotonic()
+            assert same(step(x), expected)
+            ended = time.monotonic()
+        assert same(step(x), expected) and len(moved) == 4 * LAYERS  # no more is recorded
+        with arena.record(device) as nothing:
+            pass
+        assert nothing == []
+    copies = {(m.out, m.slot): m for m in moved if not m.waits}
+    waits = {(m.out, m.slot): m for m in moved if m.waits}
+    assert copies.keys() == waits.keys() == {(o, s) for o in (True, False) for s in range(LAYERS)}
+    assert len({m.run for m in moved}) == 1
+    assert all(m.link and m.nbytes == NBYTES and m.begin <= m.end for m in moved)
+    assert all(began - slack <= m.begin and m.end <= ended + slack for m in moved)
+    assert all(copy.end - copy.begin >= delay for copy in copies.values())
+    assert all(waits[key].end >= copy.end - slack for key, copy in copies.items())
+    for out, slots in ((True, range(LAYERS)), (False, reversed(range(LAYERS)))):
+        lane = [copies[out, slot] for slot in slots]
+        assert all(a.end <= b.begin for a, b in itertools.pairwise(lane))
+
+
 CASES: tuple[Callable[[jax.Device], None], ...] = (
     values_come_back,
     any_dtype_and_size_comes_back,
@@ -470,4 +498,5 @@ CASES: tuple[Callable[[jax.Device], None], ...] = (
     unknown_or_unpinned_arena_is_an_error,
     two_arenas_at_once,
     two_threads_run_one_step,
+    copies_and_waits_are_recorded,
 )

@@ -130,6 +130,12 @@ CpuBackend::HostMemory::~HostMemory() {
 // Lanes belong to the registry of engines, which lives until the process ends.
 CpuLane* CpuBackend::NewLane(int) { return std::make_unique<CpuLane>().release(); }
 
+CpuBackend::Mark CpuBackend::NewMark(Stream stream) {
+  auto mark = std::make_shared<Clock::time_point>();
+  On(stream, [mark] { *mark = Clock::now(); });
+  return mark;
+}
+
 CpuBackend::Event CpuBackend::NewEvent() {
   Event event = std::make_shared<CpuSignal>();
   event->Set({});

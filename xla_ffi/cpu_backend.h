@@ -1,6 +1,7 @@
 // The CPU twin: worker threads stand in for the copy streams, ordinary memory for both sides.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -98,6 +99,18 @@ struct CpuBackend {
     explicit DeviceGuard(int) {}
   };
 
+  using Clock = std::chrono::steady_clock;
+  // Written by the lane, read once that has been drained.
+  using Mark = std::shared_ptr<Clock::time_point>;
+
+  struct Origin {
+    explicit Origin(Stream) {}
+    double Seconds(const Mark& mark) const {
+      return std::chrono::duration<double>(mark->time_since_epoch()).count();
+    }
+  };
+
+  static Mark NewMark(Stream stream);
   static Stream NewLane(int device);
   static void StopLane(Stream lane) { lane->Stop(); }
   static void JoinLane(Stream lane) { lane->Join(); }

@@ -18,7 +18,7 @@ void CheckCuda(cudaError_t status, const char* what);
 
 class CudaEvent {
  public:
-  CudaEvent();
+  explicit CudaEvent(unsigned int flags = cudaEventDisableTiming);
   ~CudaEvent();
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
@@ -75,6 +75,19 @@ struct CudaBackend {
     int previous_ = -1;  // to go back to, or -1
   };
 
+  using Mark = std::shared_ptr<CudaEvent>;  // one that keeps the time
+
+  class Origin {
+   public:
+    explicit Origin(Stream lane);
+    double Seconds(const Mark& mark) const;
+
+   private:
+    Mark mark_;
+    double seconds_ = 0.0;  // when the device passed it, on the host's clock
+  };
+
+  static Mark NewMark(Stream stream);
   static Stream NewLane(int device);
   // At the end of the process the driver takes streams down together with their context.
   static void StopLane(Stream) {}

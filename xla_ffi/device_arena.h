@@ -9,6 +9,7 @@
 //   B::CopyToHost, CopyToDevice, CopyOnDevice(stream, to, from, nbytes)
 //   B::PoisonDevice, PoisonHost(stream, memory, nbytes)
 //   B::Delay(stream, seconds), B::Fail(stream, message), B::Drain(stream)
+//   B::Mark, B::NewMark, B::Origin: see recording.h
 //   B::kOneThreadLaunches     whether one thread at a time launches a device's work, run by run
 //
 // No method that a handler calls waits for the device. Where the backend has no streams of its own
@@ -27,9 +28,11 @@
 #include <utility>
 #include <vector>
 
+#include "counters.h"
 #include "error.h"
 #include "injection.h"
 #include "layout.h"
+#include "recording.h"
 #include "slot_stack.h"
 #include "tensor_cache.h"
 
@@ -45,21 +48,6 @@ struct Lanes {
   typename B::Stream to_host;
   typename B::Stream to_device;
   std::mutex order;  // keeps the operations of one transfer together
-};
-
-// What an arena did on one device since it was pinned.
-struct Counters {
-  std::uint64_t hits = 0;       // fetches that the cache served
-  std::uint64_t misses = 0;     // fetches that crossed the link
-  std::uint64_t evictions = 0;  // tensors that left the cache for the arena
-  std::uint64_t link_nbytes_out = 0;
-  std::uint64_t link_nbytes_in = 0;
-  std::uint64_t recopies = 0;  // offloads begun again because XLA had moved the source
-  std::uint64_t resets = 0;    // leftovers of failed runs dropped
-  std::uint64_t parked = 0;    // tensors between offload_start and fetch_done, now
-  std::uint64_t cache_nbytes = 0;
-  std::uint64_t cache_used_nbytes = 0;
-  std::uint64_t arena_nbytes = 0;
 };
 
 template <class B>
@@ -187,11 +175,7 @@ class DeviceArena {
   // Device memory in front of the arena, in bytes; 0 takes the cache away. Between runs only.
   void SetCacheCapacity(std::size_t nbytes) {
     Lock lock(mutex_);
-    if (parked_ > 0 && !failed_) {
-      throw Error(Code::kFailedPrecondition,
-                  "the cache cannot change while a run holds the arena: " +
-                      std::to_string(parked_) + " tensors are parked");
-    }
+    CheckIdle("the cache cannot change");
     typename B::DeviceGuard guard(lanes_.device);
     B::Drain(lanes_.to_host);
     B::Drain(lanes_.to_device);
@@ -201,6 +185,23 @@ class DeviceArena {
     if (nbytes == 0) return;
     cache_memory_.emplace(nbytes);
     cache_ = TensorCache(nbytes);
+  }
+
+  // From here on every copy and every wait is timed; without `on`, no more. Between runs only.
+  void Record(bool on) {
+    Lock lock(mutex_);
+    CheckIdle("recording cannot begin or end");
+    typename B::DeviceGuard guard(lanes_.device);
+    recording_.Set(on, lanes_.to_host);
+  }
+
+  // What was recorded so far. Waits for the lanes.
+  std::vector<Span> Spans() const {
+    Lock lock(mutex_);
+    typename B::DeviceGuard guard(lanes_.device);
+    B::Drain(lanes_.to_host);
+    B::Drain(lanes_.to_device);
+    return recording_.Spans();
   }
 
   Counters counters() const {
@@ -215,6 +216,7 @@ class DeviceArena {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  using Mark = typename B::Mark;
   using Clock = std::chrono::steady_clock;
 
   struct Entry {
@@ -318,9 +320,12 @@ class DeviceArena {
     const std::size_t offset = OffsetOf(slot, entry);
     std::lock_guard<std::mutex> order(lanes_.order);
     Begin(main, lanes_.to_host);
+    Mark began = recording_.Now(lanes_.to_host);
     Inject(slot, false, lanes_.to_host);
-    if (auto admission = cache_.Admit(where.stride, offset)) {
+    auto admission = cache_.Admit(where.stride, offset);
+    if (admission) {
       for (TensorCache::Handle victim : admission->victims) Evict(victim);
+      if (!admission->victims.empty()) began = recording_.Now(lanes_.to_host);
       entry.cached =
           cache_.Insert({slot, slots_[slot].IndexOf(entry)}, admission->offset, where.stride);
       B::CopyOnDevice(lanes_.to_host, Cached(entry), entry.source, where.nbytes);
@@ -328,6 +333,7 @@ class DeviceArena {
       B::CopyToHost(lanes_.to_host, host_.data() + offset, entry.source, where.nbytes);
       counters_.link_nbytes_out += where.nbytes;
     }
+    recording_.Note({false, true, !admission, run_, slot, where.nbytes}, began, lanes_.to_host);
     B::Record(entry.event, lanes_.to_host);
   }
 
@@ -335,7 +341,9 @@ class DeviceArena {
     const auto [slot, index] = victim->place;
     Entry& entry = slots_[slot][index];
     const std::size_t nbytes = layout_->slots()[slot].nbytes;
+    const Mark began = recording_.Now(lanes_.to_host);
     B::CopyToHost(lanes_.to_host, host_.data() + OffsetOf(slot, entry), Cached(entry), nbytes);
+    recording_.Note({false, true, true, run_, slot, nbytes}, began, lanes_.to_host);
     B::Record(entry.event, lanes_.to_host);  // its fetch has to wait for this copy too
     Uncache(entry);
     ++counters_.evictions;
@@ -350,6 +358,8 @@ class DeviceArena {
     std::lock_guard<std::mutex> order(lanes_.order);
     Begin(main, lanes_.to_device);  // the destination may be recycled memory with users before us
     B::Wait(lanes_.to_device, entry.event);
+    const Mark began = recording_.Now(lanes_.to_device);
+    const bool link = !entry.cached;
     Inject(slot, true, lanes_.to_device);
     if (entry.cached) {
       (*entry.cached)->locked = true;
@@ -362,6 +372,7 @@ class DeviceArena {
       ++counters_.misses;
       counters_.link_nbytes_in += nbytes;
     }
+    recording_.Note({false, false, link, run_, slot, nbytes}, began, lanes_.to_device);
     B::Record(entry.event, lanes_.to_device);
   }
 
@@ -386,9 +397,12 @@ class DeviceArena {
     if (injection_.Get().skip_waits && parked_ > 1) return;
     const Phase phase = entry.phase;
     const typename B::Event event = entry.event;
+    const Mark began = recording_.Now(main);
     lock.unlock();
     B::Wait(main, event);
     lock.lock();
+    const std::size_t nbytes = layout_->slots()[slot].nbytes;
+    recording_.Note({true, phase == Phase::kLeaving, !entry.cached, run, slot, nbytes}, began, main);
     CheckRun(run, slot);
     if (entry.phase != phase) throw Missing(slot, phase);
   }
@@ -401,6 +415,15 @@ class DeviceArena {
     B::Record(ready_, lanes_.to_device);
     B::Wait(lanes_.to_host, ready_);
     B::Wait(main, ready_);
+  }
+
+  // Throws while a run holds the arena.
+  void CheckIdle(const char* what) const {
+    if (parked_ > 0 && !failed_) {
+      throw Error(Code::kFailedPrecondition,
+                  std::string(what) + " while a run holds the arena: " + std::to_string(parked_) +
+                      " tensors are parked");
+    }
   }
 
   void Check(std::size_t slot, std::size_t nbytes) const {
@@ -466,6 +489,7 @@ class DeviceArena {
   std::optional<typename B::DeviceMemory> cache_memory_;
   TensorCache cache_{0};
   Counters counters_;
+  Recording<B> recording_;
   std::size_t parked_ = 0;  // entries that are not empty
   std::uint64_t beats_ = 0;
   std::int64_t run_ = kUnknownRun;

@@ -78,6 +78,28 @@ nb::dict ReadCounters(std::int64_t id, const std::string& platform, int device) 
   return result;
 }
 
+nb::list ReadSpans(std::int64_t id, const std::string& platform, int device) {
+  std::vector<Span> spans;
+  {
+    nb::gil_scoped_release release;
+    spans = WithEngine(platform, [&](auto& engine) { return engine.Find(id, device)->Spans(); });
+  }
+  nb::list result;
+  for (const Span& span : spans) {
+    nb::dict fields;
+    fields["waits"] = span.waits;
+    fields["out"] = span.out;
+    fields["link"] = span.link;
+    fields["run"] = span.run;
+    fields["slot"] = span.slot;
+    fields["nbytes"] = span.nbytes;
+    fields["begin"] = span.begin;
+    fields["end"] = span.end;
+    result.append(fields);
+  }
+  return result;
+}
+
 nb::dict Capsules(const Targets& targets) {
   nb::dict result;
   for (const auto& [name, handler] : targets) {
@@ -143,6 +165,13 @@ NB_MODULE(_xla_ffi, m) {
       },
       "id"_a, "platform"_a, "device"_a, "nbytes"_a, unlocked);
   m.def("counters", &ReadCounters, "id"_a, "platform"_a, "device"_a);
+  m.def(
+      "record",
+      [](std::int64_t id, const std::string& platform, int device, bool on) {
+        WithEngine(platform, [&](auto& engine) { engine.Find(id, device)->Record(on); });
+      },
+      "id"_a, "platform"_a, "device"_a, "on"_a, unlocked);
+  m.def("spans", &ReadSpans, "id"_a, "platform"_a, "device"_a);
   m.def(
       "inject",
       [](double delay_seconds, std::int64_t fail_slot, bool fail_fetch, bool poison,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +46,30 @@ class Counters:
     cache_nbytes: int
     cache_used_nbytes: int
     arena_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """One copy of an arena on its lane, or one wait of the compute stream for it, as it happened.
+
+    Attributes:
+      waits: whether it is a wait.
+      out: to the host, evictions included; else to the device.
+      link: over the link; else between the tensor cache and XLA's buffer.
+      run: which execution, by XLA's number.
+      slot: of the arena's layout.
+      nbytes: of its tensor.
+      begin, end: seconds of `time.monotonic()`.
+    """
+
+    waits: bool
+    out: bool
+    link: bool
+    run: int
+    slot: int
+    nbytes: int
+    begin: float
+    end: float
 
 
 class Arena:
@@ -119,6 +144,25 @@ class Arena:
         if nbytes < 0:
             raise ValueError(f"`nbytes` must not be negative. Got {nbytes}.")
         load().cache_set_capacity(self.id, *_place(device), nbytes)
+
+    @contextlib.contextmanager
+    def record(self, device: jax.Device) -> Iterator[list[Moved]]:
+        """Times every copy and wait on `device` in a `with` block; gives a list, full at its end.
+
+        The streams mark the times themselves, so nothing waits for them before the end of the block.
+        On a GPU the device's clock is tied to the host's within some microseconds.
+
+        Raises:
+          RuntimeError: a run holds the arena where the block begins or ends, or it is not pinned.
+        """
+        extension, where = load(), _place(device)
+        moved: list[Moved] = []
+        extension.record(self.id, *where, True)
+        try:
+            yield moved
+            moved += [Moved(**span) for span in extension.spans(self.id, *where)]
+        finally:
+            extension.record(self.id, *where, False)
 
     def counters(self, device: jax.Device) -> Counters:
         """What happened on `device` so far; what was started counts."""

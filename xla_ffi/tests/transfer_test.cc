@@ -242,11 +242,47 @@ void TestRunThatDiedElsewhere() {
       Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "nothing parked"));
 }
 
+// Every copy and every wait, in the order of each lane, and nothing unless asked.
+void TestRecording() {
+  Pinned arena(Flat(2));
+  Step(arena, 1, 2, 1);
+  EXPECT(Throws([&] { (void)arena->Spans(); }, "nothing is being recorded"));
+  for (std::size_t capacity : {0, 1}) {
+    arena->SetCacheCapacity(capacity * kNbytes);
+    arena->Record(true);
+    Injected injected(Delayed(2e-3));
+    Step(arena, 2, 2, 1);
+    const std::vector<Span> spans = arena->Spans();
+    EXPECT(spans.size() == 8 + capacity);  // an eviction is one more
+    std::size_t linked = 0;
+    double passed[2] = {0.0, 0.0};
+    for (const Span& span : spans) {
+      EXPECT(span.run == 2 && span.nbytes == kNbytes && span.slot < 2 && span.end >= span.begin);
+      if (span.waits) continue;
+      double& lane = passed[span.out ? 1 : 0];
+      EXPECT(span.begin >= lane);  // one after another
+      lane = span.end;
+      linked += span.link ? 1 : 0;
+      if (capacity == 0) EXPECT(span.end - span.begin >= 2e-3);
+    }
+    EXPECT(linked == (capacity == 0 ? 4 : 2));  // out and back; or one evicted, and that one back
+  }
+  Tensor source = Filled(1), back(kNbytes);
+  arena->OffloadStart(3, kMain, 0, source.data(), kNbytes);
+  EXPECT(Throws([&] { arena->Record(false); }, "while a run holds"));
+  arena->OffloadDone(3, kMain, 0, source.data(), kNbytes);
+  arena->FetchStart(3, kMain, 0, back.data(), kNbytes);
+  arena->FetchDone(3, kMain, 0, back.data(), kNbytes);
+  arena->Record(false);
+  EXPECT(Throws([&] { (void)arena->Spans(); }, "nothing is being recorded"));
+}
+
 // Threads that run steps at once: on one arena, on two of one device, on two devices.
 void TestThreads() {
   Pinned first(Flat(4, 2), 0), second(Flat(4, 2), 0), elsewhere(Flat(4, 2), 1);
   first->SetCacheCapacity(3 * kNbytes);
   elsewhere->SetCacheCapacity(8 * kNbytes);
+  first->Record(true);
   Injected injected(Delayed(1e-5));
   std::atomic<std::int64_t> runs{0};
   std::vector<std::thread> threads;
@@ -257,6 +293,7 @@ void TestThreads() {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT(first->counters().resets == 0);
+  EXPECT(first->Spans().size() >= 2 * 20 * 4 * 8);
 }
 
 void TestFreedWhileInFlight() {
@@ -339,6 +376,7 @@ int main() {
   vmem::TestFailureWaitsForTheLanes();
   vmem::TestFetchDuringEviction();
   vmem::TestRunThatDiedElsewhere();
+  vmem::TestRecording();
   vmem::TestThreads();
   vmem::TestFreedWhileInFlight();
   vmem::TestStopWithTransfersInFlight();
