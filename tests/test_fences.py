@@ -7,7 +7,7 @@ from helpers import BACKWARD, SHAPES, UPDATE, Builder, chain, orders, programs, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vmem_jax.core.fences import Fence, fences
+from vmem_jax.core.fences import Fence, fences, spines
 from vmem_jax.core.simulate import last_reads
 from vmem_jax.policy.executor import Execution
 
@@ -19,6 +19,22 @@ def test_chain_fences_each_residual_behind_the_cotangent():
         Fence(4, (4, 2)),
         Fence(5, (5, 1)),
     )
+
+
+def test_transfers_hang_on_the_cotangent_not_on_a_flipped_weight():
+    """A weight is flipped just before it is read, but it could be at any time."""
+    b = Builder()
+    w, x = b.input(8), b.input(64)
+    h = b.step([x, w], 64)
+    cotangent = b.step([b.step([h, w], 64)], 64, BACKWARD)
+    flipped = b.step([w], 8, BACKWARD, op="rev")
+    earlier = b.step([cotangent, flipped], 64, BACKWARD)
+    program = b.program([b.step([earlier, h], 8, BACKWARD)])
+    order = range(len(program.steps))
+    assert spines(program, order, {4: (), 5: ()}) == {4: cotangent, 5: earlier}
+    # what runs again comes after all that came before, however few steps lead up to it
+    again = [*range(4), 0, *range(4, 6)]
+    assert spines(program, again, {5: ()}) == {5: h}
 
 
 def test_recomputed_layer_is_fenced_with_its_inputs():
