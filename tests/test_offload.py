@@ -16,7 +16,9 @@ from test_jit import batch, need, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
+from vmem_jax import jax_compat as compat
 from vmem_jax.core.costs import MACHINES
+from vmem_jax.rewrite import rewrite
 from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.extension import describe
 
@@ -158,6 +160,23 @@ def test_as_text_has_the_four_calls():
     text = offloading().lower(params(), batch()).as_text()
     for call in ("offload_start", "offload_done", "fetch_start", "fetch_done"):
         assert f"vmem_jax_{call}" in text
+
+
+def test_every_call_is_fenced_on_both_sides():
+    """Behind `fetch_done` too: the place in the arena may be another tensor's from there on."""
+    entry = offloading()._entry_for((params(), batch()), {}, None)
+    best = entry.best
+    equations = compat.open_jaxpr(
+        rewrite(entry.traced.captured, best.plan, best.compiled.arena.id)
+    ).eqns
+    fences = [e for e in equations if e.primitive.name == "optimization_barrier"]
+    calls = [e for e in equations if e.primitive.name == "ffi_call"]
+    assert len(calls) == 4 * len(best.plan.transfers)
+    for call in calls:
+        (out,), token = call.outvars, call.invars[-1]
+        assert any(out in f.invars and len(f.invars) > 1 for f in fences)
+        assert any(token in f.outvars and len(f.invars) > 1 for f in fences)
+        assert sum(out in e.invars for e in equations) == 1
 
 
 def test_explain_says_what_moves():

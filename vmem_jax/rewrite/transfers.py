@@ -58,31 +58,24 @@ class Transfers:
     def before(self, position: int, like: JaxprEqn) -> None:
         """Emits what the plan has before the step at `position`, where `like` stands."""
         events = self._at.get(position, ())
-        for point, call in enumerate((self._start, self._gone, self._fetch)):
+        for point, call in enumerate((self._start, self._gone, self._fetch, self._back)):
             moved = [i for p, i in events if p == point]
             if not moved:
                 continue
-            if point > 0:  # what starts holds nothing yet
-                self._fence(moved, position, like)
+            if point == 0:
+                self._held.update((i, self._bind(ffi.first_token, [], like)) for i in moved)
+            self._fence(moved, position, like)
             for i in moved:
                 self._held[i] = call(i, self._plan.transfers[i], like)
+            # behind `back`, too: its place in the arena may be another tensor's from here on
             self._fence(moved, position, like)
-        moved = [i for p, i in events if p == 3]
-        if moved:
-            self._fence(moved, position, like)
-        for i in moved:
-            b = self._plan.transfers[i].buffer
-            self._current[self._variables[b]] = self._bind(
-                lambda x, i=i: ffi.fetch_done(x, arena=self._arena, slot=i),
-                [self._held.pop(i)],
-                like,
-            )
+        for i in [i for p, i in events if p == 3]:
+            self._current[self._variables[self._plan.transfers[i].buffer]] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        token = self._bind(ffi.first_token, [], like)
         return self._bind(
             lambda x, token: ffi.offload_start(x, token, arena=self._arena, slot=i),
-            [self._of(t), token],
+            [self._of(t), self._held[i]],
             like,
         )
 
@@ -100,6 +93,11 @@ class Transfers:
             lambda token: ffi.fetch_start(token, shape, arena=self._arena, slot=i),
             [self._held[i]],
             like,
+        )
+
+    def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
+        return self._bind(
+            lambda x: ffi.fetch_done(x, arena=self._arena, slot=i), [self._held[i]], like
         )
 
     def _of(self, t: Transfer) -> Var:
