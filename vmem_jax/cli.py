@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.errors import VmemError, parse_budget, show_nbytes
+from vmem_jax.jit import MEANS
 from vmem_jax.profile.measured import measured_costs, measured_machine
 from vmem_jax.profile.steps import SECONDS, StepProfile
 from vmem_jax.profile.store import Store, identity
@@ -327,6 +328,22 @@ def _add_profile(commands: Subparsers) -> None:
     parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd")
     parser.add_argument("--refresh", action="store_true", help="measure everything again")
     parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the step inside --budget under JAX's profiler, and show each of its transfers "
+        "and stalls as predicted and as they were",
+    )
+    parser.add_argument("--budget", type=_budget, help="for --compare, as in `vmem-jax plan`")
+    parser.add_argument(
+        "--allow",
+        nargs="+",
+        choices=MEANS,
+        help="means for --compare's plan; by default those that are of use here",
+    )
+    parser.add_argument(
+        "--trace", metavar="TRACE.json", help="for --compare, write both as lanes to this file"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="begin to time no further step after so long"
     )
     _add_model_options(parser)
@@ -335,9 +352,17 @@ def _add_profile(commands: Subparsers) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     if (arguments.model is None) != (arguments.batch is None):
         raise ValueError("a model and --batch go together.")
+    if arguments.compare != (arguments.budget is not None):
+        raise ValueError("--compare and --budget go together.")
+    if arguments.compare and arguments.model is None:
+        raise ValueError("--compare needs a model to run.")
+    if (arguments.trace or arguments.allow) and not arguments.compare:
+        raise ValueError("--trace and --allow are for --compare.")
     if not arguments.seconds >= 0:
         raise ValueError(f"--seconds must be 0 or more, not {arguments.seconds}.")
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     device = jax.devices()[0]
     with _bar(console, "device") as on_progress:
         machine = measured_machine(device, refresh=arguments.refresh, on_progress=on_progress)
@@ -366,9 +391,52 @@ def _profile(arguments: argparse.Namespace) -> int:
             )
         console.print(costs_table(work.name, captured.program, found.costs))
         console.print(_profiled(work.name, found), markup=False, highlight=False, soft_wrap=True)
+        if arguments.compare:
+            _compare(arguments, console, work, device)
     path = Store(identity(device)).path
     console.print(f"kept in {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _compare(
+    arguments: argparse.Namespace, console: Console, work: Any, device: jax.Device
+) -> None:
+    """Runs the step of `work` in the budget and lays its transfers beside the predicted ones."""
+    from vmem_jax.profile.observe import observe
+    from vmem_jax.report.compare import compare
+    from vmem_jax.report.trace import save
+
+    step = vmem_jax.jit(work.step, budget=arguments.budget, allow=arguments.allow, donate_argnums=0)
+    shapes = work.state_shapes(), work.batch
+    with console.status(f"planning and compiling {work.name}"):
+        compiled, explanation = step.lower(*shapes).compile(), step.explain(*shapes)
+    if compiled.plan.transfers and compiled.arena is None:
+        raise ValueError("this plan moves by XLA's own copies, which tell no times: --compare")
+    state = jax.jit(work.init)(jax.random.key(0))
+    batch = work.random_batch(jax.random.key(1))
+
+    def call() -> Any:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return state, metrics
+
+    with console.status(f"running {work.name} under JAX's profiler"):
+        observed = observe(call, device, compiled.arena)
+    comparison = compare(
+        explanation.program,
+        explanation.timeline,
+        explanation.costs,
+        observed.runs,
+        budget=explanation.budget,
+        notes=observed.notes,
+    )
+    if comparison.rows:
+        console.print(comparison.table())
+    console.print(str(compiled.plan), markup=False, highlight=False, soft_wrap=True)
+    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
+    if arguments.trace:
+        save(comparison.trace(), arguments.trace)
+        console.print(f"lanes in {arguments.trace}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _profiled(name: str, found: StepProfile) -> str:
