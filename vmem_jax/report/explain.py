@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vmem_jax.core.costs import Costs
+from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
@@ -98,8 +98,28 @@ class Explanation:
             f"{self.compiles} compile{'s' if self.compiles > 1 else ''}\n"
             f"predicted peak at {self.peak_at}: {self.holders}\n"
             f"predicted time: {self.seconds * 1e3:.2f} ms, {self.plain_seconds * 1e3:.2f} ms without "
-            "recomputation"
+            f"recomputation; {self._where_times_come_from()}"
         )
+
+    @property
+    def shares(self) -> dict[Source, float]:
+        """Of the predicted seconds of all steps that run, the part from each source; sums to 1."""
+        sources = self.costs.sources or (Source.ROOFLINE,) * len(self.costs.seconds)
+        seconds = dict.fromkeys(Source, 0.0)
+        for s in self.plan.order:
+            seconds[sources[s]] += self.costs.seconds[s]
+        total = sum(seconds.values()) or 1.0
+        return {source: part / total for source, part in seconds.items() if part}
+
+    def _where_times_come_from(self) -> str:
+        if not self.costs.sources:
+            return (
+                "times are a roofline's, nothing was measured (`vmem-jax profile`, `profile=True`)"
+            )
+        parts = [f"{share:.0%} {source.value}" for source, share in self.shares.items()]
+        if self.costs.error is not None:
+            parts.append(f"median error of the calibration {self.costs.error:.0%}")
+        return "times are " + ", ".join(parts)
 
     def trace(self) -> dict[str, Any]:
         """The prediction as a Chrome trace: what the lanes do when, stalls, live bytes, the peak."""
@@ -153,7 +173,7 @@ def explain(
         compiled_need=compiled_need,
         compiles=compiles,
         peak_at=where_peak(program, timeline),
-        holders=what_holds(program, plan.order, timeline.peak_at),
+        holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,
         plain_seconds=simulate(program, range(len(program.steps)), costs).seconds,
         rows=tuple(
