@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "flax.py": ({"jax", "flax"}, {"arguments"}),
     "equinox.py": ({"jax", "equinox"}, {"arguments"}),
     "models/": ({"jax", "flax", "optax", "numpy", "sklearn"}, {"models"}),
-    "stages.py": ({"jax"}, {"core", "jit", "prove", "rewrite", "transfer"}),
+    "stages.py": ({"jax"}, {"core", "entry", "jit", "prove", "rewrite", "transfer"}),
     "": (EDGES, {""}),
 }
 

@@ -22,9 +22,8 @@ from vmem_jax.rewrite import rewrite
 from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.extension import describe
 
-pytestmark = pytest.mark.skipif(
-    describe().startswith("none"), reason=f"native extension: {describe()}"
-)
+built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
+pytestmark = built
 
 FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
 """A machine whose link hides everything, so that plans move rather than recompute."""

@@ -13,9 +13,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import arguments
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture import Captured, capture
+from vmem_jax.capture import capture
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic, machine_for
 from vmem_jax.core.plan import Plan
+from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import (
     BudgetError,
     DifferentiationError,
@@ -34,6 +35,7 @@ from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.stages import Compiled, Lowered
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.executable import WithArena, unusable
+from vmem_jax.tune import Tuner, replan
 
 MEANS = ("order", "recompute", "offload")
 """What a plan may use. Convolutions and sub-batches will follow."""
@@ -54,6 +56,7 @@ def jit(
     compiler_options: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
     profile: bool | None = None,
+    tune: bool = False,
 ) -> Any:
     """`jax.jit` inside a memory budget: the same results, and a proof that it fits.
 
@@ -78,6 +81,9 @@ def jit(
       profile: `True` times the distinct steps on the device on the first call, as far as that was
         not done before: up to 90 s. `False` ignores what was measured, too. By default nothing is
         timed, and what was is used.
+      tune: time some of the first calls for each set of shapes, which makes those wait for their
+        results. Where that differs from the prediction by more than 5 %, plan once more from the
+        measurement, compile, time that too, and keep the faster. Without it no call waits.
 
     Returns:
       A `BudgetedStep`, called like `fun`.
@@ -101,6 +107,7 @@ def jit(
             compiler_options=compiler_options,
             machine=machine,
             profile=profile,
+            tune=tune,
         )
     if not callable(fun):
         raise TypeError(f"`fun` must be a function. Got {type(fun).__name__}.")
@@ -108,6 +115,10 @@ def jit(
         raise TypeError("`budget` is missing: bytes, '12GiB', a fraction such as 0.5, or 'device'.")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"`plan` must be a Plan (`Plan.load(path)`). Got {type(plan).__name__}.")
+    if plan is not None and tune:
+        raise ValueError(
+            "`tune` may make another plan, but `plan` is given: leave one of them out."
+        )
     return BudgetedStep(
         fun,
         arguments.signature(
@@ -125,6 +136,7 @@ def jit(
         dict(compiler_options or {}),
         machine,
         profile,
+        tune,
     )
 
 
@@ -164,47 +176,6 @@ def _policy(policy: str | AbstractPolicy, allow: Sequence[str] | None) -> Abstra
     return Auto(allow=allow) if policy == "auto" else POLICIES[policy]()
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A step for one set of shapes: captured, not yet planned.
-
-    Attributes:
-      plain: its jaxpr as it was traced.
-      whole: the tree of (args, kwargs) where the compiled step takes those as they are; None where
-        it takes the leaves (static arguments, modules).
-    """
-
-    plain: ClosedJaxpr
-    captured: Captured
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    donated: tuple[bool, ...]
-    names: tuple[str, ...]
-    out_tree: Any
-    aux: Any
-    whole: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A step for one set of shapes: planned, compiled, proved.
-
-    Attributes:
-      budget: bytes that it was proved against; None for a given plan without a budget.
-      plain_need: bytes that plain jit needs, where that was compiled.
-      attempts: every plan that was compiled; the last is the one that runs.
-    """
-
-    traced: Traced
-    budget: int | None
-    plain_need: int | None
-    costs: Costs
-    attempts: tuple[Attempt, ...]
-
-    @property
-    def best(self) -> Attempt:
-        return self.attempts[-1]
-
-
 class BudgetedStep:
     """A function that runs inside its budget. Made by `jit`."""
 
@@ -220,6 +191,7 @@ class BudgetedStep:
         compiler_options: dict[str, Any],
         machine: Machine | None,
         profile: bool | None,
+        tune: bool,
     ) -> None:
         functools.update_wrapper(self, fun)
         self._sig = sig
@@ -231,6 +203,7 @@ class BudgetedStep:
         self._compiler_options = compiler_options
         self._machine = machine
         self._profile = profile
+        self._tune = tune
         self._entries: dict[Hashable, Entry] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
 
@@ -265,11 +238,13 @@ class BudgetedStep:
             outs = jaxpr_as_fun(rewrite(traced.captured, entry.best.plan))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
         arguments.check_donation(traced.names, leaves, traced.donated)
+        run = entry.tuner or entry.best.compiled
         if traced.whole is None:
-            outs = entry.best.compiled(*leaves)
+            outs = run(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
-        out = entry.best.compiled(*args, **kwargs)
-        self._last = (_config(), entry.best.compiled)
+        out = run(*args, **kwargs)
+        if entry.tuner is None:
+            self._last = (_config(), run)
         return out
 
     def plan(self, *args: Any, target: str | None = None, **kwargs: Any) -> Plan:
@@ -295,6 +270,7 @@ class BudgetedStep:
             plain_need=plain,
             compiled_need=entry.best.need,
             compiles=len(entry.attempts),
+            tuning=entry.tuning,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -337,8 +313,23 @@ class BudgetedStep:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._make(self._trace(call, avals, tree), target, inlined)
+            if self._tune and target is None and not inlined:
+                entry = self._tuned(key, entry)
             self._entries[key] = entry
         return entry
+
+    def _tuned(self, key: Hashable, entry: Entry) -> Entry:
+        """`entry`, to be replaced once its first calls have been timed."""
+        traced = entry.traced
+        compile_plan = lambda plan: self._compile(traced, plan, None)
+        again = lambda entry, costs: replan(
+            entry, costs, self._policy, compile_plan, self._host_budget
+        )
+
+        def settle(entry: Entry) -> None:
+            self._entries[key] = entry
+
+        return dataclasses.replace(entry, tuner=Tuner(self._name, entry, again, settle))
 
     def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> Traced:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]

@@ -13,7 +13,8 @@ from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.transfer.arena import Arena
 
 if TYPE_CHECKING:
-    from vmem_jax.jit import BudgetedStep, Entry
+    from vmem_jax.entry import Entry
+    from vmem_jax.jit import BudgetedStep
 
 
 class Lowered:

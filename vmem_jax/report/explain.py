@@ -14,6 +14,7 @@ from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.tuning import Tuning
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
 from vmem_jax.report.trace import chrome_trace, predicted, save
@@ -53,6 +54,7 @@ class Explanation:
       holders: what holds the bytes there.
       program, costs: what the plan was made from.
       timeline: what running it is predicted to be.
+      tuning: what timing it gave (`jit(tune=True)`), once that is done.
     """
 
     program: Program
@@ -68,6 +70,7 @@ class Explanation:
     seconds: float
     plain_seconds: float
     rows: tuple[LayerRow, ...]
+    tuning: Tuning | None = None
 
     def table(self) -> Table:
         table = Table(title=str(self.plan))
@@ -99,6 +102,7 @@ class Explanation:
             f"predicted peak at {self.peak_at}: {self.holders}\n"
             f"predicted time: {self.seconds * 1e3:.2f} ms, {self.plain_seconds * 1e3:.2f} ms without "
             f"recomputation; {self._where_times_come_from()}"
+            + (f"\n{self.tuning}" if self.tuning is not None else "")
         )
 
     @property
@@ -146,6 +150,7 @@ def explain(
     plain_need: int,
     compiled_need: int,
     compiles: int,
+    tuning: Tuning | None = None,
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
     timeline = simulate(program, plan.order, costs, plan.transfers)
@@ -172,6 +177,7 @@ def explain(
         plain_need=plain_need,
         compiled_need=compiled_need,
         compiles=compiles,
+        tuning=tuning,
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,

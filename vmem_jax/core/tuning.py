@@ -1,0 +1,118 @@
+"""tuning: what the measured seconds of a whole step say about the costs that it was planned by."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+
+from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import simulate
+
+_MOST = 8.0
+"""The factor, or its inverse, beyond which it is not the times of these steps that are wrong."""
+
+_HALVINGS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What timing the first calls of a step gave. Seconds of one call, medians.
+
+    Attributes:
+      predicted: of the plan that was made before anything ran.
+      measured: of that plan.
+      other_predicted: of the plan made from the measurement; None where there was none to try.
+      other_measured: of that plan; None where it was not run.
+      note: why there was no other plan, or what became of it, for people.
+    """
+
+    predicted: float
+    measured: float
+    other_predicted: float | None = None
+    other_measured: float | None = None
+    note: str = ""
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the other plan runs from now on: it is the faster by measurement."""
+        return self.other_measured is not None and self.other_measured < self.measured
+
+    def __str__(self) -> str:
+        text = (
+            f"measured {self.measured * 1e3:.2f} ms, predicted {self.predicted * 1e3:.2f} ms "
+            f"({self.predicted / max(self.measured, 1e-12) - 1:+.0%})"
+        )
+        if self.other_measured is not None and self.other_predicted is not None:
+            text += (
+                f"; planned again: measured {self.other_measured * 1e3:.2f} ms, predicted "
+                f"{self.other_predicted * 1e3:.2f} ms, {'kept' if self.swapped else 'not kept'}"
+            )
+        return f"{text}; {self.note}" if self.note else text
+
+
+def agree(program: Program, costs: Costs, plan: Plan, seconds: float) -> Costs:
+    """Costs by which one run of `plan` takes `seconds`.
+
+    What was measured stays, and the others, which are guesses, are scaled by one factor. Where that
+    would take a factor that is beyond belief, or all was measured, all steps are; where a link's
+    speed stands in the way of that too, everything is.
+
+    Raises:
+      ValueError: `seconds` or the plan's prediction are not positive.
+    """
+    total = lambda costs: simulate(program, plan.order, costs, plan.transfers).seconds
+    predicted = total(costs)
+    if not (seconds > 0 and predicted > 0):
+        raise ValueError(f"a step of {predicted} s by prediction and {seconds} s by the clock.")
+    every = range(len(program.steps))
+    sources = costs.sources or (Source.ROOFLINE,) * len(every)
+    guessed = [s for s in every if sources[s] in (Source.CALIBRATED, Source.ROOFLINE)]
+    for steps in (guessed, every):
+        scaled = functools.partial(_scaled, costs, sources, steps)
+        factor = _solve(scaled, total, seconds)
+        if factor is not None:
+            return scaled(factor)
+    ratio = seconds / predicted
+    link = costs.link and dataclasses.replace(
+        costs.link,
+        out=costs.link.out / ratio,
+        into=costs.link.into / ratio,
+        both=costs.link.both / ratio,
+    )
+    return dataclasses.replace(_scaled(costs, sources, every, ratio), link=link)
+
+
+def _scaled(
+    costs: Costs, sources: tuple[Source, ...], steps: Collection[int], factor: float
+) -> Costs:
+    chosen = frozenset(steps)
+    return dataclasses.replace(
+        costs,
+        seconds=tuple(t * factor if s in chosen else t for s, t in enumerate(costs.seconds)),
+        sources=tuple(
+            Source.CALIBRATED if s in chosen and source is Source.ROOFLINE else source
+            for s, source in enumerate(sources)
+        ),
+    )
+
+
+def _solve(
+    scaled: Callable[[float], Costs], total_of: Callable[[Costs], float], seconds: float
+) -> float | None:
+    """The factor that makes the total `seconds`, by bisection; None if it is not within bounds.
+
+    Slower steps never make a step as a whole faster, so the total does not fall.
+    """
+    total = lambda factor: total_of(scaled(factor))
+    low, high = 1 / _MOST, _MOST
+    if not total(low) <= seconds <= total(high):
+        return None
+    if total(low) == total(high):
+        return None  # these steps take no time
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if total(middle) < seconds else (low, middle)
+    return (low * high) ** 0.5

@@ -1,0 +1,60 @@
+"""entry: what `jit` keeps for one set of shapes: the step as traced, and as planned and proved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from vmem_jax.capture import Captured
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.tuning import Tuning
+from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.prove.prove import Attempt
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step for one set of shapes: captured, not yet planned.
+
+    Attributes:
+      plain: its jaxpr as it was traced.
+      whole: the tree of (args, kwargs) where the compiled step takes those as they are; None where
+        it takes the leaves (static arguments, modules).
+    """
+
+    plain: ClosedJaxpr
+    captured: Captured
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[bool, ...]
+    names: tuple[str, ...]
+    out_tree: Any
+    aux: Any
+    whole: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A step for one set of shapes: planned, compiled, proved.
+
+    Attributes:
+      budget: bytes that it was proved against; None for a given plan without a budget.
+      plain_need: bytes that plain jit needs, where that was compiled.
+      attempts: every plan that was compiled; the last is the one that runs.
+      tuner: what runs it instead while its first calls are timed (`tune=True`).
+      tuning: what that gave.
+    """
+
+    traced: Traced
+    budget: int | None
+    plain_need: int | None
+    costs: Costs
+    attempts: tuple[Attempt, ...]
+    tuner: Callable[..., Any] | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def best(self) -> Attempt:
+        return self.attempts[-1]
