@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "prove/": ({"jax", "numpy", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
     "profile/": (
         {"jax", "numpy", "absl"},
-        {"core", "capture", "prove", "profile", "transfer", "errors", "jax_compat"},
+        {"core", "policy", "capture", "prove", "profile", "transfer", "errors", "jax_compat"},
     ),
     "profile/calibrate.py": (set(), {"core"}),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
