@@ -35,7 +35,8 @@ flags.DEFINE_list("budgets", ["0.5"], "Fractions of plain jit's need.")
 flags.DEFINE_list(
     "policies",
     ["auto"],
-    "Policies to run under each budget; auto:recompute and auto:offload with that means alone.",
+    "Policies to run under each budget; auto:recompute and auto:offload with that means alone, "
+    "auto:offload:memory_kinds and auto:offload:ffi by that transport, auto::memory_kinds with all.",
 )
 flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
 flags.DEFINE_bool("exact", True, "Also time the exact policy, without a budget below plain's.")
@@ -93,11 +94,16 @@ def _plain(step: Callable, shapes: tuple) -> Callable[[], Any]:
 
 def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callable[[], Any]:
     def build() -> tuple[Callable, dict]:
-        name, _, means = policy.partition(":")
-        allow = ("order", means) if means else None
-        budgeted = vmem_jax.jit(step, budget=nbytes, policy=name, allow=allow, donate_argnums=0)
+        name, means, transport = (policy.split(":") + ["", ""])[:3]
+        budgeted = vmem_jax.jit(
+            step,
+            budget=nbytes,
+            policy=name,
+            allow=("order", means) if means else None,
+            transport=transport or "auto",
+            donate_argnums=0,
+        )
         compiled = budgeted.lower(*shapes).compile()
-        arena = compiled.arena
         attempts = sorted(compiled.attempts, key=lambda a: -(a.plan.budget or 0))
         return budgeted, {
             "need": compiled.need_nbytes,
@@ -106,7 +112,7 @@ def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callab
             "compiles": len(attempts),
             "recomputed": len(compiled.plan.recomputed),
             "transfers": len(compiled.plan.transfers),
-            "moved_nbytes": sum(slot.nbytes for slot in arena.layout.slots) if arena else 0,
+            "moved_nbytes": compiled.moved_nbytes,
             "predicted_seconds": compiled.plan.predicted_seconds,
             "plan_seconds": sum(a.plan_seconds for a in attempts),
         }

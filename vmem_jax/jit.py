@@ -25,7 +25,8 @@ from vmem_jax.errors import (
     show_nbytes,
 )
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
+from vmem_jax.options import MEANS, host_nbytes, policy_of, transport_of
+from vmem_jax.policy import AbstractPolicy
 from vmem_jax.profile.measured import known_costs, measured_costs
 from vmem_jax.prove.device import devices_of, free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
@@ -33,12 +34,9 @@ from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.stages import Compiled, Lowered
-from vmem_jax.transfer.arena import Arena
-from vmem_jax.transfer.executable import WithArena, unusable
+from vmem_jax.transfer.choice import choose, open_transport
+from vmem_jax.transfer.executable import Moving
 from vmem_jax.tune import Tuner, replan
-
-MEANS = ("order", "recompute", "offload")
-"""What a plan may use. Convolutions and sub-batches will follow."""
 
 
 def jit(
@@ -49,6 +47,7 @@ def jit(
     allow: Sequence[str] | None = None,
     plan: Plan | None = None,
     host_budget: int | str | None = None,
+    transport: str = "auto",
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
@@ -70,9 +69,11 @@ def jit(
         program untouched.
       allow: the means that a plan may use: "order" (exact residuals), "recompute", "offload" (to
         pinned host memory, while other work runs). By default all that are of use here: "offload"
-        on a GPU with measured times (`profile`), where the native extension was built for it, in a
-        step on one device.
+        on a GPU with measured times (`profile`).
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
+      transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
+        counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
+        extension where it was built for the device, else XLA's own copies on a GPU.
       plan: a plan made before, for exactly this step; nothing is planned then.
       donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
         `jax.jit`.
@@ -100,6 +101,7 @@ def jit(
             allow=allow,
             plan=plan,
             host_budget=host_budget,
+            transport=transport,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             static_argnums=static_argnums,
@@ -129,24 +131,16 @@ def jit(
             donate_argnames,
         ),
         None if budget is None else parse_budget(budget),
-        _policy(policy, allow),
+        policy_of(policy, allow),
         "offload" in (allow or ()),
         plan,
-        _host_nbytes(host_budget),
+        host_nbytes(host_budget),
+        transport_of(transport),
         dict(compiler_options or {}),
         machine,
         profile,
         tune,
     )
-
-
-def _host_nbytes(host_budget: int | str | None) -> int | None:
-    if host_budget is None:
-        return None
-    nbytes = parse_budget(host_budget)
-    if not isinstance(nbytes, int):
-        raise ValueError(f"`host_budget`={host_budget!r} is no size: bytes, or '64GiB'.")
-    return nbytes
 
 
 def _config() -> Hashable:
@@ -164,18 +158,6 @@ def _is_jitted(fun: Any) -> bool:
     return hasattr(fun, "__wrapped__") and hasattr(fun, "lower")
 
 
-def _policy(policy: str | AbstractPolicy, allow: Sequence[str] | None) -> AbstractPolicy:
-    allow = MEANS if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
-    unknown = [means for means in allow if means not in MEANS]
-    if unknown or not allow:
-        raise ValueError(f"`allow` names {unknown or 'nothing'}; there is {', '.join(MEANS)}.")
-    if isinstance(policy, AbstractPolicy):
-        return policy
-    if policy not in POLICIES:
-        raise ValueError(f"`policy`={policy!r} is unknown; there is {', '.join(sorted(POLICIES))}.")
-    return Auto(allow=allow) if policy == "auto" else POLICIES[policy]()
-
-
 class BudgetedStep:
     """A function that runs inside its budget. Made by `jit`."""
 
@@ -188,6 +170,7 @@ class BudgetedStep:
         offload_asked: bool,
         plan: Plan | None,
         host_budget: int | None,
+        transport: str,
         compiler_options: dict[str, Any],
         machine: Machine | None,
         profile: bool | None,
@@ -200,6 +183,7 @@ class BudgetedStep:
         self._offload_asked = offload_asked
         self._plan = plan
         self._host_budget = host_budget
+        self._transport = transport
         self._compiler_options = compiler_options
         self._machine = machine
         self._profile = profile
@@ -235,7 +219,8 @@ class BudgetedStep:
         if (
             tracers
         ):  # inside an outer jit: the rewritten equations go in, its compiler does the rest
-            outs = jaxpr_as_fun(rewrite(traced.captured, entry.best.plan))(*leaves)
+            best = entry.best
+            outs = jaxpr_as_fun(rewrite(traced.captured, best.plan, best.transport))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
         arguments.check_donation(traced.names, leaves, traced.donated)
         run = entry.tuner or entry.best.compiled
@@ -321,7 +306,7 @@ class BudgetedStep:
     def _tuned(self, key: Hashable, entry: Entry) -> Entry:
         """`entry`, to be replaced once its first calls have been timed."""
         traced = entry.traced
-        compile_plan = lambda plan: self._compile(traced, plan, None)
+        compile_plan = lambda plan: self._compile(traced, plan, None, entry.transport)
         again = lambda entry, costs: replan(
             entry, costs, self._policy, compile_plan, self._host_budget
         )
@@ -354,14 +339,14 @@ class BudgetedStep:
         program = traced.captured.program
         costs = self._costs(traced, target)
         asked = self._offload_asked or (self._plan is not None and bool(self._plan.transfers))
-        still = self._cannot_move(traced, costs, target, inlined, asked)
+        transport, still = self._choose_transport(traced, costs, target, inlined, asked)
         if still and asked:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
         if still:
             logging.info("%s: nothing is offloaded: %s", self._name, still)
             costs = dataclasses.replace(costs, link=None)
         budget, plain_need = self._budget_nbytes(traced, target)
-        compile_plan = lambda plan: self._compile(traced, plan, target)
+        compile_plan = lambda plan: self._compile(traced, plan, target, transport)
         if self._plan is not None:
             self._plan.check_made_for(program)
             compiled = compile_plan(self._plan)
@@ -372,7 +357,7 @@ class BudgetedStep:
                     f"the given plan compiles to {show_nbytes(attempt.need)} here, over its budget "
                     f"of {show_nbytes(limit)}. Plan again for this machine."
                 )
-            return Entry(traced, limit, plain_need, costs, (attempt,))
+            return Entry(traced, limit, plain_need, costs, (attempt,), transport)
         attempts = prove(program, self._policy, costs, budget, compile_plan, plain_need)
         best = attempts[-1]
         logging.info(
@@ -383,23 +368,22 @@ class BudgetedStep:
             show_nbytes(best.plan.predicted_peak),
             len(attempts),
         )
-        return Entry(traced, budget, plain_need, costs, attempts)
+        return Entry(traced, budget, plain_need, costs, attempts, transport)
 
-    def _cannot_move(
+    def _choose_transport(
         self, traced: Traced, costs: Costs, target: str | None, inlined: bool, asked: bool
-    ) -> str:
-        """Why the step cannot use transfers, or does better without, or ""."""
-        if not asked and target is None and devices_of(traced.avals)[0].platform == "cpu":
-            return "a CPU's memory is the host's own (`allow` can name it all the same)"
+    ) -> tuple[str, str]:
+        """(transport, ""), or ("", why the step cannot move anything, or does better without)."""
+        devices = devices_of(traced.avals)
+        platform = "gpu" if target is not None else devices[0].platform
+        if not asked and platform == "cpu":
+            return "", "a CPU's memory is the host's own (`allow` can name it all the same)"
         if not asked and not costs.sources:
-            return (
+            return "", (
                 "its times are a roofline's, which does not tell what hides under them: measure "
                 "them with `profile=True` or `vmem-jax profile`, or let `allow` name it"
             )
-        if inlined:
-            return "it is called inside another jit, whose executable would own the arena"
-        platform = "gpu" if target is not None else devices_of(traced.avals)[0].platform
-        return unusable(platform, len(devices_of(traced.avals)))
+        return choose(self._transport, platform, len(devices), inlined)
 
     def _costs(self, traced: Traced, target: str | None) -> Costs:
         """Measured where the device is there and that is wanted, else by the roofline."""
@@ -436,16 +420,15 @@ class BudgetedStep:
     def _compile_plain(self, traced: Traced, target: str | None) -> Any:
         return self._compile_jaxpr(traced, traced.plain, target)
 
-    def _compile(self, traced: Traced, plan: Plan, target: str | None) -> Any:
+    def _compile(self, traced: Traced, plan: Plan, target: str | None, transport: str) -> Any:
         if not plan.fenced:
             return self._compile_plain(traced, target)
         if not plan.transfers:
             return self._compile_jaxpr(traced, rewrite(traced.captured, plan), target)
         layout = layout_of(traced.captured.program, plan)
-        arena = Arena(layout, host_budget=self._host_budget)
-        jaxpr = rewrite(traced.captured, plan, arena.id)
-        compiled = self._compile_jaxpr(traced, jaxpr, target)
-        return WithArena(compiled, arena, [] if target else [devices_of(traced.avals)[0]])
+        mover = open_transport(transport, layout, self._host_budget)
+        compiled = self._compile_jaxpr(traced, rewrite(traced.captured, plan, mover), target)
+        return Moving(compiled, mover, [] if target else devices_of(traced.avals))
 
     def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None) -> Any:
         avals = traced.avals

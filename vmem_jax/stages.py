@@ -30,8 +30,7 @@ class Lowered:
     def as_text(self) -> str:
         """The StableHLO of the planned step."""
         entry = self._step._entry_for(self._args, self._kwargs, None)
-        arena = entry.best.compiled.arena.id if entry.best.plan.transfers else None
-        jaxpr = rewrite(entry.traced.captured, entry.best.plan, arena)
+        jaxpr = rewrite(entry.traced.captured, entry.best.plan, entry.best.transport)
         return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
 
 
@@ -55,8 +54,24 @@ class Compiled:
 
     @property
     def arena(self) -> Arena | None:
-        """The host memory of the plan's transfers, with its counters and its tensor cache."""
-        return self._entry.best.compiled.arena if self.plan.transfers else None
+        """The host memory of the plan's transfers, with its counters and its tensor cache.
+
+        None where nothing is moved, or by XLA's own copies (`transport="memory_kinds"`).
+        """
+        transport = self._entry.best.transport
+        return None if transport is None else transport.arena
+
+    @property
+    def transport(self) -> str | None:
+        """The way that the plan's transfers go, "ffi" or "memory_kinds"; None without transfers."""
+        transport = self._entry.best.transport
+        return None if transport is None else transport.name
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that the plan moves to host memory, and back, in a step."""
+        buffers = self._entry.traced.captured.program.buffers
+        return sum(buffers[t.buffer].nbytes for t in self.plan.transfers)
 
     @property
     def need_nbytes(self) -> int:

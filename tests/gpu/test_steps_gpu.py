@@ -85,3 +85,54 @@ def test_sharded_step_fits_on_every_device():
     np.testing.assert_allclose(
         trained(budgeted), trained(jax.jit(j.step, donate_argnums=0)), rtol=0.05
     )
+
+
+@pytest.mark.parametrize("transport", ["ffi", "memory_kinds"])
+def test_both_transports_fit_and_train_alike(transport):
+    """One link-bound plan, by our calls and by XLA's own copies, against the same order kept."""
+    j = job("vgg16", batch=32, image=64)
+    state = jax.jit(j.init)(jax.random.key(0))
+    batch = j.random_batch(jax.random.key(1))
+    kept = vmem_jax.jit(j.step, budget="device", policy="exact")
+    exact_need = kept.lower(state, batch).compile().need_nbytes
+    budgeted = vmem_jax.jit(
+        j.step, budget=int(0.9 * exact_need), allow=("order", "offload"), transport=transport
+    )
+    compiled = budgeted.lower(state, batch).compile()
+    assert compiled.need_nbytes <= 0.9 * exact_need and compiled.transport == transport
+    assert compiled.moved_nbytes > 0
+    for _ in range(3):
+        (a, _), (b, _) = budgeted(state, batch), kept(state, batch)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            scale = float(jnp.abs(y).max())
+            atol = TOLERANCE[jnp.bfloat16] * max(scale, 1e-3)
+            np.testing.assert_allclose(
+                np.asarray(x, "float32"), np.asarray(y, "float32"), rtol=0, atol=atol
+            )
+        state = a
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device here")
+def test_xlas_own_copies_move_what_each_device_holds():
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    weights = [jax.device_put(jnp.eye(512) + 0.01 * i, whole) for i in range(10)]
+    x = jax.device_put(jax.random.normal(jax.random.key(0), (8192 * len(devices), 512)), split)
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.square(y).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    kept = vmem_jax.jit(step, budget="device", policy="exact")
+    exact_need = kept.lower(weights, x).compile().need_nbytes
+    budgeted = vmem_jax.jit(step, budget=int(0.9 * exact_need), allow=("order", "offload"))
+    compiled = budgeted.lower(weights, x).compile()
+    assert compiled.transport == "memory_kinds" and compiled.moved_nbytes > 0
+    for a, b in zip(budgeted(weights, x), kept(weights, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

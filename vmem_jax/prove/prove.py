@@ -42,6 +42,11 @@ class Attempt:
     need: int
     plan_seconds: float = 0.0
 
+    @property
+    def transport(self) -> Any:
+        """The way that the plan's transfers go, an `AbstractTransport`; None if it has none."""
+        return self.compiled.transport if self.plan.transfers else None
+
 
 def need_nbytes(compiled: Any) -> int:
     """Bytes of device memory that a compiled step needs.

@@ -10,24 +10,27 @@ from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.transfers import Transfers
+from vmem_jax.transfer.transport import AbstractTransport
 
 
-def rewrite(captured: Captured, plan: Plan, arena: int | None = None) -> ClosedJaxpr:
+def rewrite(
+    captured: Captured, plan: Plan, transport: AbstractTransport | None = None
+) -> ClosedJaxpr:
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
 
     Args:
-      arena: the id of the arena for the plan's transfers, of the layout of `layout_of`.
+      transport: the way that the plan's transfers go, with the layout of `layout_of`.
 
     A step that stands in the order again becomes a clone of its equations on new variables; each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
     """
     if not plan.fenced and plan.order == tuple(range(len(captured.program.steps))):
         return captured.flat
-    return _Rewriter(captured, plan, arena).run()
+    return _Rewriter(captured, plan, transport).run()
 
 
 class _Rewriter:
-    def __init__(self, captured: Captured, plan: Plan, arena: int | None) -> None:
+    def __init__(self, captured: Captured, plan: Plan, transport: AbstractTransport | None) -> None:
         self.program = captured.program
         self.plan = plan
         self.flat = captured.flat
@@ -40,10 +43,10 @@ class _Rewriter:
         self.equations: list[JaxprEqn] = []
         self.transfers: Transfers | None = None
         if plan.transfers:
-            if arena is None:
-                raise ValueError("the plan has transfers, but there is no arena for them")
+            if transport is None:
+                raise ValueError("the plan has transfers, but there is no transport for them")
             self.transfers = Transfers(
-                self.program, plan, arena, self.equations.append, self.current, self.variables
+                self.program, plan, transport, self.equations.append, self.current, self.variables
             )
 
     def run(self) -> ClosedJaxpr:

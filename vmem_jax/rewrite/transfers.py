@@ -1,9 +1,9 @@
-"""The four calls of a transfer in a rewritten jaxpr, each fenced on both sides.
+"""The four points of a transfer in a rewritten jaxpr, fenced so that XLA keeps them where they are.
 
-XLA orders by data dependence alone. So what goes into a call goes through a barrier together with
-the spine, and what comes out goes through another: nothing behind the point starts before the call
-is issued, and the call is not issued before what stands in front of it. Points at one position share
-their barriers.
+XLA orders by data dependence alone. So what goes into a point goes through a barrier together with
+the spine, and, where the transport says so, what comes out goes through another: nothing behind the
+point starts before it is issued, and it is not issued before what stands in front of it. Points at
+one position share their barriers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from vmem_jax.core.fences import spines
 from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
-from vmem_jax.transfer import ffi
 from vmem_jax.transfer.layout import Layout, Parked
+from vmem_jax.transfer.transport import AbstractTransport
 
 
 def layout_of(program: Program, plan: Plan) -> Layout:
-    """The arena of `plan`: one slot a transfer, taken from `start` to `back`."""
+    """The host memory of `plan`: one slot a transfer, taken from `start` to `back`."""
     return Layout.of(
         [Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in plan.transfers]
     )
 
 
 class Transfers:
-    """Emits the calls of a plan's transfers, position by position.
+    """Emits the points of a plan's transfers, position by position.
 
     Args:
+      transport: the way that the bytes go.
       emit: takes an equation for the rewritten jaxpr.
       current: the variable that holds each captured value now; changed where a buffer comes back.
       variables: the captured variable of every buffer.
@@ -43,14 +44,14 @@ class Transfers:
         self,
         program: Program,
         plan: Plan,
-        arena: int,
+        transport: AbstractTransport,
         emit: Callable[[JaxprEqn], None],
         current: dict[Var, Var],
         variables: Sequence[Var],
     ) -> None:
-        self._plan, self._arena, self._emit = plan, arena, emit
+        self._plan, self._transport, self._emit = plan, transport, emit
         self._current, self._variables = current, variables
-        self._held: dict[int, Var] = {}  # transfer -> its token, or its buffer on the way back
+        self._held: dict[int, Var] = {}  # transfer -> what its last point returned
         self._at = points_at(plan.transfers)
         between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
         self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
@@ -63,25 +64,25 @@ class Transfers:
             if not moved:
                 continue
             if point == 0:
-                self._held.update((i, self._bind(ffi.first_token, [], like)) for i in moved)
+                self._held.update((i, self._of(self._plan.transfers[i])) for i in moved)
             self._fence(moved, position, like)
+            if point == 0:
+                for i in moved:
+                    self._current[self._variables[self._plan.transfers[i].buffer]] = self._held[i]
             for i in moved:
                 self._held[i] = call(i, self._plan.transfers[i], like)
-            # behind `back`, too: its place in the arena may be another tensor's from here on
-            self._fence(moved, position, like)
+            # behind `back`, too: its place in host memory may be another tensor's from here on
+            if self._transport.fenced_behind:
+                self._fence(moved, position, like)
         for i in [i for p, i in events if p == 3]:
             self._current[self._variables[self._plan.transfers[i].buffer]] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        return self._bind(
-            lambda x, token: ffi.offload_start(x, token, arena=self._arena, slot=i),
-            [self._of(t), self._held[i]],
-            like,
-        )
+        return self._bind(lambda x: self._transport.start(x, slot=i), [self._of(t)], like)
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         return self._bind(
-            lambda x, token: ffi.offload_done(x, token, arena=self._arena, slot=i),
+            lambda x, held: self._transport.gone(x, held, slot=i),
             [self._of(t), self._held[i]],
             like,
         )
@@ -90,15 +91,11 @@ class Transfers:
         aval: Any = self._variables[t.buffer].aval
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         return self._bind(
-            lambda token: ffi.fetch_start(token, shape, arena=self._arena, slot=i),
-            [self._held[i]],
-            like,
+            lambda held: self._transport.fetch(held, shape, slot=i), [self._held[i]], like
         )
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        return self._bind(
-            lambda x: ffi.fetch_done(x, arena=self._arena, slot=i), [self._held[i]], like
-        )
+        return self._bind(lambda held: self._transport.back(held, slot=i), [self._held[i]], like)
 
     def _of(self, t: Transfer) -> Var:
         return self._current[self._variables[t.buffer]]

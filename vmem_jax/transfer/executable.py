@@ -1,4 +1,4 @@
-"""A compiled step together with the arena that its calls name: they live and die together."""
+"""A compiled step and the transport that it moves buffers by: they live and die together."""
 
 from __future__ import annotations
 
@@ -7,47 +7,35 @@ from typing import Any
 
 import jax
 
-from vmem_jax.transfer import extension
 from vmem_jax.transfer.arena import Arena
+from vmem_jax.transfer.transport import AbstractTransport
 
 
-class WithArena:
-    """A compiled step that moves buffers; called like it. Pins its arena before the first run.
+class Moving:
+    """A compiled step that moves buffers; called like it. Sees to its host memory before it runs.
 
     Attributes:
       compiled: the step as JAX compiled it.
-      arena: pinned on `devices` once the step has run; freed with this object.
-      devices: that the step runs on.
+      transport: prepared for `devices` once the step has run; its memory is freed with this object.
+      devices: that the step runs on; none for a card that is not there.
     """
 
-    def __init__(self, compiled: Any, arena: Arena, devices: Sequence[jax.Device]) -> None:
-        self.compiled, self.arena, self.devices = compiled, arena, tuple(devices)
-        self._pinned = False
+    def __init__(
+        self, compiled: Any, transport: AbstractTransport, devices: Sequence[jax.Device]
+    ) -> None:
+        self.compiled, self.transport, self.devices = compiled, transport, tuple(devices)
+        self._prepared = False
 
-    def pin(self) -> None:
-        """Pins the arena on every device, unless that has been done. Raises HostMemoryError."""
-        for device in self.devices:
-            self.arena.pin(device)
-        self._pinned = True
+    @property
+    def arena(self) -> Arena | None:
+        """The transport's own host memory, if it has such."""
+        return self.transport.arena
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._pinned:
-            self.pin()
+        if not self._prepared:
+            self.transport.prepare(self.compiled, self.devices)  # raises HostMemoryError
+            self._prepared = True
         return self.compiled(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
-
-
-def unusable(platform: str, device_count: int) -> str:
-    """Why a step on `platform` cannot move buffers, or "" where it can."""
-    try:
-        platforms = extension.load().targets()
-    except ImportError as error:
-        return str(error)
-    name = "cpu" if platform == "cpu" else "CUDA"
-    if name not in platforms:
-        return "vmem_jax's native extension was built without CUDA: install it where CUDA is found"
-    if device_count > 1:
-        return f"it runs on {device_count} devices, and XLA does not split the calls over devices"
-    return ""

@@ -13,13 +13,18 @@ one computation, or in a forward and a backward loop of it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vmem_jax.transfer import extension
+from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.extension import PREFIX, load
+from vmem_jax.transfer.layout import Layout
+from vmem_jax.transfer.transport import AbstractTransport
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.uint8)
 """What orders calls; its value means nothing. Any value can stand for the first."""
@@ -57,6 +62,56 @@ def fetch_done(buffer: jax.Array, *, arena: int, slot: int) -> jax.Array:
     """Waits until the tensor is in `buffer`, and returns it: the same memory."""
     out = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
     return _call("fetch_done", out, buffer, arena=arena, slot=slot, aliases={0: 0})
+
+
+class Ffi(AbstractTransport):
+    """Transfers through these calls and an arena of their own, which is freed with this object."""
+
+    name: ClassVar[str] = "ffi"
+    fenced_behind: ClassVar[bool] = True
+
+    def __init__(self, layout: Layout, *, host_budget: int | None = None) -> None:
+        """An arena of `layout`, not yet pinned; `host_budget` as in `Arena`."""
+        self.arena: Arena = Arena(layout, host_budget=host_budget)
+
+    def start(self, x: jax.Array, *, slot: int) -> jax.Array:
+        return offload_start(x, first_token(), arena=self.arena.id, slot=slot)
+
+    def gone(self, x: jax.Array, held: jax.Array, *, slot: int) -> jax.Array:
+        return offload_done(x, held, arena=self.arena.id, slot=slot)
+
+    def fetch(self, held: jax.Array, like: jax.ShapeDtypeStruct, *, slot: int) -> jax.Array:
+        return fetch_start(held, like, arena=self.arena.id, slot=slot)
+
+    def back(self, held: jax.Array, *, slot: int) -> jax.Array:
+        return fetch_done(held, arena=self.arena.id, slot=slot)
+
+    def prepare(self, compiled: Any, devices: Sequence[jax.Device]) -> None:
+        """Pins the arena on every device."""
+        for device in devices:
+            self.arena.pin(device)
+
+
+def unusable(platform: str, device_count: int, inlined: bool) -> str:
+    """Why a step cannot use these calls, or "" where it can.
+
+    Args:
+      platform: "cpu" or "gpu".
+      device_count: of the step.
+      inlined: it is called inside another jit.
+    """
+    if inlined:
+        return "it is called inside another jit, whose executable would own the arena"
+    try:
+        platforms = extension.load().targets()
+    except ImportError as error:
+        return str(error)
+    name = "cpu" if platform == "cpu" else "CUDA"
+    if name not in platforms:
+        return "vmem_jax's native extension was built without CUDA: install it where CUDA is found"
+    if device_count > 1:
+        return f"it runs on {device_count} devices, and XLA does not split the calls over devices"
+    return ""
 
 
 def inject(

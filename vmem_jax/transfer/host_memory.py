@@ -6,7 +6,7 @@ Pinning more than there is does not fail; it stalls the machine, or has the kern
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vmem_jax.errors import HostMemoryError
@@ -25,13 +25,20 @@ class Limit:
     name: str
 
 
-def check(nbytes: int, *, lock_pages: bool, host_budget: int | None = None) -> None:
-    """Checks that `nbytes` more bytes of host memory can be pinned.
+def check(
+    nbytes: int,
+    *,
+    lock_pages: bool,
+    host_budget: int | None = None,
+    others: Sequence[Limit] = (),
+) -> None:
+    """Checks that `nbytes` more bytes of host memory can be pinned, by `limits` and by `others`.
 
     Raises:
       HostMemoryError: they cannot; it names the tightest limit.
     """
-    limit = min(limits(lock_pages=lock_pages, host_budget=host_budget), key=lambda x: x.nbytes)
+    known = (*limits(lock_pages=lock_pages, host_budget=host_budget), *others)
+    limit = min(known, key=lambda x: x.nbytes)
     if nbytes > limit.nbytes:
         raise HostMemoryError(nbytes=nbytes, limit_nbytes=limit.nbytes, limit=limit.name)
 

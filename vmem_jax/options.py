@@ -1,0 +1,48 @@
+"""What the arguments of `jit` say, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vmem_jax.errors import parse_budget
+from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
+from vmem_jax.transfer.choice import TRANSPORTS
+
+MEANS = ("order", "recompute", "offload")
+"""What a plan may use. Convolutions and sub-batches will follow."""
+
+
+def means(allow: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The means of `allow`: all, if it is None. Raises ValueError for one that there is not."""
+    allow = MEANS if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
+    unknown = [name for name in allow if name not in MEANS]
+    if unknown or not allow:
+        raise ValueError(f"`allow` names {unknown or 'nothing'}; there is {', '.join(MEANS)}.")
+    return allow
+
+
+def policy_of(policy: str | AbstractPolicy, allow: Sequence[str] | None) -> AbstractPolicy:
+    """The policy of that name, with the means of `allow`. Raises ValueError for an unknown one."""
+    allow = means(allow)
+    if isinstance(policy, AbstractPolicy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"`policy`={policy!r} is unknown; there is {', '.join(sorted(POLICIES))}.")
+    return Auto(allow=allow) if policy == "auto" else POLICIES[policy]()
+
+
+def host_nbytes(host_budget: int | str | None) -> int | None:
+    """`host_budget` in bytes. Raises ValueError if it is no size."""
+    if host_budget is None:
+        return None
+    nbytes = parse_budget(host_budget)
+    if not isinstance(nbytes, int):
+        raise ValueError(f"`host_budget`={host_budget!r} is no size: bytes, or '64GiB'.")
+    return nbytes
+
+
+def transport_of(transport: str) -> str:
+    """`transport`, if there is such. Raises ValueError."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"`transport`={transport!r} is unknown; there is {', '.join(TRANSPORTS)}.")
+    return transport
