@@ -94,7 +94,7 @@ def _plain(step: Callable, shapes: tuple) -> Callable[[], Any]:
 
 def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callable[[], Any]:
     def build() -> tuple[Callable, dict]:
-        name, means, transport = (policy.split(":") + ["", ""])[:3]
+        name, means, transport, *_ = [*policy.split(":"), "", ""]
         budgeted = vmem_jax.jit(
             step,
             budget=nbytes,
