@@ -20,7 +20,8 @@ class Transfer:
     """A buffer that waits in host memory between two of its uses.
 
     Four positions in `Plan.order`, none before the last; each point is before the step that stands
-    there. The buffer's memory is free from `gone` to `fetch`.
+    there. The buffer's memory is free from `gone` to `fetch`. A hosted input only comes: its `start`
+    and `gone` are 0. A hosted output only leaves: its `fetch` and `back` are the end of the order.
 
     Attributes:
       buffer: which, as it is at `start`.
@@ -37,15 +38,20 @@ class Transfer:
     back: int
 
 
-def points_at(transfers: Sequence[Transfer]) -> dict[int, list[tuple[int, int]]]:
+def points_at(
+    program: Program, transfers: Sequence[Transfer]
+) -> dict[int, list[tuple[int, int]]]:
     """For each position, (point, index of the transfer) of what happens before its step, in order.
 
-    The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`.
+    The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`. A hosted input has the
+    last two alone, and a hosted output the first two.
     """
     at: dict[int, list[tuple[int, int]]] = {}
     for i, t in enumerate(transfers):
+        comes, leaves = t.buffer in program.streamed_in, t.buffer in program.streamed_out
         for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
-            at.setdefault(position, []).append((point, i))
+            if not (comes and point < 2) and not (leaves and point >= 2):
+                at.setdefault(position, []).append((point, i))
     return {position: sorted(events) for position, events in at.items()}
 
 

@@ -100,7 +100,8 @@ class Program:
     - a buffer is written by at most one step, before every read of it;
     - `inputs` are written by no step;
     - every output is an input or is written by some step;
-    - an alias pairs an input with an output of the same size, each at most once.
+    - an alias pairs an input with an output of the same size, each at most once;
+    - what is hosted is an input or an output, and in no alias.
 
     Attributes:
       buffers: all values.
@@ -108,6 +109,8 @@ class Program:
       inputs: buffers that exist before the first step.
       outputs: buffers that the caller gets.
       aliases: pairs (input, output): a donated input whose memory the output takes over.
+      hosted: inputs and outputs that live in host memory. On the device there is a copy of such an
+        input from its fetch to its last read, and of such an output from its making until it is gone.
     """
 
     buffers: tuple[Buffer, ...]
@@ -115,11 +118,13 @@ class Program:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...] = ()
+    hosted: tuple[int, ...] = ()
 
     @functools.cached_property
     def resident_nbytes(self) -> int:
         """Bytes held throughout: inputs + outputs − aliased, as the compiler counts them."""
-        size = lambda ids: sum(self.buffers[b].nbytes for b in ids)
+        hosted = set(self.hosted)
+        size = lambda ids: sum(self.buffers[b].nbytes for b in ids if b not in hosted)
         own = set(self.outputs) - set(self.inputs)
         # an input that is handed back without donation is copied into a buffer of its own
         returned = [b for b in set(self.outputs) & set(self.inputs) if (b, b) not in self.aliases]
@@ -128,9 +133,19 @@ class Program:
 
     @functools.cached_property
     def is_resident(self) -> tuple[bool, ...]:
-        """For every buffer: held throughout (input or output), so no plan can free it."""
+        """For every buffer: an input or output, so no plan can drop or park it."""
         held = set(self.inputs) | set(self.outputs)
         return tuple(b in held for b in range(len(self.buffers)))
+
+    @functools.cached_property
+    def streamed_in(self) -> frozenset[int]:
+        """Hosted inputs that a step reads: each is fetched once a step."""
+        return frozenset(b for b in self.hosted if b in self.inputs and self.readers[b])
+
+    @functools.cached_property
+    def streamed_out(self) -> frozenset[int]:
+        """Hosted outputs that a step makes: each is offloaded once a step."""
+        return frozenset(b for b in self.hosted if self.producer[b] >= 0)
 
     @functools.cached_property
     def producer(self) -> tuple[int, ...]:
@@ -172,6 +187,7 @@ class Program:
             self.inputs,
             self.outputs,
             self.aliases,
+            *([self.hosted] if self.hosted else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 

@@ -40,7 +40,8 @@ class Timeline:
       peak: bytes, the maximum of `live_nbytes` (the residents alone, if there is no step).
       peak_at: position in `order` of the first maximum, −1 if there is no step.
       transfers: what waits in host memory, as it was given.
-      copies: for each transfer its way out and its way back on the lanes.
+      copies: for each transfer its way out and its way back on the lanes; no time for the way that
+        a hosted buffer does not go.
       stalls: seconds that the compute lane waits for each transfer, out and back together.
       waits: each of those waits, in the order of time.
     """
@@ -83,11 +84,13 @@ def simulate(
 
     While a step runs, its reads, writes and workspace are live together, except that a write takes
     over the memory of a dying read that `Step.in_place` pairs it with. A transferred buffer is live
-    until `gone` and from `fetch` on, whether its bytes have arrived or not.
+    until `gone` and from `fetch` on, whether its bytes have arrived or not. What is hosted and has no
+    transfer is there while it is used, and takes no time.
     """
     steps, buffers, resident = program.steps, program.buffers, program.is_resident
     dying = last_reads(program, order)
     moves = _Moves(program, costs, transfers) if transfers else None
+    staged = staged_nbytes(program, order, transfers)
     base = live = program.resident_nbytes
     now, peak, peak_at = 0.0, base, -1
     start, history = [], []
@@ -112,7 +115,7 @@ def simulate(
                 if r in dead and not resident[w] and not {r, w} & taken:
                     taken |= {r, w}
                     saved += buffers[w].nbytes
-        during = live - saved + step.workspace
+        during = live - saved + step.workspace + staged[position]
         if during > peak or peak_at < 0:
             peak, peak_at = during, position
         start.append(now)
@@ -121,6 +124,8 @@ def simulate(
         for b in dead:
             alive.discard(b)
             live -= buffers[b].nbytes
+    if moves is not None and len(order) in moves.at:  # hosted outputs that leave at the end
+        now, _, _ = moves.pass_(len(order), now)
     timeline = Timeline(tuple(order), tuple(start), tuple(history), now, peak, peak_at)
     return timeline if moves is None else moves.finish(timeline)
 
@@ -136,10 +141,14 @@ class _Moves:
         self.lanes = Lanes(costs.link)
         self.stalls = [0.0] * len(transfers)
         self.waits: list[Stall] = []
-        self.at = points_at(transfers)
+        self.hosted = frozenset(program.hosted)
+        self.at = points_at(program, transfers)
 
     def pass_(self, position: int, now: float) -> tuple[float, list[int], list[int]]:
-        """(seconds after the waits, buffers that are gone, buffers that take memory again)."""
+        """(seconds after the waits, buffers that are gone, buffers that take memory again).
+
+        Hosted ones are left out: `staged_nbytes` counts them.
+        """
         freed: list[int] = []
         taken: list[int] = []
         for point, i in self.at[position]:
@@ -158,11 +167,16 @@ class _Moves:
                 now = then
                 if point == 1:
                     freed.append(b)
-        return now, freed, taken
+        here = lambda buffers: [b for b in buffers if b not in self.hosted]
+        return now, here(freed), here(taken)
 
     def finish(self, timeline: Timeline) -> Timeline:
         copies = self.lanes.copies
-        pairs = tuple((copies["out", i], copies["into", i]) for i in range(len(self.transfers)))
+        still = Copy(0.0, 0.0)  # of what only comes, or only leaves
+        pairs = tuple(
+            (copies.get(("out", i), still), copies.get(("into", i), still))
+            for i in range(len(self.transfers))
+        )
         return dataclasses.replace(
             timeline,
             transfers=self.transfers,
@@ -172,10 +186,46 @@ class _Moves:
         )
 
 
+def staged_nbytes(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
+) -> list[int]:
+    """For each position the bytes of hosted buffers that are on the device while its step runs."""
+    staged = [0] * len(order)
+    if not program.hosted:
+        return staged
+    for b, (first, last) in _staged(program, order, transfers).items():
+        for position in range(first, min(last + 1, len(order))):
+            staged[position] += program.buffers[b].nbytes
+    return staged
+
+
+def _staged(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer]
+) -> dict[int, tuple[int, int]]:
+    """For each streamed buffer the first and last position at which it is on the device."""
+    streamed = program.streamed_in | program.streamed_out
+    spans: dict[int, tuple[int, int]] = {}
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        for b in (*step.reads, *step.writes):
+            if b in streamed:
+                spans[b] = spans.get(b, (position, position))[0], position
+    for t in transfers:
+        if t.buffer in program.streamed_in:
+            spans[t.buffer] = t.fetch, spans[t.buffer][1]
+        elif t.buffer in program.streamed_out:
+            first, last = spans[t.buffer]
+            spans[t.buffer] = first, max(last, t.gone - 1)
+    return spans
+
+
 def live_at(
     program: Program, order: Sequence[int], position: int, transfers: Sequence[Transfer] = ()
 ) -> list[int]:
-    """The buffers that are live while the step at `position` runs, without the residents."""
+    """The buffers that are live while the step at `position` runs, without the residents.
+
+    Hosted buffers that are on the device there are among them.
+    """
     dying = last_reads(program, order)
     alive: set[int] = set()
     for p in range(position + 1):
@@ -183,6 +233,9 @@ def live_at(
         if p < position:
             alive.difference_update(dying[p])
     alive.difference_update(t.buffer for t in transfers if t.gone <= position < t.fetch)
+    if program.hosted:
+        spans = _staged(program, order, transfers)
+        alive.update(b for b, (first, last) in spans.items() if first <= position <= last)
     return sorted(alive)
 
 

@@ -39,6 +39,10 @@ def check_program(program: Program) -> list[str]:
             broken.append(f"alias ({i}, {o}) is not from an input to an output")
         elif program.buffers[i].nbytes != program.buffers[o].nbytes:
             broken.append(f"alias ({i}, {o}) joins buffers of different sizes")
+        if i in program.hosted or o in program.hosted:
+            broken.append(f"alias ({i}, {o}) is of a hosted buffer")
+    ends = (*program.inputs, *program.outputs)
+    broken += [f"hosted buffer {b} is no input or output" for b in program.hosted if b not in ends]
     return broken
 
 
@@ -48,7 +52,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
     Rules: every step stands in the order; a read finds a version made before it; only pure steps
     stand there again; steps with effects keep their traced order; a donated input is not read after
     the step that overwrites it; a transferred buffer is made before it leaves, and neither read
-    nor made again while it is away.
+    nor made again while it is away; a hosted input that is read comes once, before its first read,
+    and a hosted output that is made leaves once, after that.
     """
     broken = []
     made = set(program.inputs)
@@ -83,12 +88,14 @@ def violations(program: Program, plan: Plan) -> list[str]:
 
 def _broken_transfers(program: Program, plan: Plan) -> list[str]:
     """What is wrong with the transfers alone."""
-    broken = []
+    broken = _broken_streams(program, plan)
     away: dict[int, list[tuple[int, int]]] = {}
     for i, t in enumerate(plan.transfers):
         name = f"transfer {i} of buffer {t.buffer}"
         if not 0 <= t.buffer < len(program.buffers):
             broken.append(f"{name} of {len(program.buffers)}")
+            continue
+        if t.buffer in program.hosted:
             continue
         name += f" ({program.buffers[t.buffer].label})"
         if program.is_resident[t.buffer]:
@@ -110,6 +117,29 @@ def _broken_transfers(program: Program, plan: Plan) -> list[str]:
             if t.start < back and start < t.back:
                 broken.append(f"{name} overlaps another transfer of it")
         away.setdefault(t.buffer, []).append((t.start, t.back))
+    return broken
+
+
+def _broken_streams(program: Program, plan: Plan) -> list[str]:
+    """What is wrong with the transfers of hosted inputs and outputs."""
+    broken = []
+    end = len(plan.order)
+    for b in program.hosted:
+        own = [t for t in plan.transfers if t.buffer == b]
+        reads = [p for p, s in enumerate(plan.order) if b in program.steps[s].reads]
+        makes = [p for p, s in enumerate(plan.order) if b in program.steps[s].writes]
+        name = f"hosted buffer {b} ({program.buffers[b].label})"
+        comes = not makes and bool(reads)
+        if len(own) != int(comes or bool(makes)):
+            broken.append(f"{name} has {len(own)} transfers")
+            continue
+        if own and not plan.fenced:
+            broken.append(f"{name} is streamed in a plan without fences")
+        for t in own:
+            if comes and not 0 == t.start == t.gone <= t.fetch <= t.back <= reads[0]:
+                broken.append(f"{name} does not come before it is first read: {t}")
+            if makes and not makes[0] < t.start <= t.gone <= t.fetch == t.back == end:
+                broken.append(f"{name} does not leave after it is made: {t}")
     return broken
 
 
@@ -153,6 +183,16 @@ def peak_by_definition(
                 live = span(b, position)
                 if live is not None and not away(b, position):
                     spans[b] = live
+                    total += program.buffers[b].nbytes
+            elif b in program.hosted:
+                used_at = [p for p, _ in uses[b]]
+                first, last = used_at[0], used_at[-1]
+                for t in transfers:
+                    if t.buffer == b and b in program.inputs:
+                        first = t.fetch
+                    elif t.buffer == b:
+                        last = max(last, t.gone - 1)
+                if first <= position <= last:
                     total += program.buffers[b].nbytes
         used: set[int] = set()
         for r, w in step.in_place:

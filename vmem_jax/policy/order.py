@@ -7,13 +7,20 @@ Two moves on the traced order, each taken only where it frees bytes:
 - hoist: a step in which more bytes die than it makes goes to where its last input is ready (a weight
   gradient as soon as its cotangent exists; an update as soon as its gradient exists), but an update
   never before the last read of the old value (a donated parameter is copied otherwise).
+
+Of a program with hosted state the updates move as soon as they can also where that frees nothing by
+itself, and with them the scalars that they wait for: what is streamed then comes and goes during the
+backward pass, and not all at its end.
 """
 
 from __future__ import annotations
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import simulate
+
+_SCALARS = 4096
+"""Steps that move fewer bytes are free: learning rates, bias corrections, counters."""
 
 
 def canonical_order(program: Program) -> tuple[int, ...]:
@@ -34,7 +41,8 @@ def lower_order(
 
 
 def _temporary(program: Program, buffers: tuple[int, ...]) -> list[int]:
-    return [b for b in buffers if not program.is_resident[b]]
+    """Those of `buffers` that are on the device for a while."""
+    return [b for b in buffers if not program.is_resident[b] or b in program.hosted]
 
 
 def _sink(program: Program, order: list[int]) -> list[int]:
@@ -89,7 +97,9 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         )
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
         at = len(placed)
-        if dying > made and not blocked and ready < at:
+        scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
+        update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
+        if (dying > made or update or scalars) and not blocked and ready < at:
             at = ready
         placed.insert(at, s)
         if at == len(placed) - 1:

@@ -50,6 +50,25 @@ def place(
     return best
 
 
+def stream(
+    program: Program, order: Sequence[int], away: Sequence[Away], costs: Costs, limit: int
+) -> Timeline:
+    """As `place`, with the hosted inputs and outputs of `program` as well."""
+    streamed = {b: [len(order), 0] for b in program.streamed_in | program.streamed_out}
+    for position, s in enumerate(order):
+        for b in program.steps[s].reads:
+            if b in program.streamed_in:
+                streamed[b][0] = min(streamed[b][0], position)
+        for b in program.steps[s].writes:
+            if b in program.streamed_out and not streamed[b][1]:
+                streamed[b][1] = position + 1
+    hosted = [
+        Away(b, 0, first) if b in program.streamed_in else Away(b, made, len(order))
+        for b, (first, made) in sorted(streamed.items())
+    ]
+    return place(program, order, [*away, *hosted], costs, limit)
+
+
 def rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
     """What makes one timeline better than another: it fits and is faster, or is lower."""
     over = timeline.peak > limit
@@ -65,11 +84,14 @@ def _unhurried(
 ) -> list[Transfer]:
     """Points at which no copy is waited for, where there are such."""
     assert costs.link is not None
-    begins = timeline.start
+    begins = (*timeline.start, timeline.seconds)
     nbytes = lambda a: program.buffers[a.buffer].nbytes
     starts, gones = {}, {}
     free = 0.0
     for a in sorted(away, key=lambda a: (a.since, a.buffer)):
+        if a.buffer in program.streamed_in:
+            starts[a] = gones[a] = 0
+            continue
         start = _heavy_from(heavy, a.since, a.until)
         free = max(free, begins[start]) + _LONGER * nbytes(a) / costs.link.out
         starts[a] = start
@@ -77,6 +99,9 @@ def _unhurried(
     found = []
     free = timeline.seconds
     for a in sorted(away, key=lambda a: (-a.until, a.buffer)):
+        if a.buffer in program.streamed_out:
+            found.append(Transfer(a.buffer, starts[a], gones[a], len(timeline.start), a.until))
+            continue
         back = _heavy_until(heavy, a.until, starts[a])
         free = min(free, begins[back]) - _LONGER * nbytes(a) / costs.link.into
         latest = max(bisect.bisect_right(begins, free) - 1, 0)
@@ -110,15 +135,13 @@ def _within(
 ) -> Timeline:
     """The timeline of `transfers`, hurried at the places where memory is over `limit`."""
     transfers = list(transfers)
-    live = list(simulate(program, order, costs).live_nbytes)
+    live = list(simulate(program, order, costs, transfers).live_nbytes)
     nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
 
     def free(i: int, first: int, end: int) -> None:
         for p in range(first, end):
             live[p] -= nbytes[i]
 
-    for i, t in enumerate(transfers):
-        free(i, t.gone, t.fetch)
     # the first that left are nearest to the host, and those needed last can come last
     by_start = sorted(range(len(transfers)), key=lambda i: transfers[i].start)
     by_back = sorted(range(len(transfers)), key=lambda i: -transfers[i].back)
@@ -137,4 +160,6 @@ def _within(
             if live[position] > limit and earlier <= position < t.gone:
                 free(i, earlier, t.gone)
                 transfers[i] = dataclasses.replace(t, gone=earlier)
-    return simulate(program, order, costs, [t for t in transfers if t.gone < t.fetch])
+    streamed = program.streamed_in | program.streamed_out
+    kept = [t for t in transfers if t.gone < t.fetch or t.buffer in streamed]
+    return simulate(program, order, costs, kept)

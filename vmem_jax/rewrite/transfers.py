@@ -52,7 +52,7 @@ class Transfers:
         self._plan, self._transport, self._emit = plan, transport, emit
         self._current, self._variables = current, variables
         self._held: dict[int, Var] = {}  # transfer -> what its last point returned
-        self._at = points_at(plan.transfers)
+        self._at = points_at(program, plan.transfers)
         between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
         self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
 

@@ -1,0 +1,79 @@
+"""streaming: hosted inputs come and hosted outputs leave, whatever policy plans the rest.
+
+The policy plans as if they were there when they are used, at no cost. Then each fetch is placed as
+late as it hides and each offload as early, together with what the policy itself moves; what the
+copies on their way take above the budget is taken off what the policy may use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from vmem_jax.core.costs import Costs, Link
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline
+from vmem_jax.errors import BudgetError
+from vmem_jax.policy.base import AbstractPolicy, cannot_fit
+from vmem_jax.policy.executor import Away
+from vmem_jax.policy.placement import stream
+
+_TRIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming(AbstractPolicy):
+    """`inner`, and the transfers of hosted inputs and outputs.
+
+    Attributes:
+      inner: plans the rest.
+      link: what hosted buffers go over.
+      moves: whether `inner` may move something, too.
+    """
+
+    name: ClassVar[str] = "streaming"
+    inner: AbstractPolicy
+    link: Link
+    moves: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.inner.name)  # errors speak of the user's policy
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        """The plan of `inner` with the transfers of what is hosted; its name is `inner`'s."""
+        if not program.hosted:
+            return self.inner.plan(program, costs, budget)
+        means = costs if self.moves else dataclasses.replace(costs, link=None)
+        target = budget
+        for _ in range(_TRIES):
+            try:
+                plan = self.inner.plan(program, means, target)
+            except BudgetError as error:
+                if isinstance(error.lowest_plan, Plan):
+                    error.lowest_plan, _ = self._streamed(program, error.lowest_plan, costs, budget)
+                raise
+            plan, timeline = self._streamed(program, plan, costs, budget)
+            if budget is None or target is None or timeline.peak <= budget:
+                return plan
+            target -= timeline.peak - budget
+        assert budget is not None
+        raise cannot_fit(plan.policy, program, timeline, budget, plan)
+
+    def _streamed(
+        self, program: Program, plan: Plan, costs: Costs, budget: int | None
+    ) -> tuple[Plan, Timeline]:
+        """`plan` with the transfers of what is hosted; its own are placed anew among them."""
+        away = [Away(t.buffer, t.start, t.back) for t in plan.transfers]
+        limit = sum(b.nbytes for b in program.buffers) if budget is None else budget
+        costs = dataclasses.replace(costs, link=self.link)
+        timeline = stream(program, plan.order, away, costs, limit)
+        streamed = dataclasses.replace(
+            plan,
+            fenced=True,
+            budget=budget,
+            predicted_peak=timeline.peak,
+            predicted_seconds=timeline.seconds,
+            transfers=timeline.transfers,
+        )
+        return streamed, timeline
