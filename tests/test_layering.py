@@ -37,6 +37,9 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "equinox.py": ({"jax", "equinox"}, {"arguments"}),
     "models/": ({"jax", "flax", "optax", "numpy", "sklearn"}, {"models"}),
     "stages.py": ({"jax"}, {"core", "entry", "jit", "prove", "rewrite", "transfer"}),
+    "entry.py": ({"jax"}, {"core", "capture", "policy", "prove", "jax_compat"}),
+    "hosted.py": ({"jax"}, {"capture", "errors", "jax_compat"}),
+    "options.py": (set(), {"errors", "policy", "transfer"}),
     "": (EDGES, {""}),
 }
 

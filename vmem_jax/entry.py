@@ -12,6 +12,7 @@ from vmem_jax.capture import Captured
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.policy import AbstractPolicy
 from vmem_jax.prove.prove import Attempt
 
 
@@ -22,7 +23,8 @@ class Traced:
     Attributes:
       plain: its jaxpr as it was traced.
       whole: the tree of (args, kwargs) where the compiled step takes those as they are; None where
-        it takes the leaves (static arguments, modules).
+        it takes the leaves (static arguments, modules, arguments in host memory).
+      hosted: for each argument in host memory its index, and that of the result that goes there.
     """
 
     plain: ClosedJaxpr
@@ -33,6 +35,7 @@ class Traced:
     out_tree: Any
     aux: Any
     whole: Any
+    hosted: tuple[tuple[int, int | None], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Entry:
       plain_need: bytes that plain jit needs, where that was compiled.
       attempts: every plan that was compiled; the last is the one that runs.
       transport: how buffers would move; "" where none can.
+      policy: that planned it.
       tuner: what runs it instead while its first calls are timed (`tune=True`).
       tuning: what that gave.
     """
@@ -53,7 +57,8 @@ class Entry:
     plain_need: int | None
     costs: Costs
     attempts: tuple[Attempt, ...]
-    transport: str = ""
+    transport: str
+    policy: AbstractPolicy
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None
 

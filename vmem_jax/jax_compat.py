@@ -14,6 +14,7 @@ from jax._src import source_info_util  # name stacks and the user's frame of an 
 from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
 from jax.extend import core as jexc
+from jax.extend.mlir import ir
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
@@ -33,6 +34,29 @@ Atom = Any  # Var | Literal
 
 def new_var(aval: Any) -> Var:
     return _core.Var(aval)
+
+
+def in_host_memory(aval: Any) -> Any:
+    """`aval` as the type of an array in host memory."""
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def say_memory_kinds(lowered: Any, kinds: Sequence[str]) -> None:
+    """Writes into a lowered step in which memory each of its arguments lies.
+
+    JAX does so by their shardings, but drops the memory kind of a device that is not there, since
+    such a device names no memories (0.10.2–0.12).
+    """
+    module = lowered.compiler_ir("stablehlo")
+    [main] = [
+        f for f in module.body.operations if ir.StringAttr(f.attributes["sym_name"]).value == "main"
+    ]
+    with module.context:
+        named = lambda attrs: [attrs[i] for i in range(len(attrs))]
+        given = [{a.name: a.attr for a in named(ir.DictAttr(attrs))} for attrs in main.arg_attrs]
+        for attrs, kind in zip(given, kinds, strict=True):
+            attrs["mhlo.memory_kind"] = ir.StringAttr.get(kind)
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(attrs) for attrs in given])
 
 
 def new_equation(

@@ -11,10 +11,10 @@ import jax
 from absl import logging
 from jax.extend.core import jaxpr_as_fun
 
-from vmem_jax import arguments
+from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic, machine_for
+from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import (
@@ -25,18 +25,19 @@ from vmem_jax.errors import (
     show_nbytes,
 )
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.options import MEANS, host_nbytes, policy_of, transport_of
+from vmem_jax.options import MEANS, host_nbytes, means, policy_of, transport_of
 from vmem_jax.policy import AbstractPolicy
-from vmem_jax.profile.measured import known_costs, measured_costs
+from vmem_jax.policy.streaming import Streaming
+from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.rewrite.transfers import layout_of
+from vmem_jax.rewrite.transfers import layout_of, parked
 from vmem_jax.stages import Compiled, Lowered
 from vmem_jax.transfer.choice import choose, open_transport
 from vmem_jax.transfer.executable import Moving
-from vmem_jax.tune import Tuner, replan
+from vmem_jax.tune import tuned
 
 
 def jit(
@@ -68,8 +69,9 @@ def jit(
       policy: one of `POLICIES`, by name or as an instance with its options. "keep" leaves the
         program untouched.
       allow: the means that a plan may use: "order" (exact residuals), "recompute", "offload" (to
-        pinned host memory, while other work runs). By default all that are of use here: "offload"
-        on a GPU with measured times (`profile`).
+        pinned host memory, while other work runs), "stream" (arguments that lie in pinned host
+        memory come when they are read, and what takes their place in the state is returned there).
+        By default all that are of use here: "offload" on a GPU with measured times (`profile`).
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
@@ -133,6 +135,7 @@ def jit(
         None if budget is None else parse_budget(budget),
         policy_of(policy, allow),
         "offload" in (allow or ()),
+        "stream" in means(allow),
         plan,
         host_nbytes(host_budget),
         transport_of(transport),
@@ -168,6 +171,7 @@ class BudgetedStep:
         budget: int | float | str | None,
         policy: AbstractPolicy,
         offload_asked: bool,
+        may_stream: bool,
         plan: Plan | None,
         host_budget: int | None,
         transport: str,
@@ -181,6 +185,7 @@ class BudgetedStep:
         self._budget = budget
         self._policy = policy
         self._offload_asked = offload_asked
+        self._may_stream = may_stream
         self._plan = plan
         self._host_budget = host_budget
         self._transport = transport
@@ -213,6 +218,12 @@ class BudgetedStep:
                 "batched, since its memory was planned as it stands. Put `grad`, `jvp` or `vmap` "
                 "inside: budget the whole training step, `vmem_jax.jit(lambda *a: "
                 "jax.grad(f)(*a), budget=...)`."
+            )
+        if any(hosted.is_hosted_tracer(x) for x in tracers):
+            raise ValueError(
+                f"`{self._name}` cannot stream arguments in host memory inside another jit, which "
+                "would own them. Call it outside, or hand it `jax.device_put(x, "
+                "jax.memory.Space.Device)`."
             )
         entry = self._entry(call, leaves, tree, inlined=bool(tracers))
         traced = entry.traced
@@ -286,7 +297,7 @@ class BudgetedStep:
         target: str | None = None,
         inlined: bool = False,
     ) -> Entry:
-        avals = tuple(map(arguments.aval_of, leaves))
+        avals = hosted.committed(tuple(map(arguments.aval_of, leaves)))
         key = (
             tree,
             call.static,
@@ -297,24 +308,23 @@ class BudgetedStep:
         )
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._make(self._trace(call, avals, tree), target, inlined)
+            traced = self._trace(call, avals, tree)
+            hosted.check(
+                self._name,
+                traced.names,
+                avals,
+                traced.donated,
+                traced.hosted,
+                allowed=self._may_stream,
+            )
+            entry = self._make(traced, target, inlined)
             if self._tune and target is None and not inlined:
-                entry = self._tuned(key, entry)
+                transport = entry.transport
+                compile_plan = lambda plan: self._compile(traced, plan, None, transport)
+                settle = functools.partial(self._entries.__setitem__, key)
+                entry = tuned(self._name, entry, compile_plan, self._host_budget, settle)
             self._entries[key] = entry
         return entry
-
-    def _tuned(self, key: Hashable, entry: Entry) -> Entry:
-        """`entry`, to be replaced once its first calls have been timed."""
-        traced = entry.traced
-        compile_plan = lambda plan: self._compile(traced, plan, None, entry.transport)
-        again = lambda entry, costs: replan(
-            entry, costs, self._policy, compile_plan, self._host_budget
-        )
-
-        def settle(entry: Entry) -> None:
-            self._entries[key] = entry
-
-        return dataclasses.replace(entry, tuner=Tuner(self._name, entry, again, settle))
 
     def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> Traced:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]
@@ -325,25 +335,36 @@ class BudgetedStep:
         def flat(*leaves: Any) -> Any:
             out, found["aux"] = call.fun(jax.tree.unflatten(tree, leaves))
             outs, found["tree"] = jax.tree.flatten(out)
+            found["paths"] = [p for p, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
             return outs
 
-        plain = jax.jit(flat).trace(*avals).jaxpr
-        captured = capture(plain, names, donated, [a.sharding for a in avals])
+        plain = jax.jit(flat).trace(*map(hosted.on_device, avals)).jaxpr
+        out_avals = [v.aval for v in compat.open_jaxpr(plain).outvars]
+        pairs = hosted.pairs(avals, [p[2:] for p in paths], out_avals, found["paths"])
+        captured = capture(plain, names, donated, [a.sharding for a in avals], pairs)
         whole = None
-        if call.plain:  # the same leaves in the same order, as the caller holds them
+        if call.plain and not pairs:  # the same leaves in the same order, as the caller holds them
             by_place, by_name = call.tree
             whole = jax.tree.structure((tuple(by_place.values()), by_name))
-        return Traced(plain, captured, avals, donated, names, found["tree"], found["aux"], whole)
+        return Traced(
+            plain, captured, avals, donated, names, found["tree"], found["aux"], whole, pairs
+        )
 
     def _make(self, traced: Traced, target: str | None, inlined: bool) -> Entry:
         program = traced.captured.program
         costs = self._costs(traced, target)
-        asked = self._offload_asked or (self._plan is not None and bool(self._plan.transfers))
+        asked = self._offload_asked or (
+            self._plan is not None and bool(parked(program, self._plan))
+        )
         transport, still = self._choose_transport(traced, costs, target, inlined, asked)
         if still and asked:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
         if still:
             logging.info("%s: nothing is offloaded: %s", self._name, still)
+        policy = self._policy
+        if traced.hosted and costs.link is not None:
+            policy = Streaming(policy, costs.link, moves=not still)
+        elif still:
             costs = dataclasses.replace(costs, link=None)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target, transport)
@@ -357,8 +378,8 @@ class BudgetedStep:
                     f"the given plan compiles to {show_nbytes(attempt.need)} here, over its budget "
                     f"of {show_nbytes(limit)}. Plan again for this machine."
                 )
-            return Entry(traced, limit, plain_need, costs, (attempt,), transport)
-        attempts = prove(program, self._policy, costs, budget, compile_plan, plain_need)
+            return Entry(traced, limit, plain_need, costs, (attempt,), transport, policy)
+        attempts = prove(program, policy, costs, budget, compile_plan, plain_need)
         best = attempts[-1]
         logging.info(
             "%s: %s of a budget of %s, predicted %s, after %d compiles",
@@ -368,7 +389,7 @@ class BudgetedStep:
             show_nbytes(best.plan.predicted_peak),
             len(attempts),
         )
-        return Entry(traced, budget, plain_need, costs, attempts, transport)
+        return Entry(traced, budget, plain_need, costs, attempts, transport, policy)
 
     def _choose_transport(
         self, traced: Traced, costs: Costs, target: str | None, inlined: bool, asked: bool
@@ -386,14 +407,11 @@ class BudgetedStep:
         return choose(self._transport, platform, len(devices), inlined)
 
     def _costs(self, traced: Traced, target: str | None) -> Costs:
-        """Measured where the device is there and that is wanted, else by the roofline."""
+        if target is not None:
+            machine = self._machine or MACHINES.get(target, MACHINES["h200"])
+            return analytic(traced.captured.program, machine)
         device = devices_of(traced.avals)[0]
-        if target is None and self._profile:
-            return measured_costs(traced.captured, device, machine=self._machine).costs
-        if target is None and self._profile is None and self._machine is None:
-            if known := known_costs(traced.captured, device):
-                return known
-        return analytic(traced.captured.program, self._machine or _machine(traced.avals, target))
+        return costs_of(traced.captured, device, machine=self._machine, profile=self._profile)
 
     def _budget_nbytes(self, traced: Traced, target: str | None) -> tuple[int | None, int | None]:
         """(budget in bytes, plain jit's need where that had to be compiled)."""
@@ -423,15 +441,20 @@ class BudgetedStep:
     def _compile(self, traced: Traced, plan: Plan, target: str | None, transport: str) -> Any:
         if not plan.fenced:
             return self._compile_plain(traced, target)
-        if not plan.transfers:
-            return self._compile_jaxpr(traced, rewrite(traced.captured, plan), target)
-        layout = layout_of(traced.captured.program, plan)
-        mover = open_transport(transport, layout, self._host_budget)
-        compiled = self._compile_jaxpr(traced, rewrite(traced.captured, plan, mover), target)
+        mover = None
+        if parked(traced.captured.program, plan):
+            layout = layout_of(traced.captured.program, plan)
+            mover = open_transport(transport, layout, self._host_budget)
+        compiled = self._compile_jaxpr(traced, rewrite(traced.captured, plan, mover), target, True)
+        if mover is None:
+            return compiled
         return Moving(compiled, mover, [] if target else devices_of(traced.avals))
 
-    def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None) -> Any:
-        avals = traced.avals
+    def _compile_jaxpr(
+        self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None, streams: bool = False
+    ) -> Any:
+        """`jaxpr` compiled; without `streams` all its arguments are on the device."""
+        avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
         if target is not None:
             from vmem_jax.prove.targets import target as card
 
@@ -442,6 +465,16 @@ class BudgetedStep:
                 )
             )
         flat = jaxpr_as_fun(jaxpr)
+        options = {
+            **compat.FENCE_OPTIONS.get(devices_of(avals)[0].platform, {}),
+            **self._compiler_options,
+        }
+        if streams and traced.hosted:
+            donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
+            which = {i for i, _ in traced.hosted}
+            return hosted.compile_reordered(
+                flat, avals, donations, which, self._name, options, target is not None
+            )
 
         donate: dict[str, Any]
         args: Any = avals
@@ -461,14 +494,7 @@ class BudgetedStep:
 
         step.__name__ = step.__qualname__ = self._name
         lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
-        fences = compat.FENCE_OPTIONS.get(devices_of(avals)[0].platform, {})
-        return lowered.compile(compiler_options={**fences, **self._compiler_options} or None)
-
-
-def _machine(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Machine:
-    if target is not None:
-        return MACHINES.get(target, MACHINES["h200"])
-    return machine_for(devices_of(avals)[0].device_kind)
+        return lowered.compile(compiler_options=options or None)
 
 
 __all__ = ["MEANS", "BudgetError", "BudgetedStep", "Compiled", "Lowered", "jit"]

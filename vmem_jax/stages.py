@@ -8,12 +8,12 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax.core.plan import Plan
+from vmem_jax.entry import Entry
 from vmem_jax.prove.prove import Attempt
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.transfer.arena import Arena
 
 if TYPE_CHECKING:
-    from vmem_jax.entry import Entry
     from vmem_jax.jit import BudgetedStep
 
 
@@ -69,9 +69,10 @@ class Compiled:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes that the plan moves to host memory, and back, in a step."""
-        buffers = self._entry.traced.captured.program.buffers
-        return sum(buffers[t.buffer].nbytes for t in self.plan.transfers)
+        """Bytes that leave for host memory in a step; hosted outputs are among them."""
+        program = self._entry.traced.captured.program
+        out = [t.buffer for t in self.plan.transfers if t.buffer not in program.streamed_in]
+        return sum(program.buffers[b].nbytes for b in out)
 
     @property
     def need_nbytes(self) -> int:

@@ -18,7 +18,6 @@ from vmem_jax.core.simulate import simulate
 from vmem_jax.core.tuning import Tuning, agree
 from vmem_jax.entry import Entry
 from vmem_jax.errors import BudgetError
-from vmem_jax.policy import AbstractPolicy
 from vmem_jax.prove.prove import Attempt, prove
 from vmem_jax.rewrite.transfers import layout_of
 
@@ -137,20 +136,31 @@ class Tuner:
         self._settle(entry)
 
 
+def tuned(
+    name: str,
+    entry: Entry,
+    compile_plan: Callable[[Plan], Any],
+    host_budget: int | None,
+    settle: Callable[[Entry], None],
+) -> Entry:
+    """`entry` with a tuner, which gives `settle` what is to stand in its place in the end."""
+    again = lambda entry, costs: replan(entry, costs, compile_plan, host_budget)
+    return dataclasses.replace(entry, tuner=Tuner(name, entry, again, settle))
+
+
 def replan(
     entry: Entry,
     costs: Costs,
-    policy: AbstractPolicy,
     compile_plan: Callable[[Plan], Any],
     host_budget: int | None,
 ) -> Attempt | None:
-    """The proved plan of `policy` by `costs`; None where it is not another, faster one by those.
+    """The proved plan of the same policy by `costs`; None where it is not another, faster one.
 
     Args:
       compile_plan: for plans that no attempt of `entry` has.
       host_budget: for the host memory of both plans: while they are compared both have theirs.
     """
-    program, now = entry.traced.captured.program, entry.best.plan
+    program, now, policy = entry.traced.captured.program, entry.best.plan, entry.policy
     seconds = simulate(program, now.order, costs, now.transfers).seconds
     made = {_schedule(a.plan): a.compiled for a in entry.attempts}
     compiles = lambda plan: made.get(_schedule(plan)) or compile_plan(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -136,3 +137,43 @@ def test_xlas_own_copies_move_what_each_device_holds():
     assert compiled.transport == "memory_kinds" and compiled.moved_nbytes > 0
     for a, b in zip(budgeted(weights, x), kept(weights, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+def test_hosted_moments_train_alike_and_are_no_device_memory(donate):
+    """Adam's moments in pinned host memory between steps; the allocator's own figures."""
+    device, tx, one = jax.devices()[0], optax.adam(1e-3), 4 * 2048 * 2048
+
+    def step(state, x):
+        weights, moments = state
+
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.square(y).mean()
+
+        updates, moments = tx.update(jax.grad(loss)(weights), moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    def state(kind):
+        keys = jax.random.split(jax.random.key(0), 6)
+        weights = [jax.random.normal(k, (2048, 2048)) / 45 for k in keys]
+        adam, *rest = tx.init(weights)
+        put = lambda m: jax.device_put(m, m.sharding.with_memory_kind(kind))
+        mu, nu = jax.tree.map(put, (adam.mu, adam.nu))
+        return weights, (adam._replace(mu=mu, nu=nu), *rest)
+
+    x = jax.random.normal(jax.random.key(1), (1024, 2048))
+    kept = vmem_jax.jit(step, budget="device", policy="exact")
+    streamed = vmem_jax.jit(step, budget=24 * one, donate_argnums=donate)
+    a, b = state("pinned_host"), state("device")
+    for _ in range(3):
+        a, b = streamed(a, x), kept(b, x)
+    assert {m.sharding.memory_kind for m in a[1][0].mu + a[1][0].nu} == {"pinned_host"}
+    for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        scale = max(float(jnp.abs(jax.device_put(q, device)).max()), 1e-6)
+        np.testing.assert_allclose(np.asarray(p), np.asarray(q), rtol=0, atol=1e-3 * scale)
+    memory = streamed.lower(a, x).compile().memory_analysis()
+    assert memory.argument_size_in_bytes < 7 * one
+    assert memory.host_argument_size_in_bytes == 12 * one

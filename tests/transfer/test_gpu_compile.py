@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import transfer_cases as cases
 from jax.extend.core import jaxpr_as_fun
@@ -172,3 +173,40 @@ def test_xlas_copies_free_memory_and_stay_beside_the_work():
     assert sum(beside) >= len(found) / 2
     # with the counterpart, to see that these tests see anything
     assert copies(kept._entry_for(mlp_shapes(), {}, "h200").best.compiled.as_text())[0] == []
+
+
+def test_hosted_moments_are_no_device_memory():
+    """A step within less than its parameters and moments take, by XLA:GPU's own figures."""
+    target("h200")
+    tx = optax.adam(1e-2)
+
+    def step(state, x):
+        weights, moments = state
+
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.square(y).mean()
+
+        updates, moments = tx.update(jax.grad(loss)(weights), moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
+    w = jax.ShapeDtypeStruct((2048, 2048), "float32")
+    adam, *rest = jax.eval_shape(tx.init, [w] * 6)
+    hosted = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=host), adam)
+    adam = adam._replace(mu=hosted.mu, nu=hosted.nu)
+    x = jax.ShapeDtypeStruct((1024, 2048), "float32")
+    one = 4 * 2048 * 2048
+    for donate in ((), (0,)):
+        budget = 18 * one if donate else 24 * one
+        budgeted = vmem_jax.jit(step, budget=budget, donate_argnums=donate)
+        entry = budgeted._entry_for((([w] * 6, (adam, *rest)), x), {}, "h200")
+        memory = entry.best.compiled.memory_analysis()
+        assert entry.best.need <= budget
+        assert memory.argument_size_in_bytes < 7 * one  # the parameters and the batch
+        assert memory.host_argument_size_in_bytes == 12 * one
+        assert memory.host_alias_size_in_bytes == (12 * one if donate else 0)
+        found, _ = copies(entry.best.compiled.as_text())
+        assert sum(leaves for _, _, leaves in found) == 12 and len(found) == 24

@@ -39,6 +39,7 @@ def capture(
     input_names: Sequence[str] = (),
     donated: Sequence[bool] = (),
     shardings: Sequence[Any] = (),
+    hosted: Sequence[tuple[int, int | None]] = (),
 ) -> Captured:
     """Captures the step `closed`, as one of its devices runs it.
 
@@ -47,6 +48,7 @@ def capture(
       input_names: the user's name of each input, "state.params['conv1']['kernel']".
       donated: for each input whether the caller gives it up.
       shardings: the `jax.sharding.Sharding` of each input; none for those on one device.
+      hosted: for each input in host memory its index, and that of the output that goes there again.
     """
     flat, applied = apply_exact_rules(flatten(closed))
     flat = drop_dead(flat)
@@ -79,13 +81,15 @@ def capture(
         _step(kernel, phase, eqns, index, shards)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
-    given_up = [b for b, gives in enumerate(donated) if gives]
+    in_host_memory = _hosted(hosted, opened.outvars, index, len(inputs))
+    given_up = [b for b, gives in enumerate(donated) if gives and b not in in_host_memory]
     program = Program(
         buffers=tuple(buffers),
         steps=tuple(steps),
         inputs=tuple(range(len(inputs))),
         outputs=outputs,
-        aliases=_aliases(given_up, outputs, variables),
+        aliases=_aliases(given_up, [o for o in outputs if o not in in_host_memory], variables),
+        hosted=in_host_memory,
     )
     return Captured(flat, program, tuple(variables), applied)
 
@@ -185,6 +189,20 @@ def _step(
         layer=layer_of(root),
         source=compat.user_line(root),
     )
+
+
+def _hosted(
+    pairs: Sequence[tuple[int, int | None]],
+    outvars: Sequence[Any],
+    index: dict[Var, int],
+    inputs: int,
+) -> tuple[int, ...]:
+    """The buffers in host memory. An output there is made by the step, or such an input itself."""
+    found = {i for i, _ in pairs}
+    for _, o in pairs:
+        if o is not None and isinstance(outvars[o], Var) and index[outvars[o]] >= inputs:
+            found.add(index[outvars[o]])
+    return tuple(sorted(found))
 
 
 def _aliases(

@@ -38,9 +38,7 @@ class Transfer:
     back: int
 
 
-def points_at(
-    program: Program, transfers: Sequence[Transfer]
-) -> dict[int, list[tuple[int, int]]]:
+def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list[tuple[int, int]]]:
     """For each position, (point, index of the transfer) of what happens before its step, in order.
 
     The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`. A hosted input has the

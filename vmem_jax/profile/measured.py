@@ -6,7 +6,7 @@ import jax
 from absl import logging
 
 from vmem_jax.capture.capture import Captured
-from vmem_jax.core.costs import Costs, Machine, machine_for
+from vmem_jax.core.costs import Costs, Machine, analytic, machine_for
 from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.machine import measure
 from vmem_jax.profile.steps import (
@@ -80,6 +80,22 @@ def known_costs(captured: Captured, device: jax.Device) -> Costs | None:
         return None
     machine = known.machine or machine_for(device.device_kind)
     return found.costs(captured.program, machine, known.steps)
+
+
+def costs_of(
+    captured: Captured, device: jax.Device, *, machine: Machine | None, profile: bool | None
+) -> Costs:
+    """Costs of `captured` on `device`: measured where that is wanted, else by the roofline.
+
+    Args:
+      machine: whose roofline; by default what was measured, or the device's by its name.
+      profile: whether to measure what is not known; None takes what is known, and False nothing.
+    """
+    if profile:
+        return measured_costs(captured, device, machine=machine).costs
+    if profile is None and machine is None and (known := known_costs(captured, device)):
+        return known
+    return analytic(captured.program, machine or machine_for(device.device_kind))
 
 
 def _keep(store: Store, measured: Measured) -> None:

@@ -45,7 +45,7 @@ class Attempt:
     @property
     def transport(self) -> Any:
         """The way that the plan's transfers go, an `AbstractTransport`; None if it has none."""
-        return self.compiled.transport if self.plan.transfers else None
+        return getattr(self.compiled, "transport", None)
 
 
 def need_nbytes(compiled: Any) -> int:
@@ -121,7 +121,8 @@ def prove(
         target = min(budget - excess, plan.predicted_peak - step)
         target -= (len(attempts) - 1) * (budget // 100)
     fits = lambda attempt: budget is None or attempt.need <= budget
-    if not any(map(fits, attempts)) and _try_plain(attempts, budget, plain_need):
+    untouched = not program.hosted  # the plain step has what is hosted on the device
+    if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
         plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
         compiled = compile_plan(plan)
         attempts.append(Attempt(plan, compiled, need_nbytes(compiled)))

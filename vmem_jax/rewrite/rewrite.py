@@ -19,7 +19,8 @@ def rewrite(
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
 
     Args:
-      transport: the way that the plan's transfers go, with the layout of `layout_of`.
+      transport: the way that the plan's transfers go, with the layout of `layout_of`; none for those
+        of hosted inputs and outputs, which are arguments and results in host memory.
 
     A step that stands in the order again becomes a clone of its equations on new variables; each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
@@ -42,12 +43,15 @@ class _Rewriter:
         self.done: dict[tuple, list[Var]] = {}  # (equation, inputs) -> results, to emit once
         self.equations: list[JaxprEqn] = []
         self.transfers: Transfers | None = None
-        if plan.transfers:
-            if transport is None:
-                raise ValueError("the plan has transfers, but there is no transport for them")
+        self.invars = list(self.opened.invars)
+        if plan.transfers or self.program.hosted:
             self.transfers = Transfers(
                 self.program, plan, transport, self.equations.append, self.current, self.variables
             )
+
+            for b in set(self.program.hosted) & set(self.program.inputs):
+                self.invars[b] = compat.new_var(compat.in_host_memory(self.invars[b].aval))
+                self.transfers.lies_in_host_memory(b, self.invars[b])
 
     def run(self) -> ClosedJaxpr:
         at = {}
@@ -62,11 +66,20 @@ class _Rewriter:
             if self.transfers is not None:
                 self.transfers.before(position, self.opened.eqns[like])
             self._step(s)
-        outvars = [a if isinstance(a, Literal) else self.current[a] for a in self.opened.outvars]
+        here = self.current
+        if self.transfers is not None:
+            if self.plan.order:
+                last = self.opened.eqns[like]
+                self.transfers.before(len(self.plan.order), last)
+                through = {*self.program.hosted} & {*self.program.inputs} & {*self.program.outputs}
+                for b in sorted(through):
+                    self.transfers.handed_through(b, last)
+            here = {**self.current, **self.transfers.hosted}
+        outvars = [a if isinstance(a, Literal) else here[a] for a in self.opened.outvars]
         return compat.close(
             self.opened.constvars,
             compat.constants(self.flat),
-            self.opened.invars,
+            self.invars,
             outvars,
             self.equations,
             self.flat,

@@ -20,21 +20,32 @@ from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 from vmem_jax.transfer.layout import Layout, Parked
+from vmem_jax.transfer.memory_kinds import MemoryKinds
 from vmem_jax.transfer.transport import AbstractTransport
 
 
 def layout_of(program: Program, plan: Plan) -> Layout:
     """The host memory of `plan`: one slot a transfer, taken from `start` to `back`."""
     return Layout.of(
-        [Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in plan.transfers]
+        [
+            Parked(program.buffers[t.buffer].nbytes, t.start, t.back)
+            for t in plan.transfers
+            if t.buffer not in program.hosted  # their host memory is the caller's
+        ]
     )
+
+
+def parked(program: Program, plan: Plan) -> tuple[Transfer, ...]:
+    """The transfers of `plan` that need host memory of their own, in the order of their slots."""
+    return tuple(t for t in plan.transfers if t.buffer not in program.hosted)
 
 
 class Transfers:
     """Emits the points of a plan's transfers, position by position.
 
     Args:
-      transport: the way that the bytes go.
+      transport: the way that the bytes go; None if only hosted inputs and outputs do. Those go by
+        XLA's own copies always, since XLA owns their memory.
       emit: takes an equation for the rewritten jaxpr.
       current: the variable that holds each captured value now; changed where a buffer comes back.
       variables: the captured variable of every buffer.
@@ -44,17 +55,40 @@ class Transfers:
         self,
         program: Program,
         plan: Plan,
-        transport: AbstractTransport,
+        transport: AbstractTransport | None,
         emit: Callable[[JaxprEqn], None],
         current: dict[Var, Var],
         variables: Sequence[Var],
     ) -> None:
-        self._plan, self._transport, self._emit = plan, transport, emit
+        self._plan, self._emit = plan, emit
+        streams = MemoryKinds(Layout((), 0))
+        slots = {t: slot for slot, t in enumerate(parked(program, plan))}
+        if slots and transport is None:
+            raise ValueError("the plan has transfers, but there is no transport for them")
+        self._ways: list[tuple[AbstractTransport, int]] = [
+            (transport, slots[t]) if transport is not None and t in slots else (streams, i)
+            for i, t in enumerate(plan.transfers)
+        ]
+        self.hosted: dict[Var, Var] = {}  # captured value -> its copy in host memory
         self._current, self._variables = current, variables
         self._held: dict[int, Var] = {}  # transfer -> what its last point returned
         self._at = points_at(program, plan.transfers)
         between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
         self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
+        self._streamed_out = program.streamed_out
+
+    def lies_in_host_memory(self, b: int, x: Var) -> None:
+        """Hosted input `b` is the argument `x`."""
+        self.hosted[self._variables[b]] = x
+        for i, t in enumerate(self._plan.transfers):
+            if t.buffer == b:
+                self._held[i] = x
+
+    def handed_through(self, b: int, like: JaxprEqn) -> None:
+        """Hosted input `b` is a result, too, and is said to be one in host memory."""
+        v = self._variables[b]
+        way = MemoryKinds(Layout((), 0))
+        self.hosted[v] = self._bind(lambda x: way.start(x, slot=0), [self.hosted[v]], like)
 
     def before(self, position: int, like: JaxprEqn) -> None:
         """Emits what the plan has before the step at `position`, where `like` stands."""
@@ -72,30 +106,34 @@ class Transfers:
             for i in moved:
                 self._held[i] = call(i, self._plan.transfers[i], like)
             # behind `back`, too: its place in host memory may be another tensor's from here on
-            if self._transport.fenced_behind:
-                self._fence(moved, position, like)
-        for i in [i for p, i in events if p == 3]:
-            self._current[self._variables[self._plan.transfers[i].buffer]] = self._held.pop(i)
+            behind = [i for i in moved if self._ways[i][0].fenced_behind]
+            if behind:
+                self._fence(behind, position, like)
+        for point, i in events:
+            b = self._plan.transfers[i].buffer
+            if point == 3:
+                self._current[self._variables[b]] = self._held.pop(i)
+            elif point == 1 and b in self._streamed_out:
+                self.hosted[self._variables[b]] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        return self._bind(lambda x: self._transport.start(x, slot=i), [self._of(t)], like)
+        way, slot = self._ways[i]
+        return self._bind(lambda x: way.start(x, slot=slot), [self._of(t)], like)
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        return self._bind(
-            lambda x, held: self._transport.gone(x, held, slot=i),
-            [self._of(t), self._held[i]],
-            like,
-        )
+        way, slot = self._ways[i]
+        call = lambda x, held: way.gone(x, held, slot=slot)
+        return self._bind(call, [self._of(t), self._held[i]], like)
 
     def _fetch(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
+        way, slot = self._ways[i]
         aval: Any = self._variables[t.buffer].aval
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        return self._bind(
-            lambda held: self._transport.fetch(held, shape, slot=i), [self._held[i]], like
-        )
+        return self._bind(lambda held: way.fetch(held, shape, slot=slot), [self._held[i]], like)
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        return self._bind(lambda held: self._transport.back(held, slot=i), [self._held[i]], like)
+        way, slot = self._ways[i]
+        return self._bind(lambda held: way.back(held, slot=slot), [self._held[i]], like)
 
     def _of(self, t: Transfer) -> Var:
         return self._current[self._variables[t.buffer]]
@@ -103,7 +141,8 @@ class Transfers:
     def _fence(self, moved: Sequence[int], position: int, like: JaxprEqn) -> None:
         """One barrier over what `moved` hold and the running values at `position`."""
         held = [self._held[i] for i in moved]
-        behind = [self._variables[b] for b in self._spines[position]]
+        # at the end of the order nothing runs that could be held
+        behind = [self._variables[b] for b in self._spines.get(position, ())]
         invars = [*held, *(self._current[v] for v in behind)]
         outs = [compat.new_var(v.aval) for v in invars]
         self._emit(compat.new_equation(lax.optimization_barrier_p, invars, outs, {}, like))
