@@ -64,9 +64,10 @@ def test_overlap_is_reckoned_from_both_recordings():
     found = compare(CHAIN, TIMELINE, COSTS, [run()])
     real = found.real_overlap
     assert (real.out, real.into, real.both, real.copies) == (4.0, 3.0, 1.0, 6.0)
-    assert real.hidden == (4.0 - 2.0) + (7.0 - 5.5)  # kernels, where the lane does not wait
+    assert real.hidden == (4.5 - 2.0) + (7.0 - 5.5)
+    # without kernels: all that the copies take, the waits left out
     blind = compare(CHAIN, TIMELINE, COSTS, [run(kernels=())]).real_overlap
-    assert blind.hidden == 6.0 - 1.5  # all that the copies take, the waits left out
+    assert blind.hidden == 6.0 - 1.5
     predicted = found.predicted_overlap
     stalled = sum(TIMELINE.stalls)
     assert predicted.both == 0 and predicted.out == predicted.into == pytest.approx(5)
@@ -186,9 +187,9 @@ def test_the_command_prints_both_and_writes_the_lanes(capsys, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["--compare"], "--compare and --budget go together"),
-        (["--budget", "0.5"], "--compare and --budget go together"),
-        (["--compare", "--budget", "0.5"], "--compare needs a model"),
+        (["vgg16", "--batch", "4", "--compare"], "--compare needs a model and --budget"),
+        (["--budget", "0.5"], "are for --compare"),
+        (["--compare", "--budget", "0.5"], "--compare needs a model and --budget"),
         (["--trace", "x.json"], "are for --compare"),
     ],
 )

@@ -279,9 +279,7 @@ def _add_plan(commands: Subparsers) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from vmem_jax.models import job
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
         target(arguments.target).device()
     work = job(
@@ -352,17 +350,13 @@ def _add_profile(commands: Subparsers) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     if (arguments.model is None) != (arguments.batch is None):
         raise ValueError("a model and --batch go together.")
-    if arguments.compare != (arguments.budget is not None):
-        raise ValueError("--compare and --budget go together.")
-    if arguments.compare and arguments.model is None:
-        raise ValueError("--compare needs a model to run.")
-    if (arguments.trace or arguments.allow) and not arguments.compare:
-        raise ValueError("--trace and --allow are for --compare.")
+    if arguments.compare and None in (arguments.model, arguments.budget):
+        raise ValueError("--compare needs a model and --budget.")
+    if not arguments.compare and (arguments.budget or arguments.trace or arguments.allow):
+        raise ValueError("--budget, --trace and --allow are for --compare.")
     if not arguments.seconds >= 0:
         raise ValueError(f"--seconds must be 0 or more, not {arguments.seconds}.")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     device = jax.devices()[0]
     with _bar(console, "device") as on_progress:
         machine = measured_machine(device, refresh=arguments.refresh, on_progress=on_progress)
@@ -432,11 +426,11 @@ def _compare(
     )
     if comparison.rows:
         console.print(comparison.table())
-    console.print(str(compiled.plan), markup=False, highlight=False, soft_wrap=True)
-    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
+    said = [str(compiled.plan), comparison.summary()]
     if arguments.trace:
         save(comparison.trace(), arguments.trace)
-        console.print(f"lanes in {arguments.trace}", markup=False, highlight=False, soft_wrap=True)
+        said.append(f"lanes in {arguments.trace}")
+    console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
 
 
 def _profiled(name: str, found: StepProfile) -> str:

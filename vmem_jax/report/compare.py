@@ -199,11 +199,16 @@ def _predicted_overlap(timeline: Timeline, costs: Costs) -> Overlap:
 
 
 def _real_overlap(run: Observation) -> Overlap:
-    """Where no kernel was seen, the compute lane computes whenever it does not wait."""
-    waits = _union((w.begin, w.end) for w in run.waits.values())
-    busy = _union((k.begin, k.end) for k in run.kernels) or [(0.0, run.seconds)]
+    """Where no kernel was seen, the compute lane computes whenever it does not wait.
+
+    Where kernels were, waits are not taken off: on the CPU one thread may wait while others compute.
+    """
+    busy = _union((k.begin, k.end) for k in run.kernels)
+    if not busy:
+        waits = _union((w.begin, w.end) for w in run.waits.values())
+        busy = _without([(0.0, run.seconds)], waits)
     of = lambda way: [(c.begin, c.end) for (_, w), c in run.copies.items() if w == way]
-    return _overlap(of("out"), of("into"), _without(busy, waits))
+    return _overlap(of("out"), of("into"), busy)
 
 
 def _overlap(out: Times, into: Times, compute: Times) -> Overlap:
