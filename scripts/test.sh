@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 # shellcheck disable=SC2086  # requirements are words
 make_environment "${VENV:-.venv-tests}" --editable ".[models]" --group tests ${REQUIREMENTS:-}
-exec "${VENV:-.venv-tests}/bin/python" -m pytest -n 2 "$@"
+exec "${VENV:-.venv-tests}/bin/python" -m pytest -n 2 --dist worksteal "$@"

@@ -1,12 +1,14 @@
 """Training steps of many model families, small enough for a CPU: one table, `CASES`.
 
 Every case is a step as its users write it (raw JAX, Linen with TrainState, NNX, Equinox; Optax),
-and its arguments at a scale: 1 for the CPU, more for shapes that are only compiled.
+and its arguments at a scale: 1 for the CPU, more for shapes that are only compiled. Data and
+parameters come from NumPy: XLA compiles the libraries' initialisers for longer than the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -50,12 +52,36 @@ class Case:
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
-    values = scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)
-    return values.astype(dtype)
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jnp.asarray(np.float32(scale) * values).astype(dtype)
 
 
 def labels(seed: int, count: int, classes: int = 10) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), (count,), 0, classes)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, classes, count), jnp.int32)
+
+
+def filled(shapes: Any) -> Any:
+    """Parameters for a tree of shapes: kernels of LeCun's variance, scales of one, zeros."""
+
+    def fill(path: Any, x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(len(path))
+        name = jax.tree_util.keystr(path)
+        if len(x.shape) > 1:
+            fan_in = np.prod(x.shape) / max(x.shape[0], x.shape[-1])
+            return normal(sum(name.encode()), x.shape, x.dtype, fan_in**-0.5)
+        one = any(word in name for word in ("scale", "var", "norms"))
+        return jnp.asarray(np.full(x.shape, one and "bias" not in name, x.dtype))
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def filled_nnx(make: Callable[[], Any]) -> Any:
+    """An NNX object as `make` makes it, with parameters of `filled`."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graph, filled(state))
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -230,7 +256,7 @@ def make_resnet(dtype: Any, scale: int) -> tuple[Callable, Args]:
     """ResNet with batch norm in Linen: TrainState with running statistics, momentum."""
     model = ResNet(dtype)
     batch = (normal(1, (8 * scale, 32, 32, 3), dtype), labels(2, 8 * scale))
-    variables = model.init(jax.random.key(0), batch[0][:1])
+    variables = filled(jax.eval_shape(model.init, jax.random.key(0), batch[0][:1]))
     state = BatchNormState.create(
         apply_fn=model.apply,
         params=variables["params"],
@@ -281,9 +307,8 @@ def make_transformer(dtype: Any, scale: int) -> tuple[Callable, Args]:
     tokens = labels(3, 4 * scale * 65, 64).reshape(4 * scale, 65)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=EPS))
-    state = TrainState.create(
-        apply_fn=model.apply, params=model.init(keys, tokens[:1, :-1])["params"], tx=tx
-    )
+    variables = filled(jax.eval_shape(model.init, keys, tokens[:1, :-1]))
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
 
     def step(state, tokens, key):
         def loss_of(params):
@@ -330,8 +355,8 @@ def make_gan(dtype: Any, scale: int) -> tuple[Callable, Args]:
         "generator": optax.adam(1e-4, b1=0.5, eps=EPS),
     }
     params = {
-        "critic": critic.init(jax.random.key(0), images[:1]),
-        "generator": generator.init(jax.random.key(1), z[:1]),
+        "critic": filled(jax.eval_shape(critic.init, jax.random.key(0), images[:1])),
+        "generator": filled(jax.eval_shape(generator.init, jax.random.key(1), z[:1])),
     }
     state = (params, {name: tx.init(params[name]) for name, tx in txs.items()})
 
@@ -377,7 +402,8 @@ def make_mixed(dtype: Any, scale: int) -> tuple[Callable, Args]:
     """Mixed precision by hand: float32 masters, a scaled loss, a step skipped on overflow."""
     model = MixedNet()
     batch = (normal(1, (8 * scale, 16, 16, 3), jnp.float32), labels(2, 8 * scale))
-    params = model.init(jax.random.key(0), batch[0][:1], jnp.float32)
+    init = functools.partial(model.init, dtype=jnp.float32)
+    params = filled(jax.eval_shape(init, jax.random.key(0), batch[0][:1]))
     tx = optax.sgd(0.05, momentum=0.9)
 
     def step(state, batch):
@@ -450,7 +476,7 @@ def nnx_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 def make_inception(dtype: Any, scale: int) -> tuple[Callable, Args]:
     """Inception in NNX: branches, concatenation, overlapping pools, dropout; updated in place."""
-    model = Inception(dtype, nnx.Rngs(0, dropout=1))
+    model = filled_nnx(lambda: Inception(dtype, nnx.Rngs(0, dropout=1)))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3, eps=EPS), wrt=nnx.Param)
     batch = {"x": normal(1, (8 * scale, 16, 16, 3), dtype), "y": labels(2, 8 * scale)}
     return nnx_step, (model, optimizer, batch)
@@ -483,7 +509,7 @@ class UNet(nnx.Module):
 
 def make_unet(dtype: Any, scale: int) -> tuple[Callable, Args]:
     """U-Net in NNX: long skips, batch norm whose statistics are updated in place, dense labels."""
-    model = UNet(dtype, nnx.Rngs(0))
+    model = filled_nnx(lambda: UNet(dtype, nnx.Rngs(0)))
     optimizer = nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
     count = 4 * scale
     batch = {
@@ -531,7 +557,7 @@ def eqx_step(tx: optax.GradientTransformation) -> Callable:
 
 def make_densenet(dtype: Any, scale: int) -> tuple[Callable, Args]:
     """DenseNet in Equinox: every layer reads all before it; a static field."""
-    model = cast(DenseNet(8, 5, jax.random.key(0)), dtype)
+    model = cast(filled(eqx.filter_eval_shape(DenseNet, 8, 5, jax.random.key(0))), dtype)
     tx = optax.sgd(0.05, momentum=0.9)
     batch = (normal(1, (8 * scale, 3, 24, 24), dtype), labels(2, 8 * scale))
     return eqx_step(tx), (model, tx.init(eqx.filter(model, eqx.is_array)), batch)
@@ -573,7 +599,7 @@ class Mixer(eqx.Module):
 
 def make_mixer(dtype: Any, scale: int) -> tuple[Callable, Args]:
     """MLP-Mixer in Equinox: activation functions among the leaves of the module."""
-    model = cast(Mixer(jax.random.key(0)), dtype)
+    model = cast(filled(eqx.filter_eval_shape(Mixer, jax.random.key(0))), dtype)
     tx = optax.adamw(1e-3, eps=EPS)
     batch = (normal(1, (16 * scale, 64, 48), dtype), labels(2, 16 * scale))
     return eqx_step(tx), (model, tx.init(eqx.filter(model, eqx.is_array)), batch)

@@ -120,6 +120,6 @@ def test_plan_for_a_card_that_is_not_there(capsys):
     status, out, _ = run(
         capsys,
         *("plan", "resnet11", "--batch", 8, "--image", 32, "--classes", 10),
-        *("--budget", 0.7, "--target", "h200"),
+        *("--budget", "1GiB", "--target", "h200"),
     )
     assert status == 0 and "peak: plain jit" in out

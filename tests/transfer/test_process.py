@@ -43,6 +43,7 @@ def test_interpreter_ends_with_transfers_in_flight(waits):
     run_script(f"""
         from transfer_cases import *
         import threading
+        import time
 
         device = jax.devices()[0]
         arena = Arena(Layout.of([Parked(1 << 26, 0, 1)]))
@@ -57,8 +58,9 @@ def test_interpreter_ends_with_transfers_in_flight(waits):
         run = jit(start, device).lower(x).compile()
         if {waits}:
             threading.Thread(target=run, args=(x,), daemon=True).start()
-            import time
-            time.sleep(0.5)
+            while arena.counters(device).parked == 0:
+                time.sleep(0.01)
+            time.sleep(0.1)  # it waits by now
         else:
             run(x).block_until_ready()
         assert arena.counters(device).parked == 1
