@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -27,6 +27,9 @@ from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.targets import TARGETS, target
 from vmem_jax.report.profile import costs_table, machine_table
 from vmem_jax.transfer.extension import describe
+
+if TYPE_CHECKING:
+    from vmem_jax.models import Job  # needs Flax, which only some commands do
 
 Subparsers = Any  # argparse gives the type of add_subparsers() no public name
 
@@ -276,13 +279,11 @@ def _add_plan(commands: Subparsers) -> None:
     _add_step_options(parser)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _job(arguments: argparse.Namespace) -> Job:
+    """The training step that the options of `plan` and `profile` name."""
     from vmem_jax.models import job
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
-        target(arguments.target).device()
-    work = job(
+    return job(
         arguments.model,
         batch=arguments.batch,
         image=arguments.image,
@@ -291,6 +292,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         head_width=arguments.head_width,
     )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
+        target(arguments.target).device()
+    work = _job(arguments)
     step = vmem_jax.jit(
         work.step, budget=arguments.budget, policy=arguments.policy, donate_argnums=0
     )
@@ -362,17 +370,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         machine = measured_machine(device, refresh=arguments.refresh, on_progress=on_progress)
     console.print(machine_table(machine))
     if arguments.model is not None:
-        from vmem_jax.models import job
-
-        work = job(
-            arguments.model,
-            batch=arguments.batch,
-            image=arguments.image,
-            classes=arguments.classes,
-            dtype=arguments.dtype,
-            optimizer=arguments.optimizer,
-            head_width=arguments.head_width,
-        )
+        work = _job(arguments)
         captured = capture(jax.jit(work.step).trace(work.state_shapes(), work.batch).jaxpr)
         with _bar(console, "steps") as on_progress:
             found = measured_costs(
