@@ -351,6 +351,8 @@ def test_explain_tells_sizes_layers_and_prices():
     assert re.search(r"compiled [\d.]+ \wiB \(\d+% of plain\) after \d compiles?", text)
     assert re.search(r"layer\d .*recomputed: [\d.]+ ms a", text)
     assert "ms without recomputation" in " ".join(text.split())
+    assert re.search(r"takes less than [\d.]+ ms \(gap \d+\.\d%\) or [\d.]+ \wiB", text)
+    assert explanation.bound is not None and explanation.bound.seconds <= explanation.seconds
     assert any(row.recomputed_nbytes and row.recompute_seconds for row in explanation.rows)
 
 

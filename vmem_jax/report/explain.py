@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
+from vmem_jax.policy.bound import Bound, lower_bound
 from vmem_jax.report.trace import chrome_trace, predicted, save
 
 
@@ -102,7 +104,29 @@ class Explanation:
             f"predicted peak at {self.peak_at}: {self.holders}\n"
             f"predicted time: {self.seconds * 1e3:.2f} ms, {self.plain_seconds * 1e3:.2f} ms without "
             f"recomputation; {self._where_times_come_from()}"
+            + self._gap()
             + (f"\n{self.tuning}" if self.tuning is not None else "")
+        )
+
+    @functools.cached_property
+    def bound(self) -> Bound | None:
+        """What no plan goes below that runs the steps for the first time in this plan's order, within
+        the budget by prediction, or this plan's own peak where that is higher; None without a budget.
+
+        Takes a second or two for thousands of steps.
+        """
+        if self.budget is None:
+            return None
+        first_runs = tuple(dict.fromkeys(self.plan.order))
+        within = max(self.budget, self.timeline.peak)
+        return lower_bound(self.program, self.costs, first_runs, within)
+
+    def _gap(self) -> str:
+        if self.bound is None:
+            return ""
+        return (
+            f"\nno plan in this order takes less than {self.bound.seconds * 1e3:.2f} ms (gap "
+            f"{max(self.bound.gap(self.seconds), 0.0):.1%}) or {show_nbytes(self.bound.peak)}"
         )
 
     @property
