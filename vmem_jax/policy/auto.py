@@ -8,8 +8,9 @@ budget is left to the executor's limit (policy `recompute`). At the end each dro
 offered back, dearest first. Where few values can be dropped at all, every choice is tried instead.
 
 Where values can be moved, the same search also runs behind what hides under compute (`parking`),
-and once with everything moved, which is what is left where nothing else fits. The best of all is
-taken by `simulate`.
+and once with everything moved, which is what is left where nothing else fits. A mixed-integer program
+gives further plans to choose from, and a bound that spares the search where it is reached (`bound`).
+The best of all is taken by `simulate`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.bound import Start, starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
@@ -41,6 +43,7 @@ class Auto(AbstractPolicy):
       exhaustive: up to so many values that can be dropped, every choice is tried.
       parts: of what hides under compute, how much to move.
       least_move: values below this share of all temporaries are not moved.
+      close: within this factor of the bound of what moves nothing, no better such plan is searched.
     """
 
     name: ClassVar[str] = "auto"
@@ -50,6 +53,7 @@ class Auto(AbstractPolicy):
     exhaustive: int = 8
     parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
+    close: float = 1.0005
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         canonical = canonical_order(program)
@@ -66,9 +70,16 @@ class Auto(AbstractPolicy):
                 if len(remaking.idle()) <= self.exhaustive:
                     for timeline in _every_choice(program, costs, order, remaking):
                         best = _better(best, timeline, budget)
-            found = {share: attempt((), share) for share in shares}
-            shares = sorted(shares, key=lambda share: rank(found[share], budget))
-            best = _better(best, found[shares[0]], budget)
+            still = dataclasses.replace(costs, link=None)
+            proven = False
+            for start in starts(program, still, base, budget):
+                best = _better(best, _begun(program, still, base, start, budget), budget)
+                fits = best.peak <= budget
+                proven = proven or (fits and best.seconds <= self.close * start.least)
+            if not proven:
+                found = {share: attempt((), share) for share in shares}
+                shares = sorted(shares, key=lambda share: rank(found[share], budget))
+                best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
             every = candidates(program, costs, base, self.least_move)
             unseen = hidden(program, costs, base, every)
@@ -76,6 +87,9 @@ class Auto(AbstractPolicy):
             for parks in [unseen[:count] for count in sorted(counts)]:
                 for share in shares[:2]:
                     best = _better(best, attempt(parks, share), budget)
+            if "recompute" in self.allow:
+                for start in starts(program, costs, base, budget):
+                    best = _better(best, _begun(program, costs, base, start, budget), budget)
             run = Execution(program, costs, base, parks=every)
             timeline = place(program, run.order, run.away, costs, budget)
             timeline = without_idle_moves(program, timeline, costs, budget)
@@ -115,6 +129,15 @@ def _every_choice(
         drops = {drop for drop, keeps in zip(idle, kept, strict=True) if not keeps}
         order = Execution(program, costs, base, drops, remaking=remaking).order
         yield simulate(program, order, costs)
+
+
+def _begun(
+    program: Program, costs: Costs, base: Sequence[int], start: Start, budget: int
+) -> Timeline:
+    """The timeline of `start`, under the executor's limit and placed in time."""
+    run = Execution(program, costs, base, start.drops, budget, parks=start.parks)
+    timeline = place(program, run.order, run.away, costs, budget)
+    return without_idle_moves(program, timeline, costs, budget)
 
 
 def _under_limit(
