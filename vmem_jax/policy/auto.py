@@ -53,7 +53,7 @@ class Auto(AbstractPolicy):
     exhaustive: int = 8
     parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
-    close: float = 1.0005
+    close: float = 1.001
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         canonical = canonical_order(program)
