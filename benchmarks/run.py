@@ -8,6 +8,7 @@ that a drifting clock meets them all; compare the medians. Peaks are the compile
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from absl import app, flags, logging
 from records import Record
 
 import vmem_jax
+from vmem_jax.capture import capture
 from vmem_jax.errors import show_nbytes
 from vmem_jax.models import job
+from vmem_jax.profile.measured import measured_costs
 from vmem_jax.prove.prove import need_nbytes
 
 FLAGS = flags.FLAGS
@@ -38,6 +41,10 @@ flags.DEFINE_list(
     "Policies to run under each budget; auto:recompute and auto:offload with that means alone, "
     "auto:offload:memory_kinds and auto:offload:ffi by that transport, auto::memory_kinds with all.",
 )
+flags.DEFINE_bool(
+    "still", False, "Also time each plan of auto that moves something without what it moves."
+)
+flags.DEFINE_float("profile", 0.0, "Seconds to time the model's steps in first; 0: as is known.")
 flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
 flags.DEFINE_bool("exact", True, "Also time the exact policy, without a budget below plain's.")
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
@@ -120,6 +127,12 @@ def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callab
     return build
 
 
+def _without_transfers(step: Callable, plan: vmem_jax.Plan) -> Callable[[], Any]:
+    """The same plan with everything left on the device: what its transfers cost."""
+    still = dataclasses.replace(plan, transfers=(), budget=None)
+    return lambda: (vmem_jax.jit(step, plan=still, donate_argnums=0), {})
+
+
 def measure() -> list[Record]:
     """The rows of one model, by the flags."""
     make = lambda wrap: job(
@@ -133,6 +146,9 @@ def measure() -> list[Record]:
     )
     work = make(None)
     shapes = (work.state_shapes(), work.batch)
+    if FLAGS.profile:
+        captured = capture(jax.jit(work.step).trace(*shapes).jaxpr)
+        measured_costs(captured, jax.devices()[0], seconds=FLAGS.profile)
     variants = [Variant("plain", None, _plain(work.step, shapes))]
     plain_need = variants[0].facts["need"]
     if FLAGS.checkpoint:
@@ -146,6 +162,11 @@ def measure() -> list[Record]:
         for policy in FLAGS.policies:
             build = _budgeted(work.step, shapes, policy, nbytes)
             variants.append(Variant(policy, fraction, build))
+            facts: Any = variants[-1].facts
+            made: Any = variants[-1].run
+            if FLAGS.still and policy.startswith("auto") and facts.get("transfers"):
+                build = _without_transfers(work.step, made.plan(*shapes))
+                variants.append(Variant(f"{policy} without its transfers", fraction, build))
 
     batch = jax.block_until_ready(jax.jit(work.random_batch)(jax.random.key(1)))
     init = jax.jit(work.init)

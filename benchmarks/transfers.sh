@@ -1,7 +1,8 @@
 #!/bin/sh
 # The table of docs/benchmarks.md, "Transfers": run on one NVIDIA GPU, with the native extension.
 #   sh benchmarks/transfers.sh rows.jsonl [model ...]
-# Some ten minutes on an H200. Each model is one process; its variants take turns in it.
+# Some fifteen minutes on an H200. Each model is one process; its steps are timed first, and its
+# variants take turns.
 # "transports" has both columns of `ffi` against `memory_kinds`: the same budgets, moved by either.
 set -e
 cd "$(dirname "$0")/.."
@@ -12,18 +13,20 @@ export PYTHONPATH
 run() {
   model=$1 batch=$2 budgets=$3 policies=$4
   python3 benchmarks/run.py --model="$model" --batch="$batch" --budgets="$budgets" \
-    --policies="$policies" --nocheckpoint --out="$out" ${COMMIT:+--commit="$COMMIT"}
+    --policies="$policies" --nocheckpoint --still --profile=80 --out="$out" \
+    ${COMMIT:+--commit="$COMMIT"}
 }
-for model in ${*:-vgg116 vgg16 resnet152 link transports}; do
+for model in ${*:-vgg116 vgg16 resnet152 link transports cache}; do
   case $model in
     vgg116) run vgg116 32 0.33,0.2,0.15,0.1 auto,auto:recompute ;;
-    vgg16) run vgg16 256 0.4,0.3 auto,auto:recompute ;;
+    vgg16) run vgg16 256 0.5,0.3 auto,auto:recompute ;;
     resnet152) run resnet152 128 0.35,0.25 auto,auto:recompute ;;
     link) run vgg116 32 0.2 auto:offload ;; # everything moves: as fast as the link
     transports)
       run vgg116 32 0.33,0.2 auto:offload:ffi,auto:offload:memory_kinds
       run vgg16 256 0.4 auto:offload:ffi,auto:offload:memory_kinds
       ;;
+    cache) python3 benchmarks/cache.py --out="$out" ${COMMIT:+--commit="$COMMIT"} ;;
     *) echo "no table row for $model" >&2; exit 2 ;;
   esac
 done
