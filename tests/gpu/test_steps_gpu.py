@@ -91,7 +91,7 @@ def test_sharded_step_fits_on_every_device():
 @pytest.mark.parametrize("transport", ["ffi", "memory_kinds"])
 def test_both_transports_fit_and_train_alike(transport):
     """One link-bound plan, by our calls and by XLA's own copies, against the same order kept."""
-    j = job("vgg16", batch=32, image=64)
+    j = job("vgg16", batch=128, image=64)
     state = jax.jit(j.init)(jax.random.key(0))
     batch = j.random_batch(jax.random.key(1))
     kept = vmem_jax.jit(j.step, budget="device", policy="exact")
