@@ -65,6 +65,16 @@ def test_elementwise_chains_are_one_step_and_their_insides_do_not_exist():
     assert found.steps[0].in_place == ((0, 1),)
 
 
+def test_the_factor_of_a_derivative_is_computed_where_it_is_read():
+    """1 − tanh², a primitive of its own since JAX 0.11, is no residual beside tanh itself."""
+    found = program(jax.grad(lambda x, w: jnp.tanh(x @ w).sum()), X, W)
+    assert "one_minus_square" not in [s.op for s in found.steps if not s.fusible]
+    activations = [
+        b for b in found.buffers if b.kind is Kind.ACTIVATION and b.nbytes == 64 * 32 * 4
+    ]
+    assert len(activations) == 1
+
+
 def test_chains_join_the_product_that_reads_them_as_a_value():
     found = program(lambda x, w: jnp.exp(x) @ w, X, W)
     assert ops(found) == ["exp", "dot_general"]

@@ -38,9 +38,10 @@ _FUSIBLE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast broadcast_in_dim cbrt ceil
 clamp clz complex concatenate conj convert_element_type cos cosh digamma div dynamic_slice eq eq_to
 erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag integer_pow iota is_finite le le_to lgamma
-log log1p logistic lt lt_to max min mul ne neg nextafter not or pad population_count pow real rem
-rev round rsqrt select_and_gather_add select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh slice split sqrt square sub tan tanh xor copy_p
+log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
+population_count pow real rem rev round rsqrt select_and_gather_add select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square sub tan tanh xor
+copy_p
 """.split()
 
 _REDUCE = """
