@@ -12,7 +12,7 @@ from processes import in_subprocess
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import flatten
-from vmem_jax.capture.shards import follow_shards
+from vmem_jax.capture.shards import Shards, follow_shards
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -157,3 +157,67 @@ def test_prediction_counts_what_one_device_holds():
     whole, split, whole_need, split_need = map(int, out.split())
     assert split < 0.4 * whole and split_need < 0.4 * whole_need
     assert 0.75 < split / split_need < 1.1
+
+
+def spec_of(fun, *arguments):
+    """The told spec of the only result of `fun`; None where it is not told."""
+    jaxpr, shards = followed(fun, *arguments)
+    return shards.spec(jaxpr.outvars[0])
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "parted too small"])
+def test_what_the_rules_follow_is_told(name):
+    fun, arguments, expected = CASES[name]
+    spec = spec_of(fun, *arguments)
+    assert spec is not None
+    assert NamedSharding(MESH, spec).is_equivalent_to(
+        NamedSharding(MESH, P(*(axes or None for axes in expected))), len(expected)
+    )
+
+
+ROWS = ((8, 6), ("data",))
+UNTOLD = {
+    "an axis lost in a reshape": (lambda x: x.reshape(2, 4, 6), [ROWS]),
+    "an axis lost in a concatenation": (lambda x: jnp.concatenate([x, x]), [ROWS]),
+    "no rule": (lambda x: lax.sort(x, dimension=1), [ROWS]),
+    "behind no rule": (lambda x, w: lax.sort(x, dimension=1) @ w, [ROWS, ((6, 4), ())]),
+    "no rule in a loop": (
+        lambda x: lax.scan(lambda c, _: (lax.sort(c, dimension=1), None), x, length=2)[0],
+        [ROWS],
+    ),
+    "a loop of unknown length": (
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x),
+        [ROWS],
+    ),
+    "made from nothing": (lambda x: jnp.zeros((8, 6)), [ROWS]),
+    "broadcast": (lambda b: jnp.broadcast_to(b, (8, 6)), [((6,), ())]),
+}
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_what_the_partitioner_may_split_otherwise_is_not_told(name):
+    fun, arguments = UNTOLD[name]
+    assert spec_of(fun, *arguments) is None
+
+
+def test_elementwise_results_are_told_by_one_operand():
+    assert spec_of(lambda x, y: x + lax.sort(y, dimension=1), ROWS, ROWS) == P("data", None)
+    assert spec_of(lambda x, b: x * b, ROWS, ((6,), ())) == P("data", None)
+
+
+def test_shards_of_unequal_size_have_no_spec():
+    v = compat.new_var(jax.core.ShapedArray((6, 4), jnp.float32))
+    shards = lambda axis: Shards({"data": 4, "model": 2}, {v: ((axis,), ())}, {v}, 8, MESH)
+    assert shards("model").spec(v) == P("model", None)
+    assert shards("data").spec(v) is None
+    assert Shards({"row": 2}, {v: (("row",), ())}, {v}, 8, MESH).spec(v) is None
+
+
+def test_arguments_over_two_meshes_have_no_mesh():
+    other = AbstractMesh((8,), ("row",), axis_types=(AxisType.Auto,))
+    closed = flatten(jax.jit(lambda x, y: x + y).trace(*[jnp.ones((8, 6))] * 2).jaxpr)
+    one, two = NamedSharding(MESH, P("data")), NamedSharding(other, P("row"))
+    assert follow_shards(closed, [one, one]).mesh == MESH
+    assert follow_shards(closed, [one, None]).mesh == MESH
+    assert follow_shards(closed, [one, two]).mesh is None
+    assert follow_shards(closed, [one, two]).device_count == 8

@@ -11,7 +11,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
-from vmem_jax.capture.primitives import Class, aligned, class_of, flops, nbytes, workspace
+from vmem_jax.capture.primitives import Class, aligned, class_of, flops, is_array, nbytes, workspace
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
@@ -25,12 +25,14 @@ class Captured:
       flat: the jaxpr without calls that `Step.equations` index.
       program: the same with JAX taken out.
       variables: the variable of `flat` of every buffer.
+      shards: how its values are split over its devices.
       applied: the exact-residual rules that were applied to get `flat`.
     """
 
     flat: ClosedJaxpr
     program: Program
     variables: tuple[Var, ...]
+    shards: Shards
     applied: tuple[Applied, ...]
 
 
@@ -75,7 +77,8 @@ def capture(
         else:
             root = eqns[writer[v].root]
             label = f"{layer_of(root) or root.primitive.name} {v.aval.str_short()}"
-        buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label))
+        movable = is_array(v.aval) and (shards.device_count == 1 or shards.spec(v) is not None)
+        buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable))
 
     steps = [
         _step(kernel, phase, eqns, index, shards)
@@ -91,7 +94,7 @@ def capture(
         aliases=_aliases(given_up, [o for o in outputs if o not in in_host_memory], variables),
         hosted=in_host_memory,
     )
-    return Captured(flat, program, tuple(variables), applied)
+    return Captured(flat, program, tuple(variables), shards, applied)
 
 
 def layer_of(eqn: compat.JaxprEqn) -> str:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from vmem_jax import jax_compat as compat
 from vmem_jax.jax_compat import JaxprEqn
 
@@ -71,6 +73,12 @@ def nbytes(aval: Any) -> int:
     size = math.prod(shape)
     itemsize = getattr(dtype, "itemsize", 4)
     return size * itemsize
+
+
+def is_array(aval: Any) -> bool:
+    """Whether a value of `aval` is plain bytes: no token, no PRNG key."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _conv_flops(eqn: JaxprEqn) -> int:

@@ -6,18 +6,24 @@ elementwise work, products, convolutions, reductions and loops, and back from a 
 made for it alone (random bits, zeros). What no rule knows counts as whole, which is too large, never
 too small. A product whose operand is split by an axis that the result cannot have, as in fully
 sharded data parallelism, gathers that operand first: its workspace.
+
+What moves to the host moves shard by shard, and the calls that move it state how it is split. Where
+the partitioner would have split it otherwise, it would send it between the devices for that. So only
+values whose split is *told* are moved: by the arguments, through equations whose rule the
+partitioner shares, without an axis lost on the way; or by what is computed from them elementwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 Split = tuple[tuple[str, ...], ...]
@@ -33,10 +39,16 @@ class Shards:
     Attributes:
       sizes: devices along each mesh axis.
       splits: the split of every value that is split at all.
+      told: values whose split is certain, whole ones among them.
+      device_count: devices that the step runs on.
+      mesh: that all arguments on several devices share; None for one device, or if there is none.
     """
 
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     splits: Mapping[Var, Split] = dataclasses.field(default_factory=dict)
+    told: Collection[Var] = frozenset()
+    device_count: int = 1
+    mesh: jax.sharding.AbstractMesh | None = None
 
     def count(self, v: Any) -> int:
         """Over how many devices `v` is split."""
@@ -64,6 +76,18 @@ class Shards:
                 found.append(atom)
         return found
 
+    def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
+        """How `v` is split over `mesh`; None where that is not told, or the shards are not equal."""
+        if self.mesh is None or v not in self.told:
+            return None
+        mesh, split = self.mesh.shape, self._of(v)
+        if any(mesh.get(a) != self.sizes[a] for axes in split for a in axes):
+            return None  # an axis of another mesh, or of a sharding without names
+        aval: Any = v.aval
+        if any(n % self._parts(axes) for n, axes in zip(aval.shape, split, strict=False)):
+            return None
+        return jax.sharding.PartitionSpec(*(axes or None for axes in split))
+
     def _of(self, atom: Atom) -> Split:
         return self.splits.get(atom, _WHOLE) if isinstance(atom, Var) else _WHOLE
 
@@ -80,8 +104,13 @@ def follow_shards(flat: ClosedJaxpr, shardings: Sequence[Any]) -> Shards:
         split = _split_of(sharding, v.aval, sizes)
         if any(split):
             known[v] = split
-    _follow(opened, known, sizes)
-    return Shards(sizes, known)
+    told = _follow(opened, known, sizes)
+    spread = [s for s in shardings if s is not None and s.num_devices > 1]
+    meshes = {getattr(getattr(s, "mesh", None), "abstract_mesh", None) for s in spread}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    if mesh is not None and len(set(mesh.axis_types)) > 1:
+        mesh = None  # its types say part of a split, and nothing says the rest
+    return Shards(sizes, known, told, max((s.num_devices for s in spread), default=1), mesh)
 
 
 def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
@@ -106,26 +135,85 @@ def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
     return tuple(split)
 
 
-def _follow(opened: Any, known: dict[Var, Split], sizes: dict[str, int]) -> None:
-    """Fills `known` from operands to results, and then back to what only results tell."""
+def _follow(opened: Any, known: dict[Var, Split], sizes: dict[str, int]) -> set[Var]:
+    """Fills `known` from operands to results, and then back to what only results tell.
+
+    Returns:
+      The values whose split is told.
+    """
     read = lambda a: known.get(a, _WHOLE) if isinstance(a, Var) else _WHOLE
-    arguments = set(opened.invars)
+    arguments = {*opened.invars, *opened.constvars}
+    told = set(arguments)
     for _ in range(2):
         for eqn in opened.eqns:
             splits = _results(eqn, [read(a) for a in eqn.invars], sizes)
+            told_by_rule = _tells(eqn, told, read, splits)
             for v, split in zip(eqn.outvars, splits, strict=True):
-                # in explicit mode the type of a value says it
-                split = _split_of(getattr(v.aval, "sharding", None), v.aval, sizes) or split
+                if is_typed := _is_explicit(v.aval):  # the type of a value says it
+                    split = _split_of(getattr(v.aval, "sharding", None), v.aval, sizes)
                 if any(split):
                     known[v] = split
+                if told_by_rule or is_typed:
+                    told.add(v)
         for eqn in reversed(opened.eqns):
             if eqn.primitive.name in _RULES:
                 continue
+            elementwise = class_of(eqn) is Class.FUSIBLE and told.issuperset(eqn.outvars)
             for a in eqn.invars:
                 if isinstance(a, Var) and a not in known and a not in arguments:
                     split = _aligned(a.aval, eqn.outvars, [read(v) for v in eqn.outvars])
                     if any(split):
                         known[a] = split
+                        if elementwise and len(split) == _rank(eqn.outvars[0]):
+                            told.add(a)
+    return told
+
+
+def _is_explicit(aval: Any) -> bool:
+    """Whether the type of a value says how it is split: all axes of its mesh are explicit."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and not mesh.empty and mesh.are_all_axes_explicit
+
+
+def _tells(
+    eqn: JaxprEqn, told: set[Var], read: Callable[[Atom], Split], splits: Sequence[Split]
+) -> bool:
+    """Whether the partitioner is bound to split the results of `eqn` by `splits`, if no user of
+    theirs has it otherwise."""
+    name = eqn.primitive.name
+    if name in _STATED:
+        return True
+    if not _has_rule(eqn):
+        return False
+    operands = [a for a in eqn.invars if isinstance(a, Var) and _rank(a)]
+    if name == "broadcast_in_dim" and nbytes(eqn.outvars[0].aval) != nbytes(eqn.invars[0].aval):
+        return False  # its readers decide over the dimensions that it adds
+    if name in _RULES or name in _WINDOWS:
+        known = bool(operands) and told.issuperset(operands)
+    else:  # elementwise: the others follow
+        rank = _rank(eqn.outvars[0])
+        operands = [a for a in operands if a in told and _rank(a) == rank]
+        known = bool(operands)
+    if not known or inner_jaxprs(eqn):
+        return known
+    gone: set[str] = set()
+    for a, dims in zip(eqn.invars, _contracted(eqn), strict=False):
+        gone |= {axis for d in dims for axis in _at(read(a), d)}
+    if "axes" in eqn.params:
+        gone |= {axis for d in eqn.params["axes"] for axis in _at(read(eqn.invars[0]), d)}
+    kept = {axis for split in splits for axes in split for axis in axes}
+    return all(axis in kept | gone for a in operands for axes in read(a) for axis in axes)
+
+
+def _has_rule(eqn: JaxprEqn) -> bool:
+    """Whether the partitioner splits `eqn` as we do; of a loop, all equations in its body."""
+    name = eqn.primitive.name
+    if name == "while":
+        return False
+    known = name in _RULES or name in _WINDOWS or class_of(eqn) in (Class.FUSIBLE, Class.VIEW)
+    return known and all(
+        _has_rule(inner) for body in inner_jaxprs(eqn) for inner in compat.open_jaxpr(body).eqns
+    )
 
 
 def _results(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
@@ -157,6 +245,10 @@ def _once(split: Sequence[tuple[str, ...]]) -> Split:
         seen.update(kept)
         result.append(kept)
     return tuple(result)
+
+
+def _rank(atom: Atom) -> int:
+    return len(getattr(atom.aval, "shape", ()))
 
 
 def _at(split: Split, d: int) -> tuple[str, ...]:
@@ -298,6 +390,12 @@ _RULES: dict[str, _Rule] = {
         _reduce,
     ),
 }
+
+_WINDOWS = frozenset(
+    "cumsum cumprod cummax cummin cumlogsumexp reduce_window_max reduce_window_sum reduce_window "
+    "select_and_scatter_add select_and_gather_add".split()
+)
+"""Split as their operands are, along the dimensions that no window runs over."""
 
 _STATED: dict[str, _Rule] = {"sharding_constraint": _constraint, "shard_map": _shard_map}
 """Where the user says it."""

@@ -38,11 +38,14 @@ class Buffer:
       nbytes: size in bytes, before any allocator's rounding.
       kind: what it holds.
       label: for people, `"params['conv1']['kernel'] f32[3,3,64,64]"`.
+      movable: whether a transfer can carry it: plain bytes, and on several devices split into equal
+        shards in a way that is known before compiling.
     """
 
     nbytes: int
     kind: Kind
     label: str
+    movable: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,9 +51,9 @@ def violations(program: Program, plan: Plan) -> list[str]:
 
     Rules: every step stands in the order; a read finds a version made before it; only pure steps
     stand there again; steps with effects keep their traced order; a donated input is not read after
-    the step that overwrites it; a transferred buffer is made before it leaves, and neither read
-    nor made again while it is away; a hosted input that is read comes once, before its first read,
-    and a hosted output that is made leaves once, after that.
+    the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
+    read nor made again while it is away; a hosted input that is read comes once, before its first
+    read, and a hosted output that is made leaves once, after that.
     """
     broken = []
     made = set(program.inputs)
@@ -100,6 +100,8 @@ def _broken_transfers(program: Program, plan: Plan) -> list[str]:
         name += f" ({program.buffers[t.buffer].label})"
         if program.is_resident[t.buffer]:
             broken.append(f"{name} moves an argument or an output")
+        if not program.buffers[t.buffer].movable:
+            broken.append(f"{name} moves what has no known equal shards")
         if not 0 < t.start <= t.gone <= t.fetch <= t.back < len(plan.order):
             broken.append(f"{name} has its points out of order: {t}")
             continue

@@ -34,7 +34,9 @@ def candidates(program: Program, costs: Costs, base: Sequence[int], share: float
     found = []
     for b, uses in enumerate(remaking.uses):
         nbytes = program.buffers[b].nbytes
-        if resident[b] or nbytes < least or program.producer[b] < 0 or len(uses) < 2:
+        if resident[b] or not program.buffers[b].movable or nbytes < least:
+            continue
+        if program.producer[b] < 0 or len(uses) < 2:
             continue
         begins = [timeline.start[use] for use in uses]
         idle, n = max((end - begin, n) for n, (begin, end) in enumerate(itertools.pairwise(begins)))
