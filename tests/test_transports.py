@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -186,28 +187,35 @@ def test_xlas_own_pool_of_host_memory_is_a_limit(monkeypatch):
         budgeted(params(), batch())
 
 
-CHOICES = [  # wanted, platform, devices, inlined, CUDA built -> transport, or why not
-    ("auto", "gpu", 1, False, True, "ffi"),
-    ("auto", "gpu", 1, False, False, "memory_kinds"),
-    ("auto", "gpu", 2, False, True, "memory_kinds"),
-    ("auto", "gpu", 1, True, True, "memory_kinds"),
-    ("auto", "cpu", 1, False, True, "ffi"),
-    ("auto", "cpu", 1, True, True, "why: it is called inside another jit"),
-    ("auto", "cpu", 2, False, True, "why: it runs on 2 devices"),
-    ("ffi", "gpu", 1, False, False, "why: vmem_jax's native extension was built without CUDA"),
-    ("ffi", "gpu", 2, False, True, "why: it runs on 2 devices"),
-    ("memory_kinds", "gpu", 1, False, True, "memory_kinds"),
-    ("memory_kinds", "cpu", 1, False, True, "memory_kinds"),
+CHOICES = [  # wanted, platform, process of every device, inlined, CUDA built -> transport, or why not
+    ("auto", "gpu", [0], False, True, "ffi"),
+    ("auto", "gpu", [0], False, False, "memory_kinds"),
+    ("auto", "gpu", [0, 0], False, True, "ffi"),
+    ("auto", "gpu", [0, 0, "no mesh"], False, True, "memory_kinds"),
+    ("auto", "gpu", [0, 1], False, True, "memory_kinds"),
+    ("auto", "gpu", [0], True, True, "memory_kinds"),
+    ("auto", "cpu", [0], False, True, "ffi"),
+    ("auto", "cpu", [0], True, True, "why: it is called inside another jit"),
+    ("auto", "cpu", [0, 0, "no mesh"], False, True, "why: it runs on 2 devices"),
+    ("ffi", "gpu", [0], False, False, "why: vmem_jax's native extension was built without CUDA"),
+    ("ffi", "gpu", [0, 0], False, True, "ffi"),
+    ("ffi", "gpu", [0, 0, "no mesh"], False, True, "why: it runs on 2 devices"),
+    ("ffi", "gpu", [0, 1], False, True, "why: 1 of its 2 devices belong to other processes"),
+    ("memory_kinds", "gpu", [0], False, True, "memory_kinds"),
+    ("memory_kinds", "cpu", [0], False, True, "memory_kinds"),
 ]
 
 
-@pytest.mark.parametrize("wanted, platform, devices, inlined, cuda, expected", CHOICES)
-def test_which_way_is_taken(monkeypatch, wanted, platform, devices, inlined, cuda, expected):
+@pytest.mark.parametrize("wanted, platform, where, inlined, cuda, expected", CHOICES)
+def test_which_way_is_taken(monkeypatch, wanted, platform, where, inlined, cuda, expected):
     class Extension:
         targets = staticmethod(lambda: {"cpu", "CUDA"} if cuda else {"cpu"})
 
     monkeypatch.setattr(ffi.extension, "load", lambda: Extension)
-    name, why = choose(wanted, platform, devices, inlined)
+    devices = [SimpleNamespace(process_index=p) for p in where if p != "no mesh"]
+    spread = len(devices) > 1 and "no mesh" not in where
+    mesh = jax.sharding.AbstractMesh((len(devices),), ("data",)) if spread else None
+    name, why = choose(wanted, platform, devices, mesh, inlined)
     assert (name or f"why: {why}").startswith(expected)
     assert bool(name) != bool(why)
 
@@ -217,7 +225,7 @@ def test_without_the_extension_a_cpu_says_what_to_install(monkeypatch):
         raise ImportError("vmem_jax's native extension is not built here.")
 
     monkeypatch.setattr(ffi.extension, "load", missing)
-    assert choose("auto", "gpu", 1, False) == ("memory_kinds", "")
+    assert choose("auto", "gpu", jax.devices()[:1], None, False) == ("memory_kinds", "")
     with pytest.raises(ValueError, match=r"cannot offload: vmem_jax's .* not built.*XLA:CPU"):
         vmem_jax.jit(step, budget=0.5, allow=("order", "offload"))(params(), batch())
 

@@ -37,6 +37,12 @@ class Traced:
     whole: Any
     hosted: tuple[tuple[int, int | None], ...]
 
+    def moved_by(self, transport: str) -> Traced:
+        """The same, with everything movable that `transport` can move."""
+        if transport != "memory_kinds":
+            return self
+        return dataclasses.replace(self, captured=self.captured.moved_by_the_compiler())
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:

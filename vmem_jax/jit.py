@@ -227,9 +227,7 @@ class BudgetedStep:
             )
         entry = self._entry(call, leaves, tree, inlined=bool(tracers))
         traced = entry.traced
-        if (
-            tracers
-        ):  # inside an outer jit: the rewritten equations go in, its compiler does the rest
+        if tracers:  # the rewritten equations go into the outer jit, whose compiler does the rest
             best = entry.best
             outs = jaxpr_as_fun(rewrite(traced.captured, best.plan, best.transport))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
@@ -361,7 +359,8 @@ class BudgetedStep:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
         if still:
             logging.info("%s: nothing is offloaded: %s", self._name, still)
-        policy = self._policy
+        traced = traced.moved_by(transport)
+        program, policy = traced.captured.program, self._policy
         if traced.hosted and costs.link is not None:
             policy = Streaming(policy, costs.link, moves=not still)
         elif still:
@@ -404,7 +403,7 @@ class BudgetedStep:
                 "its times are a roofline's, which does not tell what hides under them: measure "
                 "them with `profile=True` or `vmem-jax profile`, or let `allow` name it"
             )
-        return choose(self._transport, platform, len(devices), inlined)
+        return choose(self._transport, platform, devices, traced.captured.shards.mesh, inlined)
 
     def _costs(self, traced: Traced, target: str | None) -> Costs:
         if target is not None:
@@ -441,11 +440,11 @@ class BudgetedStep:
     def _compile(self, traced: Traced, plan: Plan, target: str | None, transport: str) -> Any:
         if not plan.fenced:
             return self._compile_plain(traced, target)
-        mover = None
-        if parked(traced.captured.program, plan):
-            layout = layout_of(traced.captured.program, plan)
-            mover = open_transport(transport, layout, self._host_budget)
-        compiled = self._compile_jaxpr(traced, rewrite(traced.captured, plan, mover), target, True)
+        mover, captured = None, traced.captured
+        if parked(captured.program, plan):
+            layout = layout_of(captured.program, plan)
+            mover = open_transport(transport, layout, self._host_budget, captured.shards.mesh)
+        compiled = self._compile_jaxpr(traced, rewrite(captured, plan, mover), target, True)
         if mover is None:
             return compiled
         return Moving(compiled, mover, [] if target else devices_of(traced.avals))

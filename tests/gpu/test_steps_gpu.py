@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import transfer_cases as cases
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from steps import CASES
@@ -132,7 +133,9 @@ def test_xlas_own_copies_move_what_each_device_holds():
 
     kept = vmem_jax.jit(step, budget="device", policy="exact")
     exact_need = kept.lower(weights, x).compile().need_nbytes
-    budgeted = vmem_jax.jit(step, budget=int(0.9 * exact_need), allow=("order", "offload"))
+    budgeted = vmem_jax.jit(
+        step, budget=int(0.9 * exact_need), allow=("order", "offload"), transport="memory_kinds"
+    )
     compiled = budgeted.lower(weights, x).compile()
     assert compiled.transport == "memory_kinds" and compiled.moved_nbytes > 0
     for a, b in zip(budgeted(weights, x), kept(weights, x), strict=True):
@@ -177,3 +180,39 @@ def test_hosted_moments_train_alike_and_are_no_device_memory(donate):
     memory = streamed.lower(a, x).compile().memory_analysis()
     assert memory.argument_size_in_bytes < 7 * one
     assert memory.host_argument_size_in_bytes == 12 * one
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device here")
+def test_sharded_step_moves_the_shards_of_every_device():
+    """The same plan twice, its buffers moved and kept: equal bits, and bytes over every link."""
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
+    spread = lambda tree, sharding: jax.device_put(tree, jax.tree.map(lambda _: sharding, tree))
+    key = jax.random.key(0)
+    w = spread(list(jax.random.normal(key, (8, 4096, 4096)) / 64), NamedSharding(mesh, P()))
+    x = spread(jax.random.normal(key, (8192 * len(devices), 4096)), NamedSharding(mesh, P("data")))
+
+    def step(w, x):
+        def loss(w):
+            y = x
+            for layer in w:
+                y = jnp.tanh(y @ layer)
+            return jnp.square(y).mean()
+
+        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
+
+    kept = vmem_jax.jit(step, budget="100GiB", policy="exact").lower(w, x).compile()
+    budgeted = vmem_jax.jit(
+        step, budget=int(0.85 * kept.need_nbytes), allow=("order", "offload"), profile=False
+    )
+    moved = budgeted.lower(w, x).compile()
+    assert moved.plan.transfers and moved.need_nbytes <= 0.85 * kept.need_nbytes
+    expected = kept(w, x)
+    with cases.injected(delay_seconds=1e-3, poison=True):
+        for _ in range(2):
+            got = budgeted(w, x)
+            assert all(cases.same(a, b) for a, b in zip(got, expected, strict=True))
+    parked = sum(slot.nbytes for slot in moved.arena.layout.slots)
+    counters = [moved.arena.counters(d) for d in devices]
+    assert [c.link_nbytes_out for c in counters] == [2 * parked] * len(devices)
+    assert [(c.parked, c.resets) for c in counters] == [(0, 0)] * len(devices)

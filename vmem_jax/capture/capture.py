@@ -35,6 +35,16 @@ class Captured:
     shards: Shards
     applied: tuple[Applied, ...]
 
+    def moved_by_the_compiler(self) -> Captured:
+        """The same where the compiler itself moves buffers: it splits them as it likes, so that
+        every array is movable."""
+        buffers = tuple(
+            dataclasses.replace(buffer, movable=is_array(v.aval))
+            for buffer, v in zip(self.program.buffers, self.variables, strict=True)
+        )
+        program = dataclasses.replace(self.program, buffers=buffers)
+        return dataclasses.replace(self, program=program)
+
 
 def capture(
     closed: ClosedJaxpr,

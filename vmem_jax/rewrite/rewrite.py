@@ -46,9 +46,8 @@ class _Rewriter:
         self.invars = list(self.opened.invars)
         if plan.transfers or self.program.hosted:
             self.transfers = Transfers(
-                self.program, plan, transport, self.equations.append, self.current, self.variables
+                captured, plan, transport, self.equations.append, self.current
             )
-
             for b in set(self.program.hosted) & set(self.program.inputs):
                 self.invars[b] = compat.new_var(compat.in_host_memory(self.invars[b].aval))
                 self.transfers.lies_in_host_memory(b, self.invars[b])

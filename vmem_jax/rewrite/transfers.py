@@ -15,13 +15,14 @@ import jax
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.capture import Captured
 from vmem_jax.core.fences import spines
 from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 from vmem_jax.transfer.layout import Layout, Parked
 from vmem_jax.transfer.memory_kinds import MemoryKinds
-from vmem_jax.transfer.transport import AbstractTransport
+from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 
 
 def layout_of(program: Program, plan: Plan) -> Layout:
@@ -48,18 +49,17 @@ class Transfers:
         XLA's own copies always, since XLA owns their memory.
       emit: takes an equation for the rewritten jaxpr.
       current: the variable that holds each captured value now; changed where a buffer comes back.
-      variables: the captured variable of every buffer.
     """
 
     def __init__(
         self,
-        program: Program,
+        captured: Captured,
         plan: Plan,
         transport: AbstractTransport | None,
         emit: Callable[[JaxprEqn], None],
         current: dict[Var, Var],
-        variables: Sequence[Var],
     ) -> None:
+        program = captured.program
         self._plan, self._emit = plan, emit
         streams = MemoryKinds(Layout((), 0))
         slots = {t: slot for slot, t in enumerate(parked(program, plan))}
@@ -70,7 +70,8 @@ class Transfers:
             for i, t in enumerate(plan.transfers)
         ]
         self.hosted: dict[Var, Var] = {}  # captured value -> its copy in host memory
-        self._current, self._variables = current, variables
+        self._current, self._variables = current, captured.variables
+        self._shards = captured.shards
         self._held: dict[int, Var] = {}  # transfer -> what its last point returned
         self._at = points_at(program, plan.transfers)
         between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
@@ -117,23 +118,29 @@ class Transfers:
                 self.hosted[self._variables[b]] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, slot = self._ways[i]
-        return self._bind(lambda x: way.start(x, slot=slot), [self._of(t)], like)
+        way, how = self._way(i)
+        return self._bind(lambda x: way.start(x, **how), [self._of(t)], like)
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, slot = self._ways[i]
-        call = lambda x, held: way.gone(x, held, slot=slot)
+        way, how = self._way(i)
+        call = lambda x, held: way.gone(x, held, **how)
         return self._bind(call, [self._of(t), self._held[i]], like)
 
     def _fetch(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, slot = self._ways[i]
+        way, how = self._way(i)
         aval: Any = self._variables[t.buffer].aval
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        return self._bind(lambda held: way.fetch(held, shape, slot=slot), [self._held[i]], like)
+        return self._bind(lambda held: way.fetch(held, shape, **how), [self._held[i]], like)
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
+        way, how = self._way(i)
+        return self._bind(lambda held: way.back(held, **how), [self._held[i]], like)
+
+    def _way(self, i: int) -> tuple[AbstractTransport, dict[str, Any]]:
+        """The transport of transfer `i`, and what its points are told: the slot and the split."""
         way, slot = self._ways[i]
-        return self._bind(lambda held: way.back(held, slot=slot), [self._held[i]], like)
+        spec = self._shards.spec(self._variables[self._plan.transfers[i].buffer])
+        return way, {"slot": slot, "spec": spec or WHOLE}
 
     def _of(self, t: Transfer) -> Var:
         return self._current[self._variables[t.buffer]]
@@ -151,7 +158,7 @@ class Transfers:
 
     def _bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> Any:
         """Emits the equations of `call` on `operands`; returns the variable of its result."""
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+        avals = [_with_sharding(v.aval) for v in operands]
         opened = compat.open_jaxpr(jax.make_jaxpr(call)(*avals))
         here: dict[Var, Atom] = dict(zip(opened.invars, operands, strict=True))
         read = lambda a: here[a] if isinstance(a, Var) else a
@@ -164,3 +171,9 @@ class Transfers:
                 )
             )
         return read(opened.outvars[0])
+
+
+def _with_sharding(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace with for a value of `aval`; in explicit mode its type has a sharding."""
+    typed = not aval.sharding.mesh.empty
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding if typed else None)

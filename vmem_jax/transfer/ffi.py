@@ -9,22 +9,26 @@ XLA orders by data dependence alone, so each point is fenced on both sides by an
 barrier over the token, or the buffer, and a running value. Between `fetch_start` and `fetch_done`
 the buffer has no other reader: XLA would copy it while the transfer is still writing it. All four in
 one computation, or in a forward and a backward loop of it.
+
+In a step on several devices each call stands in a `shard_map`: every device moves its own shard, in
+the arena that it has for itself. A token is every device's own, though its type says replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from vmem_jax.transfer import extension
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.extension import PREFIX, load
 from vmem_jax.transfer.layout import Layout
-from vmem_jax.transfer.transport import AbstractTransport
+from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.uint8)
 """What orders calls; its value means nothing. Any value can stand for the first."""
@@ -70,34 +74,72 @@ class Ffi(AbstractTransport):
     name: ClassVar[str] = "ffi"
     fenced_behind: ClassVar[bool] = True
 
-    def __init__(self, layout: Layout, *, host_budget: int | None = None) -> None:
-        """An arena of `layout`, not yet pinned; `host_budget` as in `Arena`."""
+    def __init__(
+        self, layout: Layout, *, mesh: AbstractMesh | None = None, host_budget: int | None = None
+    ) -> None:
+        """An arena of `layout`, not yet pinned.
+
+        Args:
+          mesh: of a step on several devices.
+          host_budget: as in `Arena`.
+        """
         self.arena: Arena = Arena(layout, host_budget=host_budget)
+        self._mesh = mesh
 
-    def start(self, x: jax.Array, *, slot: int) -> jax.Array:
-        return offload_start(x, first_token(), arena=self.arena.id, slot=slot)
+    def start(self, x: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
+        call = lambda x, token: offload_start(x, token, arena=self.arena.id, slot=slot)
+        return self._each(call, (spec, WHOLE), WHOLE)(x, first_token())
 
-    def gone(self, x: jax.Array, held: jax.Array, *, slot: int) -> jax.Array:
-        return offload_done(x, held, arena=self.arena.id, slot=slot)
+    def gone(
+        self, x: jax.Array, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE
+    ) -> jax.Array:
+        call = lambda x, token: offload_done(x, token, arena=self.arena.id, slot=slot)
+        return self._each(call, (spec, WHOLE), WHOLE)(x, held)
 
-    def fetch(self, held: jax.Array, like: jax.ShapeDtypeStruct, *, slot: int) -> jax.Array:
-        return fetch_start(held, like, arena=self.arena.id, slot=slot)
+    def fetch(
+        self,
+        held: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        *,
+        slot: int,
+        spec: PartitionSpec = WHOLE,
+    ) -> jax.Array:
+        shape = like.shape
+        if self._mesh is not None:
+            shape = NamedSharding(self._mesh, spec).shard_shape(shape)
+        shard = jax.ShapeDtypeStruct(shape, like.dtype)
+        call = lambda token: fetch_start(token, shard, arena=self.arena.id, slot=slot)
+        return self._each(call, (WHOLE,), spec)(held)
 
-    def back(self, held: jax.Array, *, slot: int) -> jax.Array:
-        return fetch_done(held, arena=self.arena.id, slot=slot)
+    def back(self, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
+        call = lambda buffer: fetch_done(buffer, arena=self.arena.id, slot=slot)
+        return self._each(call, (spec,), spec)(held)
 
     def prepare(self, compiled: Any, devices: Sequence[jax.Device]) -> None:
         """Pins the arena on every device."""
         for device in devices:
             self.arena.pin(device)
 
+    def _each(
+        self, call: Callable, in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec
+    ) -> Callable:
+        """`call` on each device's own shards."""
+        if self._mesh is None:
+            return call
+        return jax.shard_map(
+            call, mesh=self._mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False
+        )
 
-def unusable(platform: str, device_count: int, inlined: bool) -> str:
+
+def unusable(
+    platform: str, devices: Sequence[jax.Device], mesh: AbstractMesh | None, inlined: bool
+) -> str:
     """Why a step cannot use these calls, or "" where it can.
 
     Args:
-      platform: "cpu" or "gpu".
-      device_count: of the step.
+      platform: "cpu" or "gpu": that it is compiled for.
+      devices: that it runs on.
+      mesh: that its arguments are split over, where there are several devices.
       inlined: it is called inside another jit.
     """
     if inlined:
@@ -109,8 +151,17 @@ def unusable(platform: str, device_count: int, inlined: bool) -> str:
     name = "cpu" if platform == "cpu" else "CUDA"
     if name not in platforms:
         return "vmem_jax's native extension was built without CUDA: install it where CUDA is found"
-    if device_count > 1:
-        return f"it runs on {device_count} devices, and XLA does not split the calls over devices"
+    foreign = sum(d.process_index != jax.process_index() for d in devices)
+    if foreign:
+        return (
+            f"{foreign} of its {len(devices)} devices belong to other processes, whose arenas this "
+            "one cannot pin"
+        )
+    if len(devices) > 1 and mesh is None:
+        return (
+            f"it runs on {len(devices)} devices, and each moves its own shards, which only a mesh "
+            "tells: give all arguments that are on several devices a NamedSharding over one mesh"
+        )
     return ""
 
 

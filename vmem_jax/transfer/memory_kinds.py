@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from vmem_jax.transfer import host_memory
 from vmem_jax.transfer.host_memory import Limit
 from vmem_jax.transfer.layout import Layout
-from vmem_jax.transfer.transport import AbstractTransport
+from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 
 _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA's variable, in GiB; 64 without it
 
 
 class MemoryKinds(AbstractTransport):
-    """Transfers of `layout` through XLA's memory spaces."""
+    """Transfers of `layout` through XLA's memory spaces; XLA splits them as it does any value."""
 
     name: ClassVar[str] = "memory_kinds"
     fenced_behind: ClassVar[bool] = False
@@ -33,16 +34,20 @@ class MemoryKinds(AbstractTransport):
         """For the transfers of `layout`; `host_budget`, in bytes, bounds all devices together."""
         self._layout, self._host_budget = layout, host_budget
 
-    def start(self, x: jax.Array, *, slot: int) -> jax.Array:
+    def start(self, x: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
         return jax.device_put(x, jax.memory.Space.Host)
 
-    def gone(self, x: jax.Array, held: jax.Array, *, slot: int) -> jax.Array:
+    def gone(
+        self, x: jax.Array, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE
+    ) -> jax.Array:
         return held
 
-    def fetch(self, held: jax.Array, like: jax.ShapeDtypeStruct, *, slot: int) -> jax.Array:
+    def fetch(
+        self, held: jax.Array, like: jax.ShapeDtypeStruct, *, slot: int, spec: PartitionSpec = WHOLE
+    ) -> jax.Array:
         return jax.device_put(held, jax.memory.Space.Device)
 
-    def back(self, held: jax.Array, *, slot: int) -> jax.Array:
+    def back(self, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
         return held
 
     def prepare(self, compiled: Any, devices: Sequence[jax.Device]) -> None:

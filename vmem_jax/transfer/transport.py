@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from vmem_jax.transfer.arena import Arena
+
+WHOLE = PartitionSpec()
+"""The split of a value that every device has as a whole, and of everything on one device."""
 
 
 class AbstractTransport(abc.ABC):
     """The four points of a transfer as functions of traced values.
 
     What a point returns is *held* until the next one, and is fenced together with the spine in front
-    of that, so that no copy ends later than its plan says. `slot` is the index of the transfer in
-    its plan.
+    of that, so that no copy ends later than its plan says. `slot` is the place of the buffer in the
+    layout, `spec` how it is split over the mesh of the step.
 
     Attributes:
       name: "ffi" or "memory_kinds".
@@ -35,19 +39,28 @@ class AbstractTransport(abc.ABC):
     arena: Arena | None = None
 
     @abc.abstractmethod
-    def start(self, x: jax.Array, *, slot: int) -> jax.Array:
+    def start(self, x: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
         """The copy of `x` (any shape and dtype) to the host begins."""
 
     @abc.abstractmethod
-    def gone(self, x: jax.Array, held: jax.Array, *, slot: int) -> jax.Array:
+    def gone(
+        self, x: jax.Array, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE
+    ) -> jax.Array:
         """`x` is out, and its memory is free from here."""
 
     @abc.abstractmethod
-    def fetch(self, held: jax.Array, like: jax.ShapeDtypeStruct, *, slot: int) -> jax.Array:
+    def fetch(
+        self,
+        held: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        *,
+        slot: int,
+        spec: PartitionSpec = WHOLE,
+    ) -> jax.Array:
         """The memory, of the shape and dtype of `like`, is taken again; the copy back begins."""
 
     @abc.abstractmethod
-    def back(self, held: jax.Array, *, slot: int) -> jax.Array:
+    def back(self, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
         """The buffer is there again; returns it."""
 
     @abc.abstractmethod
