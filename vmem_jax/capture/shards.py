@@ -23,7 +23,8 @@ from typing import Any
 import jax
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, nbytes
+from vmem_jax.capture.flatten import inline
+from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 Split = tuple[tuple[str, ...], ...]
@@ -88,6 +89,10 @@ class Shards:
             return None
         return jax.sharding.PartitionSpec(*(axes or None for axes in split))
 
+    def are_slices_whole(self, v: Var) -> bool:
+        """Whether no device holds only some of the slices of `v`, along its first dimension."""
+        return not any(self._of(v)[:1])
+
     def _of(self, atom: Atom) -> Split:
         return self.splits.get(atom, _WHOLE) if isinstance(atom, Var) else _WHOLE
 
@@ -104,7 +109,8 @@ def follow_shards(flat: ClosedJaxpr, shardings: Sequence[Any]) -> Shards:
         split = _split_of(sharding, v.aval, sizes)
         if any(split):
             known[v] = split
-    told = _follow(opened, known, sizes)
+    told = {*opened.invars, *opened.constvars}
+    _follow(opened, known, told, sizes)
     spread = [s for s in shardings if s is not None and s.num_devices > 1]
     meshes = {getattr(getattr(s, "mesh", None), "abstract_mesh", None) for s in spread}
     mesh = meshes.pop() if len(meshes) == 1 else None
@@ -135,20 +141,21 @@ def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
     return tuple(split)
 
 
-def _follow(opened: Any, known: dict[Var, Split], sizes: dict[str, int]) -> set[Var]:
-    """Fills `known` from operands to results, and then back to what only results tell.
-
-    Returns:
-      The values whose split is told.
-    """
+def _follow(opened: Any, known: dict[Var, Split], told: set[Var], sizes: dict[str, int]) -> None:
+    """Fills `known` and `told` from operands to results, then back to what only results tell."""
     read = lambda a: known.get(a, _WHOLE) if isinstance(a, Var) else _WHOLE
     arguments = {*opened.invars, *opened.constvars}
-    told = set(arguments)
     for _ in range(2):
         for eqn in opened.eqns:
-            splits = _results(eqn, [read(a) for a in eqn.invars], sizes)
-            told_by_rule = _tells(eqn, told, read, splits)
-            for v, split in zip(eqn.outvars, splits, strict=True):
+            operands = [read(a) for a in eqn.invars]
+            surely = [not isinstance(a, Var) or a in told for a in eqn.invars]
+            nested = _NESTED.get(eqn.primitive.name)
+            if nested is not None:
+                splits, tells = nested(eqn, operands, surely, sizes)
+            else:
+                splits = _results(eqn, operands, sizes)
+                tells = [_tells(eqn, operands, surely, splits)] * len(splits)
+            for v, split, told_by_rule in zip(eqn.outvars, splits, tells, strict=True):
                 if is_typed := _is_explicit(v.aval):  # the type of a value says it
                     split = _split_of(getattr(v.aval, "sharding", None), v.aval, sizes)
                 if any(split):
@@ -156,7 +163,7 @@ def _follow(opened: Any, known: dict[Var, Split], sizes: dict[str, int]) -> set[
                 if told_by_rule or is_typed:
                     told.add(v)
         for eqn in reversed(opened.eqns):
-            if eqn.primitive.name in _RULES:
+            if eqn.primitive.name in _RULES or eqn.primitive.name in _NESTED:
                 continue
             elementwise = class_of(eqn) is Class.FUSIBLE and told.issuperset(eqn.outvars)
             for a in eqn.invars:
@@ -166,7 +173,6 @@ def _follow(opened: Any, known: dict[Var, Split], sizes: dict[str, int]) -> set[
                         known[a] = split
                         if elementwise and len(split) == _rank(eqn.outvars[0]):
                             told.add(a)
-    return told
 
 
 def _is_explicit(aval: Any) -> bool:
@@ -176,44 +182,38 @@ def _is_explicit(aval: Any) -> bool:
 
 
 def _tells(
-    eqn: JaxprEqn, told: set[Var], read: Callable[[Atom], Split], splits: Sequence[Split]
+    eqn: JaxprEqn, operands: Sequence[Split], surely: Sequence[bool], splits: Sequence[Split]
 ) -> bool:
     """Whether the partitioner is bound to split the results of `eqn` by `splits`, if no user of
-    theirs has it otherwise."""
+    theirs has it otherwise.
+
+    Args:
+      operands: their splits.
+      surely: whether each is told.
+    """
     name = eqn.primitive.name
     if name in _STATED:
         return True
-    if not _has_rule(eqn):
-        return False
-    operands = [a for a in eqn.invars if isinstance(a, Var) and _rank(a)]
     if name == "broadcast_in_dim" and nbytes(eqn.outvars[0].aval) != nbytes(eqn.invars[0].aval):
         return False  # its readers decide over the dimensions that it adds
+    ranks = [_rank(a) if isinstance(a, Var) else 0 for a in eqn.invars]
     if name in _RULES or name in _WINDOWS:
-        known = bool(operands) and told.issuperset(operands)
-    else:  # elementwise: the others follow
+        telling = [i for i, rank in enumerate(ranks) if rank]
+        if not all(surely[i] for i in telling):
+            return False
+    elif class_of(eqn) in (Class.FUSIBLE, Class.VIEW):  # one tells, and the others follow
         rank = _rank(eqn.outvars[0])
-        operands = [a for a in operands if a in told and _rank(a) == rank]
-        known = bool(operands)
-    if not known or inner_jaxprs(eqn):
-        return known
-    gone: set[str] = set()
-    for a, dims in zip(eqn.invars, _contracted(eqn), strict=False):
-        gone |= {axis for d in dims for axis in _at(read(a), d)}
-    if "axes" in eqn.params:
-        gone |= {axis for d in eqn.params["axes"] for axis in _at(read(eqn.invars[0]), d)}
-    kept = {axis for split in splits for axes in split for axis in axes}
-    return all(axis in kept | gone for a in operands for axes in read(a) for axis in axes)
-
-
-def _has_rule(eqn: JaxprEqn) -> bool:
-    """Whether the partitioner splits `eqn` as we do; of a loop, all equations in its body."""
-    name = eqn.primitive.name
-    if name == "while":
+        telling = [i for i in range(len(ranks)) if ranks[i] == rank > 0 and surely[i]]
+    else:
         return False
-    known = name in _RULES or name in _WINDOWS or class_of(eqn) in (Class.FUSIBLE, Class.VIEW)
-    return known and all(
-        _has_rule(inner) for body in inner_jaxprs(eqn) for inner in compat.open_jaxpr(body).eqns
-    )
+    gone: set[str] = set()
+    for split, dims in zip(operands, _contracted(eqn), strict=False):
+        gone |= {axis for d in dims for axis in _at(split, d)}
+    if "axes" in eqn.params:
+        gone |= {axis for d in eqn.params["axes"] for axis in _at(operands[0], d)}
+    kept = {axis for split in splits for axes in split for axis in axes}
+    lost = (a for i in telling for axes in operands[i] for a in axes if a not in kept | gone)
+    return bool(telling) and next(lost, None) is None
 
 
 def _results(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
@@ -332,27 +332,38 @@ def _first(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
     return [splits[0] for _ in eqn.outvars]
 
 
-def _inner(jaxpr: Any, splits: Sequence[Split], sizes: dict[str, int]) -> list[Split]:
-    """The splits of the results of a body whose arguments have `splits`."""
-    opened = compat.open_jaxpr(jaxpr)
+def _inner(
+    jaxpr: Any, splits: Sequence[Split], surely: Sequence[bool], sizes: dict[str, int]
+) -> tuple[list[Split], list[bool]]:
+    """The splits of the results of a body whose arguments have `splits`, and which are told."""
+    opened = compat.open_jaxpr(inline(jaxpr))
     known = {v: s for v, s in zip(opened.invars, splits, strict=True) if any(s)}
-    _follow(opened, known, sizes)
-    return [known.get(v, _WHOLE) if isinstance(v, Var) else _WHOLE for v in opened.outvars]
+    told = {*opened.constvars, *(v for v, t in zip(opened.invars, surely, strict=True) if t)}
+    _follow(opened, known, told, sizes)
+    outs = [known.get(v, _WHOLE) if isinstance(v, Var) else _WHOLE for v in opened.outvars]
+    return outs, [isinstance(v, Var) and (not _rank(v) or v in told) for v in opened.outvars]
 
 
-def _scan(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
+def _scan(
+    eqn: JaxprEqn, splits: list[Split], surely: list[bool], sizes: dict[str, int]
+) -> tuple[list[Split], list[bool]]:
     consts, carry = compat.scan_counts(eqn)
     inside = [*splits[: consts + carry], *(s[1:] for s in splits[consts + carry :])]
-    outs = _inner(eqn.params["jaxpr"], inside, sizes)
-    return [*outs[:carry], *(((), *s) if s else _WHOLE for s in outs[carry:])]
+    outs, told = _inner(eqn.params["jaxpr"], inside, surely, sizes)
+    return [*outs[:carry], *(((), *s) if s else _WHOLE for s in outs[carry:])], told
 
 
-def _while(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
-    return splits[len(splits) - len(eqn.outvars) :]
+def _cond(
+    eqn: JaxprEqn, splits: list[Split], surely: list[bool], sizes: dict[str, int]
+) -> tuple[list[Split], list[bool]]:
+    return _inner(eqn.params["branches"][0], splits[1:], surely[1:], sizes)
 
 
-def _cond(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
-    return _inner(eqn.params["branches"][0], splits[1:], sizes)
+def _while(
+    eqn: JaxprEqn, splits: list[Split], surely: list[bool], sizes: dict[str, int]
+) -> tuple[list[Split], list[bool]]:
+    count = len(eqn.outvars)
+    return splits[len(splits) - count :], [False] * count
 
 
 def _constraint(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
@@ -381,15 +392,19 @@ _RULES: dict[str, _Rule] = {
     "gather": _gather,
     "scatter": _first,
     "scatter-add": _first,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
     **dict.fromkeys(
         "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
         "reduce_xor".split(),
         _reduce,
     ),
 }
+
+_NESTED: dict[str, Callable[..., tuple[list[Split], list[bool]]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+"""What has a body, where the same is done; their results' splits, and which are told."""
 
 _WINDOWS = frozenset(
     "cumsum cumprod cummax cummin cumlogsumexp reduce_window_max reduce_window_sum reduce_window "
