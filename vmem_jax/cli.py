@@ -402,7 +402,7 @@ def _compare(
     shapes = work.state_shapes(), work.batch
     with console.status(f"planning and compiling {work.name}"):
         compiled, explanation = step.lower(*shapes).compile(), step.explain(*shapes)
-    if compiled.plan.transfers and compiled.arena is None:
+    if compiled.plan.moves and compiled.arena is None:
         raise ValueError("this plan moves by XLA's own copies, which tell no times: --compare")
     state = jax.jit(work.init)(jax.random.key(0))
     batch = work.random_batch(jax.random.key(1))

@@ -33,7 +33,7 @@ from vmem_jax.prove.device import devices_of, free_nbytes, total_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes, prove
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.rewrite.transfers import layout_of, parked
+from vmem_jax.rewrite.transfers import layout_of, parks
 from vmem_jax.stages import Compiled, Lowered
 from vmem_jax.transfer.choice import choose, open_transport
 from vmem_jax.transfer.executable import Moving
@@ -351,9 +351,7 @@ class BudgetedStep:
     def _make(self, traced: Traced, target: str | None, inlined: bool) -> Entry:
         program = traced.captured.program
         costs = self._costs(traced, target)
-        asked = self._offload_asked or (
-            self._plan is not None and bool(parked(program, self._plan))
-        )
+        asked = self._offload_asked or (self._plan is not None and parks(program, self._plan))
         transport, still = self._choose_transport(traced, costs, target, inlined, asked)
         if still and asked:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
@@ -441,7 +439,7 @@ class BudgetedStep:
         if not plan.fenced:
             return self._compile_plain(traced, target)
         mover, captured = None, traced.captured
-        if parked(captured.program, plan):
+        if parks(captured.program, plan):
             layout = layout_of(captured.program, plan)
             mover = open_transport(transport, layout, self._host_budget, captured.shards.mesh)
         compiled = self._compile_jaxpr(traced, rewrite(captured, plan, mover), target, True)

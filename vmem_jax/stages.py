@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry
 from vmem_jax.prove.prove import Attempt
@@ -72,7 +73,8 @@ class Compiled:
         """Bytes that leave for host memory in a step; hosted outputs are among them."""
         program = self._entry.traced.captured.program
         out = [t.buffer for t in self.plan.transfers if t.buffer not in program.streamed_in]
-        return sum(program.buffers[b].nbytes for b in out)
+        slices = sum(slices_nbytes(program.buffers[b]) for b in self.plan.looped)
+        return sum(program.buffers[b].nbytes for b in out) + slices
 
     @property
     def need_nbytes(self) -> int:

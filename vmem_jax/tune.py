@@ -13,8 +13,8 @@ import jax
 from absl import logging
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.looped import simulate_plan
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.simulate import simulate
 from vmem_jax.core.tuning import Tuning, agree
 from vmem_jax.entry import Entry
 from vmem_jax.errors import BudgetError
@@ -105,7 +105,7 @@ class Tuner:
     def _predicted(self) -> float:
         plan = self._entry.best.plan
         program = self._entry.traced.captured.program
-        return simulate(program, plan.order, self._entry.costs, plan.transfers).seconds
+        return simulate_plan(program, plan, self._entry.costs).seconds
 
     def _judge(self, measured: float) -> None:
         """Ends, or goes on with another plan."""
@@ -161,7 +161,7 @@ def replan(
       host_budget: for the host memory of both plans: while they are compared both have theirs.
     """
     program, now, policy = entry.traced.captured.program, entry.best.plan, entry.policy
-    seconds = simulate(program, now.order, costs, now.transfers).seconds
+    seconds = simulate_plan(program, now, costs).seconds
     made = {_schedule(a.plan): a.compiled for a in entry.attempts}
     compiles = lambda plan: made.get(_schedule(plan)) or compile_plan(plan)
     try:
@@ -172,7 +172,7 @@ def replan(
         return None
     if _schedule(best.plan) == _schedule(now) or best.plan.predicted_seconds >= seconds:
         return None
-    parked = sum(layout_of(program, p).nbytes for p in (now, best.plan) if p.transfers)
+    parked = sum(layout_of(program, p).nbytes for p in (now, best.plan) if p.moves)
     if host_budget is not None and parked > host_budget:
         logging.info("two plans would take %d bytes of host memory at once", parked)
         return None
@@ -180,7 +180,7 @@ def replan(
 
 
 def _schedule(plan: Plan) -> tuple:
-    return plan.order, plan.transfers, plan.fenced
+    return plan.order, plan.transfers, plan.looped, plan.fenced
 
 
 def _line(error: Exception) -> str:

@@ -216,3 +216,29 @@ def test_sharded_step_moves_the_shards_of_every_device():
     counters = [moved.arena.counters(d) for d in devices]
     assert [c.link_nbytes_out for c in counters] == [2 * parked] * len(devices)
     assert [(c.parked, c.resets) for c in counters] == [(0, 0)] * len(devices)
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_scanned_layers_go_through_host_memory_slice_by_slice(wrap):
+    key = jax.random.key(0)
+    w = jax.random.normal(key, (8, 4096, 4096)) / 64
+    x = jax.random.normal(key, (8192, 4096))
+    layer = wrap(lambda y, w: (jnp.tanh(y @ w) + y, None))
+
+    def step(w, x):
+        loss = lambda w: jnp.square(jax.lax.scan(layer, x, w)[0]).mean()
+        return w - jax.grad(loss)(w)
+
+    kept = vmem_jax.jit(step, budget="100GiB", policy="exact").lower(w, x).compile()
+    budget = int(0.85 * kept.need_nbytes)
+    budgeted = vmem_jax.jit(step, budget=budget, allow=("order", "offload"), profile=False)
+    looped = budgeted.lower(w, x).compile()
+    assert looped.plan.looped and looped.need_nbytes <= budget
+    expected = kept(w, x)
+    with cases.injected(delay_seconds=1e-3, poison=True):
+        for _ in range(2):
+            assert cases.same(budgeted(w, x), expected)
+    counters = looped.arena.counters(jax.devices()[0])
+    slots = looped.arena.layout.slots
+    assert counters.link_nbytes_in == 2 * sum(s.nbytes * s.depth for s in slots)
+    assert counters.recopies <= 2 * len(slots)  # the empty slices alone

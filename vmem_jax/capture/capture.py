@@ -11,6 +11,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import Class, aligned, class_of, flops, is_array, nbytes, workspace
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
@@ -37,9 +38,9 @@ class Captured:
 
     def moved_by_the_compiler(self) -> Captured:
         """The same where the compiler itself moves buffers: it splits them as it likes, so that
-        every array is movable."""
+        every array is movable, and it takes no part in a loop, so that nothing is a stack."""
         buffers = tuple(
-            dataclasses.replace(buffer, movable=is_array(v.aval))
+            dataclasses.replace(buffer, movable=is_array(v.aval), slices=1)
             for buffer, v in zip(self.program.buffers, self.variables, strict=True)
         )
         program = dataclasses.replace(self.program, buffers=buffers)
@@ -68,6 +69,7 @@ def capture(
     eqns = opened.eqns
     kernels = fuse(flat)
     shards = follow_shards(flat, shardings)
+    slices = stacks(flat)
 
     inputs = [*opened.invars, *opened.constvars]
     names = [*input_names] if input_names else [f"argument {i}" for i in range(len(opened.invars))]
@@ -88,7 +90,8 @@ def capture(
             root = eqns[writer[v].root]
             label = f"{layer_of(root) or root.primitive.name} {v.aval.str_short()}"
         movable = is_array(v.aval) and (shards.device_count == 1 or shards.spec(v) is not None)
-        buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable))
+        depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
+        buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
 
     steps = [
         _step(kernel, phase, eqns, index, shards)

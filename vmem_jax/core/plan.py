@@ -11,7 +11,7 @@ from typing import Any
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 2
+FORMAT = 3
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -67,6 +67,8 @@ class Plan:
       predicted_peak: bytes, as `simulate` gave it.
       predicted_seconds: seconds of one step, as `simulate` gave it.
       transfers: what waits in host memory, and when.
+      looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop
+        that reads them. `predicted_*` are those of `core.looped.with_looped`.
     """
 
     program: str
@@ -77,6 +79,12 @@ class Plan:
     predicted_peak: int
     predicted_seconds: float
     transfers: tuple[Transfer, ...] = ()
+    looped: tuple[int, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything waits in host memory, so that there is an arena."""
+        return bool(self.transfers or self.looped)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -92,6 +100,7 @@ class Plan:
     def __str__(self) -> str:
         budget = "no budget" if self.budget is None else f"budget {show_nbytes(self.budget)}"
         moved = f", {len(self.transfers)} buffers moved" if self.transfers else ""
+        moved += f", {len(self.looped)} stacks moved by slices" if self.looped else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -102,7 +111,13 @@ class Plan:
         fields = dataclasses.asdict(self)
         transfers = [dataclasses.astuple(t) for t in self.transfers]
         return json.dumps(
-            {"format": FORMAT, **fields, "order": list(self.order), "transfers": transfers}
+            {
+                "format": FORMAT,
+                **fields,
+                "order": list(self.order),
+                "transfers": transfers,
+                "looped": list(self.looped),
+            }
         )
 
     def save(self, path: str | Path) -> None:
@@ -154,12 +169,14 @@ class Plan:
                 isinstance(t, list) and len(t) == 5 and all(map(is_int, t))
                 for t in values["transfers"]
             ),
+            "looped": isinstance(values["looped"], list) and all(map(is_int, values["looped"])),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
             raise PlanError(f"`{name}` is damaged: {', '.join(wrong)} of the wrong type.")
         transfers = tuple(Transfer(*t) for t in values["transfers"])
-        return cls(**{**values, "order": tuple(values["order"]), "transfers": transfers})
+        order, looped = tuple(values["order"]), tuple(values["looped"])
+        return cls(**{**values, "order": order, "transfers": transfers, "looped": looped})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -40,12 +40,14 @@ class Buffer:
       label: for people, `"params['conv1']['kernel'] f32[3,3,64,64]"`.
       movable: whether a transfer can carry it: plain bytes, and on several devices split into equal
         shards in a way that is known before compiling.
+      slices: of a stack: how many equal slices one loop makes and another reads in reverse.
     """
 
     nbytes: int
     kind: Kind
     label: str
     movable: bool = True
+    slices: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

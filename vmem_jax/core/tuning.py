@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Collection
 
 from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.looped import simulate_plan
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import simulate
 
 _MOST = 8.0
 """The factor, or its inverse, beyond which it is not the times of these steps that are wrong."""
@@ -63,7 +63,7 @@ def agree(program: Program, costs: Costs, plan: Plan, seconds: float) -> Costs:
     Raises:
       ValueError: `seconds` or the plan's prediction are not positive.
     """
-    total = lambda costs: simulate(program, plan.order, costs, plan.transfers).seconds
+    total = lambda costs: simulate_plan(program, plan, costs).seconds
     predicted = total(costs)
     if not (seconds > 0 and predicted > 0):
         raise ValueError(f"a step of {predicted} s by prediction and {seconds} s by the clock.")

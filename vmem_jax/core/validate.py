@@ -6,6 +6,7 @@ a mistake in one is caught by the other.
 
 from __future__ import annotations
 
+from vmem_jax.core.looped import stacks, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 
@@ -53,8 +54,18 @@ def violations(program: Program, plan: Plan) -> list[str]:
     stand there again; steps with effects keep their traced order; a donated input is not read after
     the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
     read nor made again while it is away; a hosted input that is read comes once, before its first
-    read, and a hosted output that is made leaves once, after that.
+    read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
+    its loops run once.
     """
+    for i, b in enumerate(plan.looped):
+        name = f"looped buffer {b}"
+        if not 0 <= b < len(program.buffers):
+            return [f"{name} of {len(program.buffers)}"]
+        if b not in stacks(program):
+            return [f"{name} ({program.buffers[b].label}) is no stack that can move by slices"]
+        if b in plan.looped[:i] or not plan.fenced:
+            return [f"{name} is looped twice" if plan.fenced else f"{name}: no fences"]
+    program = with_looped(program, plan.looped)
     broken = []
     made = set(program.inputs)
     ran: set[int] = set()

@@ -10,17 +10,20 @@ offered back, dearest first. Where few values can be dropped at all, every choic
 Where values can be moved, the same search also runs behind what hides under compute (`parking`),
 and once with everything moved, which is what is left where nothing else fits. A mixed-integer program
 gives further plans to choose from, and a bound that spares the search where it is reached (`bound`).
-The best of all is taken by `simulate`.
+And all of that is done again with more and more stacks looped (`core.looped`), those that hide in
+their loops first. The best of all is taken by `simulate`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs, Link
+from vmem_jax.core.looped import costs_with_looped, stacks, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
@@ -30,6 +33,9 @@ from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place, rank
+
+_LOOPINGS = 8
+"""Choices of stacks to loop that are tried, where there are so many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Auto(AbstractPolicy):
       offers: how often dropped values are offered back.
       exhaustive: up to so many values that can be dropped, every choice is tried.
       parts: of what hides under compute, how much to move.
-      least_move: values below this share of all temporaries are not moved.
+      least_move: values below this share of all temporaries are neither moved nor looped.
       close: within this factor of the bound of what moves nothing, no better such plan is searched.
     """
 
@@ -56,11 +62,23 @@ class Auto(AbstractPolicy):
     close: float = 1.001
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        best = self._timeline(program, costs, budget)
+        looped: tuple[int, ...] = ()
+        if budget is not None and "offload" in self.allow and costs.link is not None:
+            for some in _loopings(program, costs, self.least_move):
+                less = with_looped(program, some)
+                found = self._timeline(less, costs_with_looped(program, some, costs), budget)
+                if rank(found, budget)[:2] < rank(best, budget)[:2]:  # a lower peak is no reason
+                    best, looped = found, some
+        return finish(self.name, program, best, budget, looped=looped)
+
+    def _timeline(self, program: Program, costs: Costs, budget: int | None) -> Timeline:
+        """The best timeline, for what is looped already."""
         canonical = canonical_order(program)
         base = lower_order(program, costs, canonical)
         best = simulate(program, base, costs)
         if budget is None or best.peak <= budget:
-            return finish(self.name, program, best, budget)
+            return best
         attempt = lambda parks, share: self._attempt(program, costs, base, budget, parks, share)
         shares: Sequence[float] = self.shares
         if "recompute" in self.allow:
@@ -94,7 +112,7 @@ class Auto(AbstractPolicy):
             timeline = place(program, run.order, run.away, costs, budget)
             timeline = without_idle_moves(program, timeline, costs, budget)
             best = _better(best, timeline, budget)
-        return finish(self.name, program, best, budget)
+        return best
 
     def _attempt(
         self,
@@ -119,6 +137,23 @@ class Auto(AbstractPolicy):
         run = Execution(program, costs, base, search.drops, parks=parks)
         timeline = place(program, run.order, run.away, costs, budget)
         return without_idle_moves(program, timeline, costs, budget)
+
+
+def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, ...]]:
+    """The choices of stacks to loop: more and more of them, those that hide in their loops first."""
+    nbytes = [
+        0 if held else b.nbytes
+        for held, b in zip(program.is_resident, program.buffers, strict=True)
+    ]
+    large = [b for b in stacks(program) if nbytes[b] >= share * sum(nbytes)]
+    every = sorted(large, key=lambda b: (-nbytes[b], b))
+    hidden: tuple[int, ...] = ()
+    for b in every:
+        if costs_with_looped(program, (*hidden, b), costs).seconds == costs.seconds:
+            hidden = (*hidden, b)
+    ranked = (*hidden, *(b for b in every if b not in hidden))
+    counts = {math.ceil(len(ranked) * n / _LOOPINGS) for n in range(1, _LOOPINGS + 1)} - {0}
+    return [ranked[:count] for count in sorted(counts)]
 
 
 def _every_choice(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.looped import with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind, simulate
@@ -28,9 +29,19 @@ class AbstractPolicy(abc.ABC):
 
 
 def finish(
-    policy: str, program: Program, timeline: Timeline, budget: int | None, fenced: bool = True
+    policy: str,
+    program: Program,
+    timeline: Timeline,
+    budget: int | None,
+    fenced: bool = True,
+    looped: tuple[int, ...] = (),
 ) -> Plan:
-    """The plan of `timeline`, or BudgetError if its peak is over `budget`."""
+    """The plan of `timeline`, or BudgetError if its peak is over `budget`.
+
+    Args:
+      program: without anything looped.
+      timeline: with `looped`.
+    """
     plan = Plan(
         program=program.fingerprint,
         policy=policy,
@@ -40,9 +51,10 @@ def finish(
         predicted_peak=timeline.peak,
         predicted_seconds=timeline.seconds,
         transfers=timeline.transfers,
+        looped=looped,
     )
     if budget is not None and timeline.peak > budget:
-        raise cannot_fit(policy, program, timeline, budget, plan)
+        raise cannot_fit(policy, with_looped(program, looped), timeline, budget, plan)
     return plan
 
 

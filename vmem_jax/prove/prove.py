@@ -16,9 +16,9 @@ from typing import Any
 from absl import logging
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.looped import simulate_plan, with_looped
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
 from vmem_jax.policy.keep import Keep
@@ -87,7 +87,7 @@ def prove(
         start = time.perf_counter()
         last = len(attempts) == MOST_COMPILES - 1
         plan: Plan | None = None
-        if last and means.link is not None and any(a.plan.transfers for a in attempts):
+        if last and means.link is not None and any(a.plan.moves for a in attempts):
             # what moves is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
                 still = dataclasses.replace(means, link=None)
@@ -100,7 +100,7 @@ def prove(
             # compiler may pack better than predicted, and it tells the true lowest peak.
             lowest = error.lowest_plan
             if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
-                if means.link is None or not any(a.plan.transfers for a in attempts):
+                if means.link is None or not any(a.plan.moves for a in attempts):
                     break
                 means, target = dataclasses.replace(means, link=None), budget
                 continue
@@ -134,7 +134,7 @@ def prove(
 
 
 def _same(a: Plan, b: Plan) -> bool:
-    return (a.order, a.transfers) == (b.order, b.transfers)
+    return (a.order, a.transfers, a.looped) == (b.order, b.transfers, b.looped)
 
 
 def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:
@@ -160,7 +160,8 @@ def _cannot_fit(
         except BudgetError as error:
             return error
     lowest = min(attempts, key=lambda a: a.need)
-    timeline = simulate(program, lowest.plan.order, costs, lowest.plan.transfers)
+    timeline = simulate_plan(program, lowest.plan, costs)
+    program = with_looped(program, lowest.plan.looped)
     return BudgetError(
         policy=policy.name,
         budget=budget,

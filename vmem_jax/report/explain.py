@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.looped import costs_with_looped, simulate_plan, with_looped
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
@@ -177,7 +178,10 @@ def explain(
     tuning: Tuning | None = None,
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
-    timeline = simulate(program, plan.order, costs, plan.transfers)
+    plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
+    timeline = simulate_plan(program, plan, costs)
+    costs = costs_with_looped(program, plan.looped, costs)
+    program = with_looped(program, plan.looped)
     again: dict[int, int] = {}
     for s in plan.recomputed:
         again[s] = again.get(s, 0) + 1
@@ -205,7 +209,7 @@ def explain(
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,
-        plain_seconds=simulate(program, range(len(program.steps)), costs).seconds,
+        plain_seconds=plain_seconds,
         rows=tuple(
             LayerRow(layer, int(kept), int(made), seconds)
             for layer, (kept, made, seconds) in rows.items()

@@ -9,6 +9,8 @@ from vmem_jax.capture.capture import Captured
 from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.rewrite.calls import Calls
+from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.transfers import Transfers
 from vmem_jax.transfer.transport import AbstractTransport
 
@@ -43,14 +45,16 @@ class _Rewriter:
         self.done: dict[tuple, list[Var]] = {}  # (equation, inputs) -> results, to emit once
         self.equations: list[JaxprEqn] = []
         self.transfers: Transfers | None = None
+        self.loops: Loops | None = None
         self.invars = list(self.opened.invars)
-        if plan.transfers or self.program.hosted:
-            self.transfers = Transfers(
-                captured, plan, transport, self.equations.append, self.current
-            )
+        if plan.moves or self.program.hosted:
+            calls = Calls(self.equations.append)
+            self.transfers = Transfers(captured, plan, transport, calls, self.current)
             for b in set(self.program.hosted) & set(self.program.inputs):
                 self.invars[b] = compat.new_var(compat.in_host_memory(self.invars[b].aval))
                 self.transfers.lies_in_host_memory(b, self.invars[b])
+            if plan.looped:
+                self.loops = Loops(captured, plan, transport, calls)
 
     def run(self) -> ClosedJaxpr:
         at = {}
@@ -101,7 +105,9 @@ class _Rewriter:
             invars = [read(a) for a in eqn.invars]
             key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
             outs = None if eqn.effects else self.done.get(key)
-            if outs is None:
+            if self.loops is not None and self.loops.has(eqn):
+                outs = self.loops.emit(eqn, invars)
+            elif outs is None:
                 outs = [compat.new_var(v.aval) for v in eqn.outvars]
                 self.done[key] = outs
                 self.equations.append(eqn.replace(invars=invars, outvars=outs))
@@ -116,7 +122,7 @@ class _Rewriter:
             return
         held = [self.variables[b] for b in buffers]
         invars = [self.current[v] for v in held]
-        outs = [compat.new_var(v.aval) for v in held]
+        outs = [compat.new_var(v.aval) for v in invars]  # of a looped stack that is its token
         self.equations.append(
             compat.new_equation(
                 lax.optimization_barrier_p, invars, outs, {}, self.opened.eqns[like]

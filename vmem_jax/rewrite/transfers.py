@@ -8,37 +8,50 @@ one position share their barriers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
-from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
 from vmem_jax.core.fences import spines
+from vmem_jax.core.looped import EXTRA
 from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Program
-from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+from vmem_jax.jax_compat import JaxprEqn, Var
+from vmem_jax.rewrite.calls import Calls
 from vmem_jax.transfer.layout import Layout, Parked
 from vmem_jax.transfer.memory_kinds import MemoryKinds
 from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 
 
 def layout_of(program: Program, plan: Plan) -> Layout:
-    """The host memory of `plan`: one slot a transfer, taken from `start` to `back`."""
-    return Layout.of(
-        [
-            Parked(program.buffers[t.buffer].nbytes, t.start, t.back)
-            for t in plan.transfers
-            if t.buffer not in program.hosted  # their host memory is the caller's
-        ]
-    )
+    """The host memory of `plan`.
+
+    One slot a transfer, taken from `start` to `back`, but for those of hosted buffers, whose host
+    memory is the caller's; then one a looped stack, as deep as the loop is long, taken from the loop
+    that makes it to the loop that reads it.
+    """
+    slots = [
+        Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in parked(program, plan)
+    ]
+    for b in plan.looped:
+        buffer, [reader] = program.buffers[b], program.readers[b]
+        first, last = plan.order.index(program.producer[b]), plan.order.index(reader)
+        slots.append(
+            Parked(buffer.nbytes // buffer.slices, first, last, depth=buffer.slices + EXTRA)
+        )
+    return Layout.of(slots)
 
 
 def parked(program: Program, plan: Plan) -> tuple[Transfer, ...]:
     """The transfers of `plan` that need host memory of their own, in the order of their slots."""
     return tuple(t for t in plan.transfers if t.buffer not in program.hosted)
+
+
+def parks(program: Program, plan: Plan) -> bool:
+    """Whether `plan` needs host memory of its own."""
+    return bool(parked(program, plan) or plan.looped)
 
 
 class Transfers:
@@ -47,7 +60,7 @@ class Transfers:
     Args:
       transport: the way that the bytes go; None if only hosted inputs and outputs do. Those go by
         XLA's own copies always, since XLA owns their memory.
-      emit: takes an equation for the rewritten jaxpr.
+      calls: emits into the rewritten jaxpr.
       current: the variable that holds each captured value now; changed where a buffer comes back.
     """
 
@@ -56,11 +69,11 @@ class Transfers:
         captured: Captured,
         plan: Plan,
         transport: AbstractTransport | None,
-        emit: Callable[[JaxprEqn], None],
+        calls: Calls,
         current: dict[Var, Var],
     ) -> None:
         program = captured.program
-        self._plan, self._emit = plan, emit
+        self._plan, self._calls = plan, calls
         streams = MemoryKinds(Layout((), 0))
         slots = {t: slot for slot, t in enumerate(parked(program, plan))}
         if slots and transport is None:
@@ -74,7 +87,10 @@ class Transfers:
         self._shards = captured.shards
         self._held: dict[int, Var] = {}  # transfer -> what its last point returned
         self._at = points_at(program, plan.transfers)
-        between = lambda p: {t.buffer for t in plan.transfers if t.start <= p <= t.back}
+        between = lambda p: {
+            *plan.looped,
+            *(t.buffer for t in plan.transfers if t.start <= p <= t.back),
+        }
         self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
         self._streamed_out = program.streamed_out
 
@@ -89,7 +105,7 @@ class Transfers:
         """Hosted input `b` is a result, too, and is said to be one in host memory."""
         v = self._variables[b]
         way = MemoryKinds(Layout((), 0))
-        self.hosted[v] = self._bind(lambda x: way.start(x, slot=0), [self.hosted[v]], like)
+        self.hosted[v] = self._calls.bind(lambda x: way.start(x, slot=0), [self.hosted[v]], like)[0]
 
     def before(self, position: int, like: JaxprEqn) -> None:
         """Emits what the plan has before the step at `position`, where `like` stands."""
@@ -119,22 +135,23 @@ class Transfers:
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
-        return self._bind(lambda x: way.start(x, **how), [self._of(t)], like)
+        return self._calls.bind(lambda x: way.start(x, **how), [self._of(t)], like)[0]
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
         call = lambda x, held: way.gone(x, held, **how)
-        return self._bind(call, [self._of(t), self._held[i]], like)
+        return self._calls.bind(call, [self._of(t), self._held[i]], like)[0]
 
     def _fetch(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
         aval: Any = self._variables[t.buffer].aval
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        return self._bind(lambda held: way.fetch(held, shape, **how), [self._held[i]], like)
+        call = lambda held: way.fetch(held, shape, **how)
+        return self._calls.bind(call, [self._held[i]], like)[0]
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
-        return self._bind(lambda held: way.back(held, **how), [self._held[i]], like)
+        return self._calls.bind(lambda held: way.back(held, **how), [self._held[i]], like)[0]
 
     def _way(self, i: int) -> tuple[AbstractTransport, dict[str, Any]]:
         """The transport of transfer `i`, and what its points are told: the slot and the split."""
@@ -150,30 +167,6 @@ class Transfers:
         held = [self._held[i] for i in moved]
         # at the end of the order nothing runs that could be held
         behind = [self._variables[b] for b in self._spines.get(position, ())]
-        invars = [*held, *(self._current[v] for v in behind)]
-        outs = [compat.new_var(v.aval) for v in invars]
-        self._emit(compat.new_equation(lax.optimization_barrier_p, invars, outs, {}, like))
+        outs = self._calls.fence([*held, *(self._current[v] for v in behind)], like)
         self._held.update(zip(moved, outs, strict=False))
         self._current.update(zip(behind, outs[len(held) :], strict=True))
-
-    def _bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> Any:
-        """Emits the equations of `call` on `operands`; returns the variable of its result."""
-        avals = [_with_sharding(v.aval) for v in operands]
-        opened = compat.open_jaxpr(jax.make_jaxpr(call)(*avals))
-        here: dict[Var, Atom] = dict(zip(opened.invars, operands, strict=True))
-        read = lambda a: here[a] if isinstance(a, Var) else a
-        for eqn in opened.eqns:
-            outs = [compat.new_var(v.aval) for v in eqn.outvars]
-            here.update(zip(eqn.outvars, outs, strict=True))
-            self._emit(
-                eqn.replace(
-                    invars=[read(a) for a in eqn.invars], outvars=outs, source_info=like.source_info
-                )
-            )
-        return read(opened.outvars[0])
-
-
-def _with_sharding(aval: Any) -> jax.ShapeDtypeStruct:
-    """What to trace with for a value of `aval`; in explicit mode its type has a sharding."""
-    typed = not aval.sharding.mesh.empty
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding if typed else None)

@@ -53,7 +53,7 @@ def fetch_start(token: jax.Array, like: Any, *, arena: int, slot: int) -> jax.Ar
     """Begins to copy the last tensor parked in `slot` back; returns the buffer that it goes to.
 
     Args:
-      token: from its `offload_done`.
+      token: from its `offload_done`; in a loop, the tensor that was fetched before.
       like: an array or `jax.ShapeDtypeStruct` of the tensor's shape and dtype.
       arena: its id.
       slot: index in the arena's layout.
@@ -86,9 +86,18 @@ class Ffi(AbstractTransport):
         self.arena: Arena = Arena(layout, host_budget=host_budget)
         self._mesh = mesh
 
-    def start(self, x: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
+    def start(
+        self,
+        x: jax.Array,
+        *,
+        slot: int,
+        spec: PartitionSpec = WHOLE,
+        after: jax.Array | None = None,
+    ) -> jax.Array:
+        """As the interface has it; in a loop, `after` the last token of this slot."""
+        token = first_token() if after is None else after
         call = lambda x, token: offload_start(x, token, arena=self.arena.id, slot=slot)
-        return self._each(call, (spec, WHOLE), WHOLE)(x, first_token())
+        return self._each(call, (spec, WHOLE), WHOLE)(x, token)
 
     def gone(
         self, x: jax.Array, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE
@@ -104,12 +113,13 @@ class Ffi(AbstractTransport):
         slot: int,
         spec: PartitionSpec = WHOLE,
     ) -> jax.Array:
+        """As the interface has it; in a loop, `held` may be the tensor that was fetched before."""
         shape = like.shape
         if self._mesh is not None:
             shape = NamedSharding(self._mesh, spec).shard_shape(shape)
         shard = jax.ShapeDtypeStruct(shape, like.dtype)
         call = lambda token: fetch_start(token, shard, arena=self.arena.id, slot=slot)
-        return self._each(call, (WHOLE,), spec)(held)
+        return self._each(call, (spec if held.shape else WHOLE,), spec)(held)
 
     def back(self, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
         call = lambda buffer: fetch_done(buffer, arena=self.arena.id, slot=slot)

@@ -1,0 +1,81 @@
+"""looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop
+that reads them.
+
+Such a stack never exists on the device: of a looped one only the slices in flight do. So a Program
+with some of its stacks looped is again a Program, in which these buffers are smaller, and whose
+loops take at least as long as the link needs; policies, `simulate` and `validate` see nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Buffer, Program
+from vmem_jax.core.simulate import Timeline, simulate
+
+IN_FLIGHT = 2
+"""Slices on the device: the one that is made or read, and the one on its way."""
+
+EXTRA = 1
+"""Slices over the link beside those of the stack: the backward loop fetches one iteration ahead, and
+in its last iteration it fetches an empty one that the forward loop has parked first."""
+
+
+def stacks(program: Program) -> tuple[int, ...]:
+    """The buffers that can be looped."""
+    return tuple(
+        b
+        for b, buffer in enumerate(program.buffers)
+        if buffer.slices > IN_FLIGHT and buffer.movable and not program.is_resident[b]
+    )
+
+
+def slices_nbytes(buffer: Buffer) -> int:
+    """What goes over the link each way for a looped stack."""
+    return buffer.nbytes // buffer.slices * (buffer.slices + EXTRA)
+
+
+def with_looped(program: Program, looped: Collection[int]) -> Program:
+    """`program` as it is with the stacks of `looped` moved slice by slice."""
+    if not looped:
+        return program
+    buffers = list(program.buffers)
+    steps = list(program.steps)
+    for b in looped:
+        slice_nbytes = buffers[b].nbytes // buffers[b].slices
+        buffers[b] = dataclasses.replace(buffers[b], nbytes=IN_FLIGHT * slice_nbytes, movable=False)
+        for s in _loops(program, b):
+            steps[s] = dataclasses.replace(steps[s], pure=False)  # it pushes or pops
+    return dataclasses.replace(program, buffers=tuple(buffers), steps=tuple(steps))
+
+
+def costs_with_looped(program: Program, looped: Collection[int], costs: Costs) -> Costs:
+    """`costs` of that: a loop takes at least as long as its slices take on the link."""
+    if not looped:
+        return costs
+    if costs.link is None:
+        raise ValueError("there are looped stacks, but these costs have no link")
+    on_link = [0.0] * len(program.steps)
+    for b in looped:
+        nbytes = slices_nbytes(program.buffers[b])
+        writer, reader = _loops(program, b)
+        on_link[writer] += nbytes / costs.link.out
+        on_link[reader] += nbytes / costs.link.into
+    seconds = tuple(map(max, costs.seconds, on_link))
+    return dataclasses.replace(costs, seconds=seconds)
+
+
+def simulate_plan(program: Program, plan: Plan, costs: Costs) -> Timeline:
+    """`simulate` of a whole plan, with what it has looped. `program` and `costs` are without."""
+    less = with_looped(program, plan.looped)
+    costs = costs_with_looped(program, plan.looped, costs)
+    return simulate(less, plan.order, costs, plan.transfers)
+
+
+def _loops(program: Program, b: int) -> tuple[int, int]:
+    """The loop that makes stack `b`, and the one that reads it."""
+    [reader] = program.readers[b]
+    return program.producer[b], reader

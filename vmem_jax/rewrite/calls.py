@@ -1,0 +1,51 @@
+"""Calls of traced functions, and barriers, as equations of a jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+
+
+class Calls:
+    """Emits calls. Each takes the equation `like` in front of which it stands.
+
+    Args:
+      emit: takes an equation.
+    """
+
+    def __init__(self, emit: Callable[[JaxprEqn], None]) -> None:
+        self._emit = emit
+
+    def fence(self, values: Sequence[Var], like: JaxprEqn) -> list[Var]:
+        """One barrier over `values`; returns what stands for them from there on."""
+        outs = [compat.new_var(v.aval) for v in values]
+        self._emit(compat.new_equation(lax.optimization_barrier_p, values, outs, {}, like))
+        return outs
+
+    def bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> list[Any]:
+        """Emits the equations of `call` on `operands`; returns the variables of its results."""
+        avals = [_traceable(v.aval) for v in operands]
+        opened = compat.open_jaxpr(jax.make_jaxpr(call)(*avals))
+        here: dict[Var, Atom] = dict(zip(opened.invars, operands, strict=True))
+        read = lambda a: here[a] if isinstance(a, Var) else a
+        for eqn in opened.eqns:
+            outs = [compat.new_var(v.aval) for v in eqn.outvars]
+            here.update(zip(eqn.outvars, outs, strict=True))
+            self._emit(
+                eqn.replace(
+                    invars=[read(a) for a in eqn.invars], outvars=outs, source_info=like.source_info
+                )
+            )
+        return [read(a) for a in opened.outvars]
+
+
+def _traceable(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace with for a value of `aval`; in explicit mode its type has a sharding."""
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
