@@ -115,11 +115,16 @@ class Transfers:
             if not moved:
                 continue
             if point == 0:
-                self._held.update((i, self._of(self._plan.transfers[i])) for i in moved)
-            self._fence(moved, position, like)
-            if point == 0:
-                for i in moved:
+                # in front of a start only our own calls need a fence: XLA's own copies have no
+                # places that another tensor may still hold, and start where their source is made
+                starting = [i for i in moved if self._ways[i][0].fenced_behind]
+                self._held.update((i, self._of(self._plan.transfers[i])) for i in starting)
+                if starting:
+                    self._fence(starting, position, like)
+                for i in starting:
                     self._current[self._variables[self._plan.transfers[i].buffer]] = self._held[i]
+            else:
+                self._fence(moved, position, like)
             for i in moved:
                 self._held[i] = call(i, self._plan.transfers[i], like)
             # behind `back`, too: its place in host memory may be another tensor's from here on
