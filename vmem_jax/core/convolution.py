@@ -1,0 +1,139 @@
+"""Convolutions as values: what is convolved, and the ways to do it in micro-batches (no JAX here).
+
+The words are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is one
+call of the library on a part of the batch, a *configuration* is a list of them that covers the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+
+class Pass(enum.StrEnum):
+    """Which of the three kernels of a convolutional layer."""
+
+    FORWARD = "forward"
+    BACKWARD_DATA = "backward data"
+    BACKWARD_FILTER = "backward filter"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Convolution:
+    """One convolution y = w * x (cross-correlation), or the gradient to x or w of it.
+
+    The sizes are those of the layer, whichever pass this is: all three passes of a layer differ in
+    `which` alone. It is also the key by which measurements are kept.
+
+    Attributes:
+      which: what is computed: y (forward), the gradient to x (backward data) or to w.
+      dtype: of x, w and y: "float32", "bfloat16", "float16" or "float64".
+      strict: no tensor cores for float32 (XLA's precision HIGHEST); false where the dtype is another.
+      batch: samples, N.
+      features_in: channels of x, C.
+      features_out: channels of y, K.
+      size: spatial extents of x, one to three.
+      kernel: spatial extents of w.
+      strides: one for each spatial dimension, as all that follow.
+      padding: (before, after) of x.
+      dilation: of w.
+      groups: of channels; C for a depthwise convolution.
+      channels_last: the layout in memory, NHWC (w: KHWC) where true, NCHW (w: KCHW) where false.
+    """
+
+    which: Pass
+    dtype: str
+    strict: bool
+    batch: int
+    features_in: int
+    features_out: int
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    channels_last: bool = True
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """Spatial extents of y."""
+        return tuple(
+            (size + low + high - (dilation * (kernel - 1) + 1)) // stride + 1
+            for size, (low, high), dilation, kernel, stride in zip(
+                self.size, self.padding, self.dilation, self.kernel, self.strides, strict=True
+            )
+        )
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        """N, C, then space, whatever the layout."""
+        return (self.batch, self.features_in, *self.size)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        """K, C of one group, then space."""
+        return (self.features_out, self.features_in // self.groups, *self.kernel)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """N, K, then space."""
+        return (self.batch, self.features_out, *self.out)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions, the same for all three passes."""
+        return 2 * math.prod(self.y_shape) * math.prod(self.w_shape[1:])
+
+    def with_batch(self, batch: int) -> Convolution:
+        """The same convolution of another number of samples."""
+        return dataclasses.replace(self, batch=batch)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Micro:
+    """A micro-configuration: one call of the library on a part of the batch.
+
+    Attributes:
+      batch: samples.
+      engine: who does it: a global index of cuDNN's engines for this pass, or XLA where −1.
+      knobs: settings of that engine, pairs (type, value), sorted.
+      workspace: bytes that it needs while it runs.
+      seconds: what it takes; nan where it was not timed.
+    """
+
+    batch: int
+    engine: int
+    knobs: tuple[tuple[int, int], ...]
+    workspace: int
+    seconds: float
+
+
+XLA = -1
+"""The engine of a `Micro` that XLA's own convolution does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Configuration:
+    """A way to do a whole convolution: micro-configurations that run one after the other.
+
+    They share one workspace, so it is as large as the largest needs (µ-cuDNN, section III-A).
+    """
+
+    micros: tuple[Micro, ...]
+
+    @property
+    def batch(self) -> int:
+        """Samples of all together."""
+        return sum(m.batch for m in self.micros)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes."""
+        return max((m.workspace for m in self.micros), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Of all one after the other."""
+        return sum(m.seconds for m in self.micros)
