@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core/": (set(), {"core", "errors"}),
     "policy/": (set(), {"core", "policy", "errors"}),
     "policy/stages.py": ({"scipy"}, {"core"}),
+    "policy/workspace_division.py": ({"scipy"}, {"core", "policy", "errors"}),
     "errors.py": (set(), set()),
     "jax_compat.py": ({"jax"}, set()),
     "capture/": ({"jax", "numpy"}, {"core", "capture", "errors", "jax_compat"}),
