@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"core", "policy", "capture", "prove", "profile", "transfer", "errors", "jax_compat"},
     ),
     "profile/calibrate.py": (set(), {"core"}),
+    "profile/kept.py": ({"absl"}, set()),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
     "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),

@@ -1,7 +1,8 @@
 """Convolutions as values: what is convolved, and the ways to do it in micro-batches (no JAX here).
 
 The words are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is
-one call of the library on a part of the batch, a *configuration* is a list of them that covers the batch.
+one call of the library on a part of the batch, a *configuration* is a list of them that covers the
+batch.
 """
 
 from __future__ import annotations
