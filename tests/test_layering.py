@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "profile/calibrate.py": (set(), {"core"}),
     "profile/kept.py": ({"absl"}, set()),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
+    "conv/database.py": (set(), {"core", "profile"}),
+    "conv/profiler.py": ({"absl"}, {"core", "policy", "conv"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
     "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),
     "flax.py": ({"jax", "flax"}, {"arguments"}),
