@@ -18,7 +18,7 @@ BOTH = (
 
 
 def shown(table):
-    console = Console(width=150)
+    console = Console(width=180)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -36,10 +36,17 @@ def test_table():
 def test_totals():
     kernels = measured()
     chosen = divide([front(k.micros, 256) for k in kernels], 21 * 512 * MIB)
-    text = shown(totals_table([k.convolution for k in kernels], chosen))
-    assert "21 in all" in text and "121.689" in text and "10.42 GiB" in text
-    lines = [line for line in text.splitlines() if "channels of" in line]
-    assert len(lines) == 21 and "backward filter 3×3, 64 → 64" in lines[0]
+    found = dict(zip((k.convolution for k in kernels), chosen, strict=True))
+    lines = shown(totals_table(found)).splitlines()
+    rows = [line for line in lines if "channels of" in line]
+    assert len(rows) == 21 and "backward filter 3×3, 64 → 64" in rows[0]
+    last = next(line for line in lines if "largest and sum" in line)
+    assert " 21 " in last and "121.689" in last and "10.42 GiB" in last
+
+
+def test_totals_of_repeated_layers():
+    text = shown(totals_table({convolution(): BOTH[1]}, {convolution(): 3}))
+    assert "13.500" in text and "90.00 MiB, 270.00 MiB" in text
 
 
 @pytest.mark.parametrize("ending, begins", [("svg", b"<?xml"), ("png", b"\x89PNG")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -22,10 +22,9 @@ def configurations_table(
     for column in table.columns[2:]:
         column.justify = "right"
     for configuration in configurations:
-        runs = list(_runs(configuration))
         table.add_row(
-            " + ".join(f"{n} × {m.batch}" if n > 1 else str(m.batch) for m, n in runs),
-            ", ".join(_engine(m) for m, _ in runs),
+            _division(configuration),
+            ", ".join(_engine(m) for m, _ in _runs(configuration)),
             show_nbytes(configuration.workspace),
             f"{configuration.seconds * 1e3:.3f}",
             style="bold" if configuration == chosen else None,
@@ -34,23 +33,35 @@ def configurations_table(
 
 
 def totals_table(
-    convolutions: Sequence[Convolution], configurations: Sequence[Configuration]
+    chosen: Mapping[Convolution, Configuration], counts: Mapping[Convolution, int] | None = None
 ) -> Table:
-    """What was chosen for each convolution of a network, the longest first, and the sums."""
-    table = Table("convolution", "micro-batches", "workspace", "ms", show_footer=True)
-    for column in table.columns[2:]:
+    """What was chosen for each convolution of a network, those that take longest first, and the sums.
+
+    Args:
+      counts: how often the network has each; once where that is not said.
+    """
+    table = Table("convolution", "times", "micro-batches", "workspace", "ms", show_footer=True)
+    for column in (table.columns[1], *table.columns[3:]):
         column.justify = "right"
-    pairs = zip(convolutions, configurations, strict=True)
-    for convolution, chosen in sorted(pairs, key=lambda pair: -pair[1].seconds):
+    times = lambda c: 1 if counts is None else counts.get(c, 1)
+    for c in sorted(chosen, key=lambda c: -times(c) * chosen[c].seconds):
         table.add_row(
-            str(convolution),
-            " + ".join(f"{n} × {m.batch}" if n > 1 else str(m.batch) for m, n in _runs(chosen)),
-            show_nbytes(chosen.workspace),
-            f"{chosen.seconds * 1e3:.3f}",
+            str(c),
+            str(times(c)),
+            _division(chosen[c]),
+            show_nbytes(chosen[c].workspace),
+            f"{times(c) * chosen[c].seconds * 1e3:.3f}",
         )
-    table.columns[0].footer = f"{len(configurations)} in all"
-    table.columns[2].footer = show_nbytes(sum(c.workspace for c in configurations))
-    table.columns[3].footer = f"{sum(c.seconds for c in configurations) * 1e3:.3f}"
+    workspaces = [chosen[c].workspace for c in chosen for _ in range(times(c))]
+    footers = (
+        "largest and sum of workspaces, sum of times",
+        str(len(workspaces)),
+        "",
+        f"{show_nbytes(max(workspaces, default=0))}, {show_nbytes(sum(workspaces))}",
+        f"{sum(times(c) * chosen[c].seconds for c in chosen) * 1e3:.3f}",
+    )
+    for column, footer in zip(table.columns, footers, strict=True):
+        column.footer = footer
     return table
 
 
@@ -93,6 +104,12 @@ def plot(
     if engines:
         figure.legend(title="engine", loc="outside right upper")
     figure.savefig(path)
+
+
+def _division(configuration: Configuration) -> str:
+    """The micro-batches, as 4 × 60 + 16."""
+    runs = _runs(configuration)
+    return " + ".join(f"{n} × {m.batch}" if n > 1 else str(m.batch) for m, n in runs)
 
 
 def _runs(configuration: Configuration) -> Iterator[tuple[Micro, int]]:
