@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "capture/": ({"jax", "numpy"}, {"core", "capture", "errors", "jax_compat"}),
     "rewrite/": (
         {"jax", "numpy"},
-        {"core", "capture", "rewrite", "transfer", "errors", "jax_compat"},
+        {"core", "capture", "conv", "rewrite", "transfer", "errors", "jax_compat"},
     ),
     "prove/": ({"jax", "numpy", "absl"}, {"core", "policy", "prove", "errors", "jax_compat"}),
     "profile/": (

@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.conv.choices import choices_of
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
@@ -27,6 +28,7 @@ from vmem_jax.errors import (
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.options import MEANS, host_nbytes, means, policy_of, transport_of
 from vmem_jax.policy import AbstractPolicy
+from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, free_nbytes, total_nbytes
@@ -69,9 +71,10 @@ def jit(
       policy: one of `POLICIES`, by name or as an instance with its options. "keep" leaves the
         program untouched.
       allow: the means that a plan may use: "order" (exact residuals), "recompute", "offload" (to
-        pinned host memory, while other work runs), "stream" (arguments that lie in pinned host
-        memory come when they are read, and what takes their place in the state is returned there).
-        By default all that are of use here: "offload" on a GPU with measured times (`profile`).
+        pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
+        when they are read, and what takes their place in the state is returned there), "workspace"
+        (convolutions in micro-batches, so that they take less). By default all that are of use here:
+        "offload" on a GPU with measured times (`profile`); "workspace" only where it is named.
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
@@ -134,8 +137,7 @@ def jit(
         ),
         None if budget is None else parse_budget(budget),
         policy_of(policy, allow),
-        "offload" in (allow or ()),
-        "stream" in means(allow),
+        () if allow is None else means(allow),
         plan,
         host_nbytes(host_budget),
         transport_of(transport),
@@ -170,8 +172,7 @@ class BudgetedStep:
         sig: arguments.Signature,
         budget: int | float | str | None,
         policy: AbstractPolicy,
-        offload_asked: bool,
-        may_stream: bool,
+        asked: tuple[str, ...],
         plan: Plan | None,
         host_budget: int | None,
         transport: str,
@@ -184,8 +185,7 @@ class BudgetedStep:
         self._sig = sig
         self._budget = budget
         self._policy = policy
-        self._offload_asked = offload_asked
-        self._may_stream = may_stream
+        self._asked = asked
         self._plan = plan
         self._host_budget = host_budget
         self._transport = transport
@@ -313,7 +313,7 @@ class BudgetedStep:
                 avals,
                 traced.donated,
                 traced.hosted,
-                allowed=self._may_stream,
+                allowed="stream" in means(self._asked or None),
             )
             entry = self._make(traced, target, inlined)
             if self._tune and target is None and not inlined:
@@ -351,7 +351,7 @@ class BudgetedStep:
     def _make(self, traced: Traced, target: str | None, inlined: bool) -> Entry:
         program = traced.captured.program
         costs = self._costs(traced, target)
-        asked = self._offload_asked or (self._plan is not None and parks(program, self._plan))
+        asked = "offload" in self._asked or (self._plan is not None and parks(program, self._plan))
         transport, still = self._choose_transport(traced, costs, target, inlined, asked)
         if still and asked:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
@@ -363,6 +363,9 @@ class BudgetedStep:
             policy = Streaming(policy, costs.link, moves=not still)
         elif still:
             costs = dataclasses.replace(costs, link=None)
+        if "workspace" in self._asked and self._plan is None:
+            choices = choices_of(self._name, program, costs, target)
+            costs, policy = dataclasses.replace(costs, convolutions=choices), Convolving(policy)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target, transport)
         if self._plan is not None:

@@ -8,8 +8,8 @@ from vmem_jax.errors import parse_budget
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
 from vmem_jax.transfer.choice import TRANSPORTS
 
-MEANS = ("order", "recompute", "offload", "stream")
-"""What a plan may use. Convolutions and sub-batches will follow."""
+MEANS = ("order", "recompute", "offload", "stream", "workspace")
+"""What a plan may use. Sub-batches will follow."""
 
 
 def means(allow: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ import jax
 from absl import logging
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.looped import simulate_plan
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.tuning import Tuning, agree
 from vmem_jax.entry import Entry
 from vmem_jax.errors import BudgetError
@@ -180,7 +180,7 @@ def replan(
 
 
 def _schedule(plan: Plan) -> tuple:
-    return plan.order, plan.transfers, plan.looped, plan.fenced
+    return plan.order, plan.transfers, plan.looped, plan.convolutions, plan.fenced
 
 
 def _line(error: Exception) -> str:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import Class, aligned, class_of, flops, is_array, nbytes, workspace
 from vmem_jax.capture.shards import Shards, follow_shards
+from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -93,8 +95,9 @@ def capture(
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
         buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
 
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     steps = [
-        _step(kernel, phase, eqns, index, shards)
+        _step(kernel, phase, eqns, index, shards, maker)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
     in_host_memory = _hosted(hosted, opened.outvars, index, len(inputs))
@@ -173,6 +176,7 @@ def _step(
     eqns: Sequence[compat.JaxprEqn],
     index: dict[Var, int],
     shards: Shards,
+    maker: dict[Var, compat.JaxprEqn],
 ) -> Step:
     root = eqns[kernel.root]
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
@@ -204,7 +208,17 @@ def _step(
         in_place=tuple(in_place),
         layer=layer_of(root),
         source=compat.user_line(root),
+        convolution=_convolution(root, maker) if shards.device_count == 1 else None,
     )
+
+
+def _convolution(root: compat.JaxprEqn, maker: dict[Var, compat.JaxprEqn]) -> Convolution | None:
+    """What `root` convolves, if it does and a library may do it."""
+    if root.primitive.name != "conv_general_dilated":
+        return None
+    kernel = root.invars[1]
+    matched = match(root, None if isinstance(kernel, compat.Literal) else maker.get(kernel))
+    return None if matched is None else matched.convolution
 
 
 def _hosted(

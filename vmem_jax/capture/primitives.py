@@ -108,6 +108,7 @@ def _scan_flops(eqn: JaxprEqn) -> int:
 
 _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "conv_general_dilated": _conv_flops,
+    "micro_convolution": lambda eqn: eqn.params["convolution"].flops,
     "dot_general": _dot_flops,
     "reduce_window_max": _window_flops,
     "reduce_window_sum": _window_flops,
@@ -185,11 +186,14 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
 
 
 def workspace(eqn: JaxprEqn) -> int:
-    """Bytes that live only inside an opaque equation: the peak of its largest inner jaxpr.
+    """Bytes that live only inside an opaque equation: the peak of its largest inner jaxpr, or what a
+    convolution in micro-batches was given.
 
     Scan stacks its residuals in outputs, which are counted as buffers; what remains is one
     iteration's own values.
     """
+    if eqn.primitive.name == "micro_convolution":
+        return eqn.params["configuration"].workspace
     return max((_inner_peak(jaxpr) for jaxpr in inner_jaxprs(eqn)), default=0)
 
 

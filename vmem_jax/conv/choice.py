@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 import jax
+import jax.numpy as jnp
 
 from vmem_jax.conv.slices import layouts, roles, whole
-from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.core.costs import machine_for
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes, reuse
 
@@ -29,11 +31,12 @@ def choose(convolution: Convolution, limit: int | None) -> Configuration:
     """
     if limit is None:
         return undivided(convolution)
-    micros = []
+    micros = [by_xla(convolution)]
     for batch in batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO):
-        micros.append(by_xla(convolution.with_batch(batch)))
-        if micros[-1].workspace <= limit and convolution.batch % batch == 0:
+        if micros[-1].workspace <= limit and convolution.batch % micros[-1].batch == 0:
             break  # smaller ones take longer
+        if batch < convolution.batch:
+            micros.append(slice_by_xla(convolution.with_batch(batch)))
     return reuse(convolution, micros, limit)
 
 
@@ -44,12 +47,34 @@ def by_xla(convolution: Convolution) -> Micro:
     Its workspace is what XLA takes beside operands and result when it compiles the convolution alone
     for the default device; its seconds are the roofline's.
     """
-    shapes = layouts(convolution)
-    first, second, _ = roles(convolution.which)
-    operands = [jax.ShapeDtypeStruct(shapes[r], convolution.dtype) for r in (first, second)]
+    operands = [
+        jax.ShapeDtypeStruct(shape, convolution.dtype) for shape in _shapes(convolution)[:2]
+    ]
     compiled = jax.jit(functools.partial(whole, convolution)).lower(*operands).compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "CPU and GPU compilers of every supported version say it"
     machine = machine_for(jax.devices()[0].device_kind)
     seconds = machine.convolution_seconds(convolution)
     return Micro(convolution.batch, XLA, (), memory.temp_size_in_bytes, seconds)
+
+
+def slice_by_xla(convolution: Convolution) -> Micro:
+    """The same where it is a part of a larger batch: the slices are there as well, copied."""
+    micro = by_xla(convolution)
+    lhs, rhs, out = (
+        math.prod(shape) * jnp.dtype(convolution.dtype).itemsize for shape in _shapes(convolution)
+    )
+    if convolution.which == Pass.BACKWARD_FILTER:  # the part and the sum so far, in float32
+        wide = (
+            max(4, jnp.dtype(convolution.dtype).itemsize) // jnp.dtype(convolution.dtype).itemsize
+        )
+        copies = wide * (lhs + rhs + 2 * out)
+    else:
+        copies = lhs + out
+    return dataclasses.replace(micro, workspace=micro.workspace + copies)
+
+
+def _shapes(convolution: Convolution) -> list[tuple[int, ...]]:
+    """Of both operands and the result."""
+    shapes = layouts(convolution)
+    return [shapes[role] for role in roles(convolution.which)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.primitives import inner_jaxprs
-from vmem_jax.conv.match import match
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.jax_compat import Literal, open_jaxpr
 

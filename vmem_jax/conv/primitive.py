@@ -34,7 +34,7 @@ def micro_convolution(
     """One pass of a convolution, micro-batch after micro-batch.
 
     Forward takes x and w and returns y; backward data takes the gradient to y, and w, and returns
-    that to x; backward filter takes x, and the gradient to y, and returns that to w. With channels last
+    that to x; backward filter takes x, and the gradient to y, and returns that to w. Channels last,
     x is (N, *size, C), w (K, *kernel, C / groups) and y (N, *out, K), else (N, C, *size) and so on.
     All are of `convolution.dtype`; gradients to w are summed over micro-batches in float32 at least.
 

@@ -79,6 +79,8 @@ def in_slices(
     out = jnp.zeros(layouts(convolution)[roles(convolution.which)[2]], dtype)
     first = 0
     for micro in configuration.micros:
+        if first:
+            out, lhs, rhs = lax.optimization_barrier((out, lhs, rhs))
         part = convolution.with_batch(micro.batch)
         take = lambda a, start=first, size=micro.batch: lax.slice_in_dim(a, start, start + size)
         if sums:
@@ -87,5 +89,4 @@ def in_slices(
         else:
             out = lax.dynamic_update_slice_in_dim(out, whole(part, take(lhs), rhs), first, 0)
         first += micro.batch
-        out, lhs, rhs = lax.optimization_barrier((out, lhs, rhs))
     return out.astype(lhs.dtype)

@@ -150,6 +150,11 @@ class Configuration:
         return sum(m.batch for m in self.micros)
 
     @property
+    def is_xlas(self) -> bool:
+        """Whether it is XLA's own convolution, as it stands in the step."""
+        return [m.engine for m in self.micros] == [XLA]
+
+    @property
     def workspace(self) -> int:
         """Bytes."""
         return max((m.workspace for m in self.micros), default=0)

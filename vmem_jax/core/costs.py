@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.convolution import Configuration, Convolution
 from vmem_jax.core.program import Program, Step
 
 _UNALIGNED = 10
@@ -45,7 +45,7 @@ class Machine:
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch."""
         rate = self.flops.get(step.dtype, self.flops[""])
-        if step.op == "conv_general_dilated":
+        if step.op in ("conv_general_dilated", "micro_convolution"):
             rate = self.convolutions.get(step.dtype, rate)
         if not step.aligned:
             rate /= _UNALIGNED
@@ -100,6 +100,8 @@ class Costs:
       sources: where each step's seconds come from; empty where all are the roofline's.
       error: median relative error of the calibrated roofline on the measured steps, each predicted
         from the others; None where nothing was measured, or too little to tell.
+      convolutions: for steps that are convolutions what can do them, XLA's own first; empty where
+        that is not known, or not wanted.
     """
 
     machine: str
@@ -107,6 +109,7 @@ class Costs:
     link: Link | None = None
     sources: tuple[Source, ...] = ()
     error: float | None = None
+    convolutions: Mapping[int, tuple[Configuration, ...]] = dataclasses.field(default_factory=dict)
 
 
 def analytic(program: Program, machine: Machine) -> Costs:

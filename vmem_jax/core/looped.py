@@ -12,9 +12,7 @@ import dataclasses
 from collections.abc import Collection
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Buffer, Program
-from vmem_jax.core.simulate import Timeline, simulate
 
 IN_FLIGHT = 2
 """Slices on the device: the one that is made or read, and the one on its way."""
@@ -66,13 +64,6 @@ def costs_with_looped(program: Program, looped: Collection[int], costs: Costs) -
         on_link[reader] += nbytes / costs.link.into
     seconds = tuple(map(max, costs.seconds, on_link))
     return dataclasses.replace(costs, seconds=seconds)
-
-
-def simulate_plan(program: Program, plan: Plan, costs: Costs) -> Timeline:
-    """`simulate` of a whole plan, with what it has looped. `program` and `costs` are without."""
-    less = with_looped(program, plan.looped)
-    costs = costs_with_looped(program, plan.looped, costs)
-    return simulate(less, plan.order, costs, plan.transfers)
 
 
 def _loops(program: Program, b: int) -> tuple[int, int]:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vmem_jax.core.convolution import Configuration, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 3
+FORMAT = 4
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -68,7 +69,10 @@ class Plan:
       predicted_seconds: seconds of one step, as `simulate` gave it.
       transfers: what waits in host memory, and when.
       looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop
-        that reads them. `predicted_*` are those of `core.looped.with_looped`.
+        that reads them.
+      convolutions: steps that are convolutions, each with what does it. One that is not there is
+        XLA's own, of a workspace that is not known. `predicted_*` are those of
+        `core.planned.planned_program`.
     """
 
     program: str
@@ -80,11 +84,17 @@ class Plan:
     predicted_seconds: float
     transfers: tuple[Transfer, ...] = ()
     looped: tuple[int, ...] = ()
+    convolutions: tuple[tuple[int, Configuration], ...] = ()
 
     @property
     def moves(self) -> bool:
         """Whether anything waits in host memory, so that there is an arena."""
         return bool(self.transfers or self.looped)
+
+    @property
+    def divided(self) -> tuple[tuple[int, Configuration], ...]:
+        """The convolutions that are not XLA's own."""
+        return tuple((s, way) for s, way in self.convolutions if not way.is_xlas)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -101,6 +111,8 @@ class Plan:
         budget = "no budget" if self.budget is None else f"budget {show_nbytes(self.budget)}"
         moved = f", {len(self.transfers)} buffers moved" if self.transfers else ""
         moved += f", {len(self.looped)} stacks moved by slices" if self.looped else ""
+        convolutions = len(self.divided)
+        moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -108,7 +120,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         transfers = [dataclasses.astuple(t) for t in self.transfers]
         return json.dumps(
             {
@@ -117,6 +129,10 @@ class Plan:
                 "order": list(self.order),
                 "transfers": transfers,
                 "looped": list(self.looped),
+                "convolutions": [
+                    [s, [dataclasses.astuple(m) for m in configuration.micros]]
+                    for s, configuration in self.convolutions
+                ],
             }
         )
 
@@ -170,13 +186,19 @@ class Plan:
                 for t in values["transfers"]
             ),
             "looped": isinstance(values["looped"], list) and all(map(is_int, values["looped"])),
+            "convolutions": isinstance(values["convolutions"], list)
+            and all(map(_is_configured, values["convolutions"])),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
             raise PlanError(f"`{name}` is damaged: {', '.join(wrong)} of the wrong type.")
         transfers = tuple(Transfer(*t) for t in values["transfers"])
         order, looped = tuple(values["order"]), tuple(values["looped"])
-        return cls(**{**values, "order": order, "transfers": transfers, "looped": looped})
+        convolutions = tuple(
+            (s, Configuration(tuple(map(_micro, micros)))) for s, micros in values["convolutions"]
+        )
+        parts = {"order": order, "transfers": transfers, "looped": looped}
+        return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -204,6 +226,24 @@ class Plan:
         broken = violations(program, self)
         if broken:
             raise PlanError(f"this plan is not valid for its step: {broken[0]}")
+
+
+def _is_configured(pair: Any) -> bool:
+    """Whether `pair` is a saved step and its configuration."""
+    try:
+        s, micros = pair
+        return type(s) is int and bool([_micro(m) for m in micros])
+    except (TypeError, ValueError):
+        return False
+
+
+def _micro(raw: Any) -> Micro:
+    """The saved micro-configuration `raw`. Raises TypeError or ValueError if it is none."""
+    batch, engine, knobs, workspace, seconds = raw
+    whole = (batch, engine, workspace, *(n for knob in knobs for n in knob))
+    if any(type(n) is not int for n in whole) or type(seconds) not in (int, float):
+        raise TypeError("a micro-configuration of other types")
+    return Micro(batch, engine, tuple((k, v) for k, v in knobs), workspace, seconds)
 
 
 def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -> Plan:

@@ -9,6 +9,8 @@ import hashlib
 import json
 from collections.abc import Iterator
 
+from vmem_jax.core.convolution import Convolution
+
 
 class Kind(enum.StrEnum):
     """What a buffer holds."""
@@ -71,6 +73,7 @@ class Step:
       layer: the user's layer, "VGG/stage1_conv2".
       source: the user's source line, "model.py:41".
       aligned: whether tensor cores take its shapes as they are.
+      convolution: what it convolves, where that can be done in micro-batches.
     """
 
     reads: tuple[int, ...]
@@ -88,6 +91,7 @@ class Step:
     layer: str
     source: str
     aligned: bool = True
+    convolution: Convolution | None = None
 
     @property
     def where(self) -> str:

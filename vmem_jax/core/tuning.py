@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Collection
 
 from vmem_jax.core.costs import Costs, Source
-from vmem_jax.core.looped import simulate_plan
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.program import Program
 
 _MOST = 8.0

@@ -6,8 +6,9 @@ a mistake in one is caught by the other.
 
 from __future__ import annotations
 
-from vmem_jax.core.looped import stacks, with_looped
+from vmem_jax.core.looped import stacks
 from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 
 
@@ -55,7 +56,7 @@ def violations(program: Program, plan: Plan) -> list[str]:
     the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
     read nor made again while it is away; a hosted input that is read comes once, before its first
     read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
-    its loops run once.
+    its loops run once; a configuration is of a convolution, and of all its samples.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
@@ -65,7 +66,25 @@ def violations(program: Program, plan: Plan) -> list[str]:
             return [f"{name} ({program.buffers[b].label}) is no stack that can move by slices"]
         if b in plan.looped[:i] or not plan.fenced:
             return [f"{name} is looped twice" if plan.fenced else f"{name}: no fences"]
-    program = with_looped(program, plan.looped)
+    for i, (s, configuration) in enumerate(plan.convolutions):
+        if not 0 <= s < len(program.steps):
+            return [f"a configuration is of step {s} of {len(program.steps)}"]
+        name = f"step {s} ({program.steps[s].where})"
+        convolution = program.steps[s].convolution
+        if convolution is None:
+            return [f"{name} has a configuration, but is no convolution that can be divided"]
+        if configuration.batch != convolution.batch or any(
+            m.batch <= 0 for m in configuration.micros
+        ):
+            return [
+                f"{name} has micro-batches of {configuration.batch} samples, and a batch of "
+                f"{convolution.batch}"
+            ]
+        if s in dict(plan.convolutions[:i]):
+            return [f"{name} has two configurations"]
+        if not plan.fenced and not configuration.is_xlas:
+            return [f"{name} has micro-batches in a plan without fences"]
+    program = planned_program(program, plan)
     broken = []
     made = set(program.inputs)
     ran: set[int] = set()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.looped import with_looped
 from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind, simulate
 from vmem_jax.errors import BudgetError, show_nbytes
@@ -54,7 +54,7 @@ def finish(
         looped=looped,
     )
     if budget is not None and timeline.peak > budget:
-        raise cannot_fit(policy, with_looped(program, looped), timeline, budget, plan)
+        raise cannot_fit(policy, planned_program(program, plan), timeline, budget, plan)
     return plan
 
 

@@ -11,8 +11,8 @@ import dataclasses
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs, Link
-from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import planned_costs, planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import BudgetError
@@ -59,7 +59,7 @@ class Streaming(AbstractPolicy):
                 return plan
             target -= timeline.peak - budget
         assert budget is not None
-        less = with_looped(program, plan.looped)
+        less = planned_program(program, plan)
         raise cannot_fit(plan.policy, less, timeline, budget, plan)
 
     def _streamed(
@@ -69,8 +69,8 @@ class Streaming(AbstractPolicy):
         away = [Away(t.buffer, t.start, t.back) for t in plan.transfers]
         limit = sum(b.nbytes for b in program.buffers) if budget is None else budget
         costs = dataclasses.replace(costs, link=self.link)
-        costs = costs_with_looped(program, plan.looped, costs)
-        program = with_looped(program, plan.looped)
+        costs = planned_costs(program, plan, costs)
+        program = planned_program(program, plan)
         timeline = stream(program, plan.order, away, costs, limit)
         streamed = dataclasses.replace(
             plan,

@@ -2,7 +2,7 @@
 
 Only the compiler knows the peak. At most four compiles, typically one or two; the fastest by
 prediction that fits is kept, and nothing over the budget is ever returned. If plans that move
-buffers do not fit, the last try moves none.
+buffers or divide convolutions do not fit, the last try does neither.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from absl import logging
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.looped import simulate_plan, with_looped
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
@@ -87,12 +87,11 @@ def prove(
         start = time.perf_counter()
         last = len(attempts) == MOST_COMPILES - 1
         plan: Plan | None = None
-        if last and means.link is not None and any(a.plan.moves for a in attempts):
-            # what moves is packed worse than predicted here: the last try goes without, if it can
+        if last and _fewer(means) != means and any(map(_uses_more, attempts)):
+            # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
-                still = dataclasses.replace(means, link=None)
-                plan = policy.plan(program, still, budget)
-                means, target = still, budget
+                plan = policy.plan(program, _fewer(means), budget)
+                means, target = _fewer(means), budget
         try:
             plan = plan or policy.plan(program, means, target)
         except BudgetError as error:
@@ -100,9 +99,9 @@ def prove(
             # compiler may pack better than predicted, and it tells the true lowest peak.
             lowest = error.lowest_plan
             if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
-                if means.link is None or not any(a.plan.moves for a in attempts):
+                if _fewer(means) == means or not any(map(_uses_more, attempts)):
                     break
-                means, target = dataclasses.replace(means, link=None), budget
+                means, target = _fewer(means), budget
                 continue
             plan = lowest
         seconds = time.perf_counter() - start
@@ -133,8 +132,19 @@ def prove(
     return (*(a for a in attempts if a is not best), best)
 
 
+def _fewer(means: Costs) -> Costs:
+    """What is left to plan with, where nothing moves and every convolution is XLA's own."""
+    return dataclasses.replace(means, link=None, convolutions={})
+
+
+def _uses_more(attempt: Attempt) -> bool:
+    """Whether its plan uses what is left out then."""
+    return attempt.plan.moves or bool(attempt.plan.convolutions)
+
+
 def _same(a: Plan, b: Plan) -> bool:
-    return (a.order, a.transfers, a.looped) == (b.order, b.transfers, b.looped)
+    facts = lambda plan: (plan.order, plan.transfers, plan.looped, plan.convolutions)
+    return facts(a) == facts(b)
 
 
 def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:
@@ -161,7 +171,7 @@ def _cannot_fit(
             return error
     lowest = min(attempts, key=lambda a: a.need)
     timeline = simulate_plan(program, lowest.plan, costs)
-    program = with_looped(program, lowest.plan.looped)
+    program = planned_program(program, lowest.plan)
     return BudgetError(
         policy=policy.name,
         budget=budget,

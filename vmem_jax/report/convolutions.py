@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.table import Table
 
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
 from vmem_jax.errors import show_nbytes
 
 
@@ -28,6 +30,27 @@ def configurations_table(
             show_nbytes(configuration.workspace),
             f"{configuration.seconds * 1e3:.3f}",
             style="bold" if configuration == chosen else None,
+        )
+    return table
+
+
+def steps_table(program: Program, plan: Plan) -> Table:
+    """What does each convolution of `plan`, in the order in which they run first."""
+    table = Table("layer", "pass", "by", "micro-batches", "workspace", "ms", title="convolutions")
+    for column in table.columns[4:]:
+        column.justify = "right"
+    ways = dict(plan.convolutions)
+    for s in dict.fromkeys(plan.order):
+        convolution, way = program.steps[s].convolution, ways.get(s)
+        if convolution is None or way is None:
+            continue
+        table.add_row(
+            program.steps[s].layer or program.steps[s].source or "(no layer)",
+            convolution.which.value,
+            "XLA" if way.is_xlas else ", ".join(_engine(m) for m, _ in _runs(way)),
+            _division(way),
+            show_nbytes(way.workspace),
+            f"{way.seconds * 1e3:.3f}",
         )
     return table
 

@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from vmem_jax.core.costs import Costs, Source
-from vmem_jax.core.looped import costs_with_looped, simulate_plan, with_looped
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import planned_costs, planned_program, simulate_plan
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
 from vmem_jax.policy.bound import Bound, lower_bound
+from vmem_jax.report.convolutions import steps_table
 from vmem_jax.report.trace import chrome_trace, predicted, save
 
 
@@ -162,6 +163,8 @@ class Explanation:
         out = io.StringIO()
         console = Console(file=out, width=120)
         console.print(self.table())
+        if self.plan.convolutions:
+            console.print(steps_table(self.program, self.plan))
         console.print(self.summary(), markup=False, highlight=False)
         return out.getvalue()
 
@@ -180,8 +183,8 @@ def explain(
     """The explanation of `plan` for `program`."""
     plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
     timeline = simulate_plan(program, plan, costs)
-    costs = costs_with_looped(program, plan.looped, costs)
-    program = with_looped(program, plan.looped)
+    costs = planned_costs(program, plan, costs)
+    program = planned_program(program, plan)
     again: dict[int, int] = {}
     for s in plan.recomputed:
         again[s] = again.get(s, 0) + 1

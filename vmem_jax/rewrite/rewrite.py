@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
+from vmem_jax.capture.convolutions import Matched, match
+from vmem_jax.conv.primitive import micro_convolution
+from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -47,8 +53,11 @@ class _Rewriter:
         self.transfers: Transfers | None = None
         self.loops: Loops | None = None
         self.invars = list(self.opened.invars)
+        self.calls = Calls(self.equations.append)
+        self.configurations = dict(plan.divided)
+        self.maker = {v: eqn for eqn in self.opened.eqns for v in eqn.outvars}
         if plan.moves or self.program.hosted:
-            calls = Calls(self.equations.append)
+            calls = self.calls
             self.transfers = Transfers(captured, plan, transport, calls, self.current)
             for b in set(self.program.hosted) & set(self.program.inputs):
                 self.invars[b] = compat.new_var(compat.in_host_memory(self.invars[b].aval))
@@ -108,13 +117,24 @@ class _Rewriter:
             if self.loops is not None and self.loops.has(eqn):
                 outs = self.loops.emit(eqn, invars)
             elif outs is None:
-                outs = [compat.new_var(v.aval) for v in eqn.outvars]
+                outs = self._emit(s, eqn, invars)
                 self.done[key] = outs
-                self.equations.append(eqn.replace(invars=invars, outvars=outs))
             local.update(zip(eqn.outvars, outs, strict=True))
         for b in step.writes:
             v = self.variables[b]
             self.current[v] = local[v]
+
+    def _emit(self, s: int, eqn: JaxprEqn, invars: list[Atom]) -> list[Var]:
+        """Emits `eqn` of step `s`, a convolution by its configuration; returns its results."""
+        if s in self.configurations and eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1]
+            known = None if isinstance(kernel, Literal) else self.maker.get(kernel)
+            if matched := match(eqn, known):
+                call = functools.partial(_divided, matched, self.configurations[s])
+                return self.calls.bind(call, invars, eqn)
+        outs = [compat.new_var(v.aval) for v in eqn.outvars]
+        self.equations.append(eqn.replace(invars=invars, outvars=outs))
+        return outs
 
     def _fence(self, buffers: tuple[int, ...], like: int) -> None:
         """One barrier over the current versions of `buffers`, in front of equation `like`."""
@@ -129,3 +149,11 @@ class _Rewriter:
             )
         )
         self.current.update(zip(held, outs, strict=True))
+
+
+def _divided(
+    matched: Matched, configuration: Configuration, lhs: jax.Array, rhs: jax.Array
+) -> jax.Array:
+    """A convolution by `configuration`, between the operands and the result of its equation."""
+    operands = matched.operands(lhs, rhs)
+    return matched.result(micro_convolution(matched.convolution, configuration, *operands))

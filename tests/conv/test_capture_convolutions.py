@@ -11,7 +11,7 @@ import pytest
 from conv_cases import LAYERS, Layer, split
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.conv.match import match
+from vmem_jax.capture.convolutions import match
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Pass
 

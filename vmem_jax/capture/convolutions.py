@@ -1,4 +1,4 @@
-"""match: which layer's convolution an equation of a jaxpr is, and in which of its three passes.
+"""convolutions: which layer's convolution an equation of a jaxpr is, and in which of three passes.
 
 After differentiation all three are `conv_general_dilated`, told apart by their parameters alone: the
 gradient to x is a convolution of the dilated gradient with a flipped kernel, the gradient to w is one

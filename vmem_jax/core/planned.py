@@ -1,0 +1,54 @@
+"""planned: a Program and its Costs as one plan has them.
+
+Beside an order, a plan changes what the steps are: stacks are looped (`core.looped`), convolutions
+run in micro-batches. Either way there is again a Program, so that `simulate`, `validate`, policies
+and reports need to know of neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from vmem_jax.core.convolution import Configuration
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.looped import costs_with_looped, with_looped
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, simulate
+
+Convolutions = Iterable[tuple[int, Configuration]]
+"""Steps, and the configurations that run in place of XLA's own convolutions."""
+
+
+def planned_program(program: Program, plan: Plan) -> Program:
+    """`program` as `plan` has it."""
+    return with_convolutions(with_looped(program, plan.looped), plan.convolutions)
+
+
+def planned_costs(program: Program, plan: Plan, costs: Costs) -> Costs:
+    """`costs` of that. `program` and `costs` are those that the plan was made from."""
+    costs = costs_with_looped(program, plan.looped, costs)
+    return costs_with_convolutions(plan.convolutions, costs)
+
+
+def simulate_plan(program: Program, plan: Plan, costs: Costs) -> Timeline:
+    """`simulate` of a whole plan. `program` and `costs` are those that it was made from."""
+    costs = planned_costs(program, plan, costs)
+    return simulate(planned_program(program, plan), plan.order, costs, plan.transfers)
+
+
+def with_convolutions(program: Program, convolutions: Convolutions) -> Program:
+    """`program` with the workspaces of `convolutions`."""
+    steps = list(program.steps)
+    for s, configuration in convolutions:
+        steps[s] = dataclasses.replace(steps[s], workspace=configuration.workspace)
+    return dataclasses.replace(program, steps=tuple(steps))
+
+
+def costs_with_convolutions(convolutions: Convolutions, costs: Costs) -> Costs:
+    """`costs` with the seconds of `convolutions`."""
+    seconds = list(costs.seconds)
+    for s, configuration in convolutions:
+        seconds[s] = configuration.seconds
+    return dataclasses.replace(costs, seconds=tuple(seconds))

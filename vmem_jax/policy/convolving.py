@@ -1,0 +1,127 @@
+"""convolving: who does each convolution, in how many micro-batches, whatever policy plans the rest.
+
+A workspace is there only while its step runs, so what it may be follows from what else is live then:
+SuperNeurons (Wang et al., PPoPP 2018, section 3.5) gives each convolution the fastest algorithm that
+fits the memory which is free at its step, moDNN (Chen et al., DATE 2018, eq. 5) likewise. What is
+free follows from what is recomputed and moved. So the policy plans the rest several times, with
+every convolution held to a cap, from the least workspace to the fastest whatever it takes; then each
+gets the fastest that fits where it stands; and the fewest seconds of all win.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from vmem_jax.core.convolution import Configuration
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import costs_with_convolutions, simulate_plan, with_convolutions
+from vmem_jax.core.program import Program
+from vmem_jax.errors import BudgetError
+from vmem_jax.policy.base import AbstractPolicy
+
+Ways = Mapping[int, Sequence[Configuration]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolving(AbstractPolicy):
+    """`inner`, and what does each convolution: of `Costs.convolutions`, if there are any.
+
+    Attributes:
+      inner: plans the rest.
+      caps: workspaces to try, as shares of what the budget leaves beside arguments and outputs; the
+        least possible and any are tried always.
+    """
+
+    name: ClassVar[str] = "convolving"
+    inner: AbstractPolicy
+    caps: tuple[float, ...] = (0.05, 0.2)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.inner.name)  # errors speak of the user's policy
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
+        ways = costs.convolutions
+        if not ways:
+            return self.inner.plan(program, costs, budget)
+        best: Plan | None = None
+        error: BudgetError | None = None
+        for chosen in self._held(program, ways, budget):
+            less = with_convolutions(program, chosen.items())
+            seconds = costs_with_convolutions(chosen.items(), costs)
+            try:
+                plan = self.inner.plan(less, seconds, budget)
+            except BudgetError as found:
+                if isinstance(found.lowest_plan, Plan):
+                    found.lowest_plan = _with(program, costs, found.lowest_plan, chosen)
+                if error is None or found.lowest_peak < error.lowest_peak:
+                    error = found
+                continue
+            plan = _with(program, costs, plan, _raised(program, costs, plan, chosen))
+            if best is None or plan.predicted_seconds < best.predicted_seconds:
+                best = plan
+        if best is not None:
+            return best
+        assert error is not None, "every attempt has a plan or an error"
+        raise error
+
+    def _held(
+        self, program: Program, ways: Ways, budget: int | None
+    ) -> list[dict[int, Configuration]]:
+        """The choices to begin with, each only once: the least workspaces, then larger caps."""
+        least = {s: min(each, key=_by_workspace) for s, each in ways.items()}
+        fastest = {s: min(each, key=_by_seconds) for s, each in ways.items()}
+        if budget is None:
+            return [fastest]
+        found = [least]
+        free = max(budget - program.resident_nbytes, 0)
+        for share in self.caps:
+            fitting = {
+                s: [way for way in each if way.workspace <= share * free] or [least[s]]
+                for s, each in ways.items()
+            }
+            found.append({s: min(each, key=_by_seconds) for s, each in fitting.items()})
+        found.append(fastest)
+        return [chosen for i, chosen in enumerate(found) if chosen not in found[:i]]
+
+
+def _raised(
+    program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configuration]
+) -> dict[int, Configuration]:
+    """`chosen`, with the fastest that fits into what is free wherever its step runs."""
+    if plan.budget is None:
+        return chosen
+    timeline = simulate_plan(program, _with(program, costs, plan, chosen), costs)
+    room: dict[int, int] = {}
+    for s, live in zip(timeline.order, timeline.live_nbytes, strict=True):
+        if s in chosen:
+            free = plan.budget - live + chosen[s].workspace
+            room[s] = min(free, room.get(s, free))
+    raised = {}
+    for s, ways in costs.convolutions.items():
+        limit = max(room[s], chosen[s].workspace)
+        raised[s] = min((way for way in ways if way.workspace <= limit), key=_by_seconds)
+    return raised
+
+
+def _with(program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configuration]) -> Plan:
+    """`plan` with `chosen`, and what is predicted for it."""
+    divides = any(not way.is_xlas for way in chosen.values())
+    plan = dataclasses.replace(
+        plan, convolutions=tuple(sorted(chosen.items())), fenced=plan.fenced or divides
+    )
+    timeline = simulate_plan(program, plan, costs)
+    return dataclasses.replace(
+        plan, predicted_peak=timeline.peak, predicted_seconds=timeline.seconds
+    )
+
+
+def _by_workspace(way: Configuration) -> tuple[float, float]:
+    return way.workspace, way.seconds
+
+
+def _by_seconds(way: Configuration) -> tuple[float, float]:
+    return way.seconds, way.workspace
