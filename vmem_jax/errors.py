@@ -76,6 +76,27 @@ class HostMemoryError(VmemError, MemoryError):
         self.limit = limit
 
 
+class WorkspaceError(VmemError, ValueError):
+    """Convolutions that no known way does within a limit of workspace.
+
+    Attributes:
+      limit: bytes; None for no limit.
+      least: the smallest workspace possible, in bytes; None where none was timed that is of use.
+    """
+
+    def __init__(self, *, what: str, limit: int | None, least: int | None) -> None:
+        within = "" if limit is None else f" within a workspace of {show_nbytes(limit)}"
+        why = (
+            "no micro-batches that were timed make up its batch. Profile it first."
+            if least is None
+            else f"the smallest possible is {show_nbytes(least)}. Allow that much, or profile "
+            "smaller micro-batches."
+        )
+        super().__init__(f"{what} cannot be done{within}: {why}")
+        self.limit = limit
+        self.least = least
+
+
 _UNITS = {
     "B": 1,
     "KB": 10**3,

@@ -13,7 +13,8 @@ import pytest
 
 from vmem_jax.core.costs import MACHINES, Machine, Source
 from vmem_jax.profile.calibrate import Timing
-from vmem_jax.profile.store import Identity, Measured, Store, cache_directory, identity
+from vmem_jax.profile.kept import Identity, cache_directory
+from vmem_jax.profile.store import SCHEMA, Measured, Store, identity
 
 HERE = Identity("NVIDIA H200", {"jax": "0.11.2", "driver": "580.159"})
 TIMINGS = {
@@ -176,9 +177,9 @@ def test_identity_names_processor_and_versions():
 
 
 def test_compiler_flags_make_another_identity(monkeypatch):
-    before = identity(jax.devices("cpu")[0]).file_name
+    before = identity(jax.devices("cpu")[0]).file_name(SCHEMA)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert identity(jax.devices("cpu")[0]).file_name != before
+    assert identity(jax.devices("cpu")[0]).file_name(SCHEMA) != before
 
 
 def test_the_directory_is_the_users_unless_said_otherwise(monkeypatch, tmp_path):

@@ -1,7 +1,8 @@
 """Convolutions as values: what is convolved, and the ways to do it in micro-batches (no JAX here).
 
-The words are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is one
-call of the library on a part of the batch, a *configuration* is a list of them that covers the batch.
+The words are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is
+one call of the library on a part of the batch, a *configuration* is a list of them that covers the
+batch.
 """
 
 from __future__ import annotations
@@ -85,6 +86,20 @@ class Convolution:
     def flops(self) -> int:
         """Multiplications and additions, the same for all three passes."""
         return 2 * math.prod(self.y_shape) * math.prod(self.w_shape[1:])
+
+    def __str__(self) -> str:
+        """For people: "forward 3×3, 64 → 128 channels of 56×56, batch 32, bfloat16"."""
+        times = lambda sizes: "×".join(map(str, sizes))
+        text = f"{self.which.value} {times(self.kernel)}, {self.features_in} → {self.features_out} "
+        text += f"channels of {times(self.size)}, batch {self.batch}, "
+        text += f"{'strict ' if self.strict else ''}{self.dtype}"
+        if set(self.strides) != {1}:
+            text += f", strides {times(self.strides)}"
+        if set(self.dilation) != {1}:
+            text += f", dilation {times(self.dilation)}"
+        if self.groups != 1:
+            text += f", {self.groups} groups"
+        return text if self.channels_last else f"{text}, channels first"
 
     def with_batch(self, batch: int) -> Convolution:
         """The same convolution of another number of samples."""

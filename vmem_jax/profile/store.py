@@ -1,60 +1,29 @@
-"""store: what was measured, in one JSON file for each device and set of versions.
-
-The files lie in the user's cache directory, or in `VMEM_JAX_CACHE`. A file that cannot be trusted
-(damaged, not ours, of another device) is said and counts as absent: everything is measured again.
-"""
+"""store: the profile of one device: its rates and the timings of steps, kept in a file."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
-import math
 import os
 import platform
-import re
-import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 
 from vmem_jax.core.costs import Machine, Source
 from vmem_jax.profile.calibrate import Timing
+from vmem_jax.profile.kept import Identity, Kept, positive
 
 SCHEMA = 2
 """Of the files; and of the keys of steps, which it has to change with."""
-
-VARIABLE = "VMEM_JAX_CACHE"
 
 _LIBRARIES = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12", "nvidia-cublas")
 """Packages whose kernels JAX runs; their versions are no part of jaxlib's."""
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """What a measurement holds for.
-
-    Attributes:
-      device: its kind; for a CPU the processor and the cores that this process has.
-      versions: of everything that decides which code runs on it.
-    """
-
-    device: str
-    versions: Mapping[str, str]
-
-    @property
-    def file_name(self) -> str:
-        text = json.dumps([SCHEMA, self.device, sorted(self.versions.items())])
-        slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:60]
-        return f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 @dataclasses.dataclass
@@ -90,99 +59,24 @@ def identity(device: jax.Device) -> Identity:
     return Identity(name, versions)
 
 
-def cache_directory() -> Path:
-    """`VMEM_JAX_CACHE`, or the user's cache directory by the system's rules."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given)
-    import platformdirs
+class Store(Kept[Measured]):
+    """The file of one device."""
 
-    return Path(platformdirs.user_cache_dir("vmem_jax"))
+    kind = "profile"
+    schema = SCHEMA
 
-
-class Store:
-    """The file of one device. Any number of processes may read and write it at once."""
-
-    def __init__(self, of: Identity, directory: Path | None = None) -> None:
-        """The store of `of` in `directory` (default: `cache_directory()`); touches no file."""
-        self.identity = of
-        self.path = (directory or cache_directory()) / of.file_name
-
-    def load(self) -> Measured:
-        """What the file holds; nothing where there is none, or none that can be trusted."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return Measured()
-        except (OSError, UnicodeDecodeError) as error:
-            return self._distrust(f"cannot be read ({error})")
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            return self._distrust(f"is damaged ({error})")
-        if not isinstance(content, dict) or content.get("format") != "vmem_jax profile":
-            return self._distrust("is no profile of vmem_jax")
-        if content.get("schema") != SCHEMA:
-            return self._distrust(f"has schema {content.get('schema')!r}, not {SCHEMA}")
-        if content.get("device") != self.identity.device:
-            return self._distrust(
-                f"is of another device ({content.get('device')!r}, not {self.identity.device!r})"
-            )
-        if content.get("versions") != dict(self.identity.versions):
-            return self._distrust("is of other versions")
-        try:
-            return Measured(_machine_from(content["machine"]), _steps_from(content["steps"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return self._distrust(f"is damaged ({type(error).__name__}: {error})")
-
-    def add(self, measured: Measured) -> None:
-        """Adds `measured` to the file. Of what both have, the new holds; nothing else is lost.
-
-        Raises:
-          OSError: the directory cannot be written.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path.with_suffix(".lock")):
-            old = self.load()
-            content = {
-                "format": "vmem_jax profile",
-                "schema": SCHEMA,
-                "device": self.identity.device,
-                "versions": dict(self.identity.versions),
-                "machine": _machine_to(measured.machine or old.machine),
-                "steps": {
-                    key: dataclasses.asdict(timing)
-                    for key, timing in sorted({**old.steps, **measured.steps}.items())
-                },
-            }
-            # Readers take no lock: they see the old file or the new one, never a part.
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self.path.parent, suffix=".tmp", delete=False
-            ) as file:
-                try:
-                    json.dump(content, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(file.name, self.path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
-
-    def _distrust(self, why: str) -> Measured:
-        logging.warning("%s %s: it is ignored, and measured again", self.path, why)
+    def nothing(self) -> Measured:
         return Measured()
 
+    def merged(self, old: Measured, new: Measured) -> Measured:
+        return Measured(new.machine or old.machine, {**old.steps, **new.steps})
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process that holds it."""
-    with open(path, "w") as file:
-        try:
-            import fcntl
-        except ImportError:  # not a POSIX system: two writers at once may lose the first's entries
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file gives the lock up
+    def to_json(self, value: Measured) -> dict[str, Any]:
+        steps = {key: dataclasses.asdict(timing) for key, timing in sorted(value.steps.items())}
+        return {"machine": _machine_to(value.machine), "steps": steps}
+
+    def from_json(self, content: dict[str, Any]) -> Measured:
+        return Measured(_machine_from(content["machine"]), _steps_from(content["steps"]))
 
 
 def _machine_to(machine: Machine | None) -> dict[str, Any] | None:
@@ -196,7 +90,7 @@ def _machine_from(content: Any) -> Machine | None:
     rates = [*machine.flops.values(), *machine.convolutions.values(), machine.bandwidth]
     rates += [machine.link_out, machine.link_in, machine.link_both, machine.memory]
     for number in (*rates, machine.launch, machine.pinning):
-        _positive(number)
+        positive(number)
     machine.flops[""]
     return machine
 
@@ -208,16 +102,8 @@ def _steps_from(content: Any) -> dict[str, Timing]:
         source = Source(timing.source)
         if source not in (Source.MEASURED, Source.SCALED):
             raise ValueError(f"step {key} is {source.value}")
-        steps[key] = dataclasses.replace(timing, seconds=_positive(timing.seconds), source=source)
+        steps[key] = dataclasses.replace(timing, seconds=positive(timing.seconds), source=source)
     return steps
-
-
-def _positive(number: Any) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise TypeError(f"{number!r} is no number")
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{number} is not positive and finite")
-    return number
 
 
 def _version(package: str) -> str:

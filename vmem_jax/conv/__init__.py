@@ -1,0 +1,1 @@
+"""conv: micro-batched convolutions."""

@@ -1,0 +1,229 @@
+"""match: which layer's convolution an equation of a jaxpr is, and in which of its three passes.
+
+After differentiation all three are `conv_general_dilated`, told apart by their parameters alone: the
+gradient to x is a convolution of the dilated gradient with a flipped kernel, the gradient to w is one
+in which samples and channels have changed places. cuDNN has a kernel for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from vmem_jax.core.convolution import Convolution, Pass
+from vmem_jax.jax_compat import JaxprEqn
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Matched:
+    """An equation `conv_general_dilated` as the pass of a layer.
+
+    Attributes:
+      convolution: of that layer.
+      numbers: of the equation, which operand axes are what.
+      flipped: the layer's kernel is the equation's second operand flipped (backward data only).
+    """
+
+    convolution: Convolution
+    numbers: lax.ConvDimensionNumbers
+    flipped: bool = False
+
+    def operands(self, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The operands of the equation as those of the pass, in the layout of `convolution`.
+
+        Forward: x and w. Backward data: the gradient to y, and w. Backward filter: x, and the
+        gradient to y.
+        """
+        c, numbers = self.convolution, self.numbers
+        lhs = lhs.transpose(numbers.lhs_spec)
+        rhs = rhs.transpose(numbers.rhs_spec)
+        if c.which == Pass.BACKWARD_FILTER:
+            lhs, rhs = lhs.swapaxes(0, 1), rhs.swapaxes(0, 1)  # samples first
+        elif c.which == Pass.BACKWARD_DATA:
+            if self.flipped:
+                rhs = lax.rev(rhs, range(2, rhs.ndim))  # XLA cancels it against the flip before it
+            rhs = _exchange(rhs, c.groups)
+        return _laid_out(lhs, c), _laid_out(rhs, c)
+
+    def result(self, result: jax.Array) -> jax.Array:
+        """The result of the pass as the equation has it."""
+        c, numbers = self.convolution, self.numbers
+        if c.channels_last:
+            result = result.transpose(0, result.ndim - 1, *range(1, result.ndim - 1))
+        if c.which == Pass.BACKWARD_FILTER:
+            result = result.swapaxes(0, 1)  # the equation has x's channels where samples stand
+        order = numbers.out_spec
+        return result.transpose([order.index(d) for d in range(len(order))])
+
+
+def match(eqn: JaxprEqn, kernel: JaxprEqn | None = None) -> Matched | None:
+    """The pass that `eqn` is, or None where cuDNN has none for it, so that it stays XLA's.
+
+    Args:
+      kernel: the equation that makes its last operand, if any.
+    """
+    if eqn.primitive.name != "conv_general_dilated":
+        return None
+    lhs, rhs = (v.aval for v in eqn.invars)
+    dtype = lhs.dtype.name
+    if dtype not in DTYPES or {rhs.dtype.name, eqn.outvars[0].aval.dtype.name} != {dtype}:
+        return None
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    if not 1 <= lhs.ndim - 2 <= 3 or 0 in lhs.shape or 0 in rhs.shape:
+        return None
+    facts = _Equation(
+        lhs=tuple(lhs.shape[d] for d in numbers.lhs_spec),
+        rhs=tuple(rhs.shape[d] for d in numbers.rhs_spec),
+        out=tuple(eqn.outvars[0].aval.shape[d] for d in numbers.out_spec),
+        strides=tuple(params["window_strides"]),
+        padding=tuple(tuple(p) for p in params["padding"]),
+        lhs_dilation=tuple(params["lhs_dilation"]),
+        rhs_dilation=tuple(params["rhs_dilation"]),
+        groups=params["feature_group_count"],
+        batch_groups=params["batch_group_count"],
+    )
+    flipped = kernel is not None and kernel.primitive.name == "rev"
+    # A layer's samples come first in memory. Where they are the "channels", it is the gradient to w.
+    if numbers.lhs_spec[1] == 0:
+        which, channels = Pass.BACKWARD_FILTER, numbers.lhs_spec[0]
+    else:
+        dilated = any(d != 1 for d in facts.lhs_dilation)
+        which = Pass.BACKWARD_DATA if dilated or flipped else Pass.FORWARD
+        channels = numbers.lhs_spec[1]
+    found = {Pass.FORWARD: _forward, Pass.BACKWARD_DATA: _data, Pass.BACKWARD_FILTER: _filter}[
+        which
+    ](facts)
+    if found is None:
+        return None
+    convolution = Convolution(
+        which=which,
+        dtype=dtype,
+        strict=dtype == "float32" and lax.Precision.HIGHEST in _precision(params["precision"]),
+        channels_last=channels == lhs.ndim - 1,
+        **found,
+    )
+    fits = all(low >= 0 and high >= 0 for low, high in convolution.padding)
+    if not fits or convolution.out != found_out(facts, which):
+        return None
+    return Matched(convolution, numbers, flipped and which == Pass.BACKWARD_DATA)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Equation:
+    """The parameters of an equation; shapes as (batch, features, space) and (out, in, space)."""
+
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    out: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    groups: int
+    batch_groups: int
+
+
+def found_out(e: _Equation, which: Pass) -> tuple[int, ...]:
+    """Spatial extents of the layer's y, as the equation has them."""
+    return {Pass.FORWARD: e.out, Pass.BACKWARD_DATA: e.lhs, Pass.BACKWARD_FILTER: e.rhs}[which][2:]
+
+
+def _forward(e: _Equation) -> dict[str, Any] | None:
+    if e.batch_groups != 1:
+        return None
+    return {
+        "batch": e.lhs[0],
+        "features_in": e.lhs[1],
+        "features_out": e.rhs[0],
+        "size": e.lhs[2:],
+        "kernel": e.rhs[2:],
+        "strides": e.strides,
+        "padding": e.padding,
+        "dilation": e.rhs_dilation,
+        "groups": e.groups,
+    }
+
+
+def _data(e: _Equation) -> dict[str, Any] | None:
+    """Here lhs is the gradient to y, dilated by the layer's strides, and out that to x."""
+    if e.batch_groups != 1 or any(s != 1 for s in e.strides):
+        return None
+    taps = [d * (k - 1) for d, k in zip(e.rhs_dilation, e.rhs[2:], strict=True)]
+    before = [tap - low for tap, (low, _) in zip(taps, e.padding, strict=True)]
+    return {
+        "batch": e.lhs[0],
+        "features_in": e.out[1],
+        "features_out": e.lhs[1],
+        "size": e.out[2:],
+        "kernel": e.rhs[2:],
+        "strides": e.lhs_dilation,
+        "padding": _padding(e.out[2:], e.lhs[2:], taps, e.lhs_dilation, before),
+        "dilation": e.rhs_dilation,
+        "groups": e.groups,
+    }
+
+
+def _filter(e: _Equation) -> dict[str, Any] | None:
+    """Here lhs is x and rhs the gradient to y, both with samples as channels, and out that to w."""
+    if e.groups != 1 or any(d != 1 for d in e.lhs_dilation):
+        return None
+    taps = [d * (k - 1) for d, k in zip(e.strides, e.out[2:], strict=True)]
+    before = [low for low, _ in e.padding]
+    return {
+        "batch": e.lhs[1],
+        "features_in": e.lhs[0],
+        "features_out": e.rhs[0],
+        "size": e.lhs[2:],
+        "kernel": e.out[2:],
+        "strides": e.rhs_dilation,
+        "padding": _padding(e.lhs[2:], e.rhs[2:], taps, e.rhs_dilation, before),
+        "dilation": e.strides,
+        "groups": e.batch_groups,
+    }
+
+
+def _padding(
+    size: tuple[int, ...],
+    out: tuple[int, ...],
+    taps: list[int],
+    strides: tuple[int, ...],
+    before: list[int],
+) -> tuple[tuple[int, int], ...]:
+    """The layer's padding. What comes after leaves a choice where strides leave a remainder: as much
+    as before, if that is one, since library kernels know symmetric padding best."""
+    found = []
+    for x, y, tap, stride, low in zip(size, out, taps, strides, before, strict=True):
+        least = (y - 1) * stride + tap + 1 - x - low
+        found.append((low, min(max(low, least), max(least + stride - 1, 0))))
+    return tuple(found)
+
+
+def _exchange(kernel: jax.Array, groups: int) -> jax.Array:
+    """A kernel (C, K of a group, space) as (K, C of a group, space), and the reverse."""
+    rest = kernel.shape[2:]
+    split = kernel.reshape(groups, kernel.shape[0] // groups, kernel.shape[1], *rest)
+    return split.swapaxes(1, 2).reshape(-1, kernel.shape[0] // groups, *rest)
+
+
+def _laid_out(value: jax.Array, convolution: Convolution) -> jax.Array:
+    """(N, C, space) in the layout of `convolution`."""
+    if not convolution.channels_last:
+        return value
+    return value.transpose(0, *range(2, value.ndim), 1)
+
+
+def _precision(precision: Any) -> tuple[Any, ...]:
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
+def nbytes(convolution: Convolution) -> int:
+    """Of its operands and its result together."""
+    shapes = (convolution.x_shape, convolution.w_shape, convolution.y_shape)
+    itemsize = jax.numpy.dtype(convolution.dtype).itemsize
+    return sum(map(math.prod, shapes)) * itemsize
