@@ -112,11 +112,11 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuf
     *role.dims = Logical(dims, channels_last);
     *role.data = data;
   };
-  const bool forward = whole.pass == ConvPass::kForward;
   const bool data = whole.pass == ConvPass::kBackwardData;
-  bind(data ? w : x, first.dimensions(), first.untyped_data());
-  bind(forward ? w : y, second.dimensions(), second.untyped_data());
-  bind(forward ? y : data ? x : w, made, result->untyped_data());
+  const bool filter = whole.pass == ConvPass::kBackwardFilter;
+  bind(data ? y : x, first.dimensions(), first.untyped_data());
+  bind(filter ? y : w, second.dimensions(), second.untyped_data());
+  bind(data ? x : filter ? w : y, made, result->untyped_data());
 
   whole.Check();
   std::int64_t samples = 0;
@@ -129,8 +129,7 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuf
                                             " samples and the batch has " +
                                             std::to_string(whole.x[0]));
   }
-  if (call.micros.size() > 1 && whole.pass == ConvPass::kBackwardFilter && !partials &&
-      !whole.CanAccumulate()) {
+  if (call.micros.size() > 1 && filter && !partials && !whole.CanAccumulate()) {
     throw Error(Code::kInvalidArgument, "sums of 16 bits lose what is added: ask for `partials`");
   }
   return call;
@@ -191,7 +190,7 @@ template <ffi::ExecutionStage stage>
 auto BindConv() {
   return ffi::Ffi::Bind<stage>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Arg<ffi::AnyBuffer>()  // x, or w
+      .template Arg<ffi::AnyBuffer>()  // x, or y
       .template Arg<ffi::AnyBuffer>()  // w, or y
       .template Ret<ffi::AnyBuffer>()  // y, x or w
       .template Ret<ffi::AnyBuffer>()  // workspace

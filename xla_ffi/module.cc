@@ -106,14 +106,20 @@ nb::list ReadSpans(std::int64_t id, const std::string& platform, int device) {
   return result;
 }
 
+// As JAX registers them: a capsule, or capsules by stage where there are several.
 nb::dict Capsules(const Targets& targets) {
+  auto capsule = [](XLA_FFI_Handler* handler) {
+    return nb::capsule(reinterpret_cast<void*>(handler));
+  };
   nb::dict result;
   for (const auto& [name, target] : targets) {
-    nb::dict stages;
-    stages["execute"] = nb::capsule(reinterpret_cast<void*>(target.execute));
-    if (target.initialize != nullptr) {
-      stages["initialize"] = nb::capsule(reinterpret_cast<void*>(target.initialize));
+    if (target.initialize == nullptr) {
+      result[name.c_str()] = capsule(target.execute);
+      continue;
     }
+    nb::dict stages;
+    stages["initialize"] = capsule(target.initialize);
+    stages["execute"] = capsule(target.execute);
     result[name.c_str()] = stages;
   }
   return result;
