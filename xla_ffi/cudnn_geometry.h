@@ -27,6 +27,7 @@ struct ConvGeometry {
   bool accumulate = false;  // the result is added to what is there
 
   // Throws Error if the shapes do not belong together: cuDNN would write past the end of a buffer.
+  // Everything else takes this for granted.
   void Check() const;
   // With two spatial dimensions instead of one, which cuDNN does not have.
   ConvGeometry Widened() const;

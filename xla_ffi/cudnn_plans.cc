@@ -225,6 +225,10 @@ PlanInfo InfoOf(const Descriptor& config, const char* source) {
   return info;
 }
 
+bool Has(const std::vector<std::int64_t>& notes, std::int64_t note) {
+  return std::find(notes.begin(), notes.end(), note) != notes.end();
+}
+
 // Runs `attempt`. cuDNN has no question whether an engine can do something: it is made, or fails.
 template <class Attempt>
 void Try(Attempt attempt) {
@@ -253,7 +257,6 @@ ConvDevice ConvDevice::Described(const std::string& json) {
 }
 
 std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device) {
-  geometry.Check();
   const Graph graph = MakeGraph(geometry, device);
   Graph adding;
   if (geometry.CanAccumulate()) {
@@ -265,6 +268,8 @@ std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& 
     Try([&] {
       PlanInfo info = InfoOf(config, source);
       if (!seen.insert({info.engine, info.knobs}).second) return;
+      // Takes seconds to compile its kernel, then fails: only a driver could load that.
+      if (device.described && Has(info.behaviour, CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION)) return;
       info.workspace = PlanOf(config, device).workspace;
       if (adding.graph) {
         const Descriptor same = ConfigOf(adding, device, info.engine, info.knobs);

@@ -136,6 +136,7 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& dtype, bool
   std::tie(geometry.x, geometry.w, geometry.y) = shapes;
   std::tie(geometry.strides, geometry.padding_low, geometry.padding_high, geometry.dilation) =
       window;
+  geometry.Check();
   return geometry;
 }
 

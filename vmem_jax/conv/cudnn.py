@@ -101,9 +101,13 @@ def seconds(
     The data and the workspace are JAX's, so they come out of the memory that it has reserved.
 
     Raises:
+      ValueError: the device is no GPU, or JAX has the dtype turned off.
       RuntimeError: the plan does not run there, or there is too little memory.
+      ImportError: as `plans`.
     """
     where, module = _ordinal(device), _open()
+    if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
+        raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = layouts(convolution)
     with jax.default_device(device):
@@ -112,11 +116,7 @@ def seconds(
             for key, role in zip(keys, ("x", "w", "y"), strict=True)
         ]
         buffers.append(jnp.zeros(max(plan.workspace, 1), jnp.uint8))
-    for buffer in buffers:
-        if buffer.dtype.name not in (convolution.dtype, "uint8"):
-            raise ValueError("float64 needs jax_enable_x64.")
-    jax.block_until_ready(buffers)
-    # cuDNN overwrites a result that nobody else has seen
+    jax.block_until_ready(buffers)  # before cuDNN, which overwrites one that nobody else has seen
     found = module.conv_time(
         *_arguments(convolution),
         device=where,
