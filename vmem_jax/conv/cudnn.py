@@ -195,4 +195,6 @@ def _wheel_libraries(pattern: str) -> list[str]:
     """Libraries of NVIDIA's wheels, found without importing anything."""
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations if spec is not None else None
-    return [str(path) for root in roots or () for path in sorted(Path(root).glob(f"*/lib/{pattern}"))]
+    return [
+        str(path) for root in roots or () for path in sorted(Path(root).glob(f"*/lib/{pattern}"))
+    ]
