@@ -94,10 +94,10 @@ def test_plans_of_an_h200(name, which, kind):
 @built
 @pytest.mark.parametrize("which", Pass)
 @pytest.mark.parametrize("name", ["3x3", "stem", "dilated", "3d"])
-def test_half_of_the_batch_needs_no_more_workspace(name, which):
+def test_half_of_the_batch_needs_half_of_the_workspace(name, which):
     """Of the same engine with the same knobs; else micro-batches would buy nothing.
 
-    Some engines split a sum that is long for its batch, and take about a MiB more for that.
+    Some engines split a sum that is long for its batch, and take a MiB or two more for that.
     """
     whole = dataclasses.replace(LAYERS[name], which=which)
     half = whole.with_batch(whole.batch // 2)
@@ -105,8 +105,9 @@ def test_half_of_the_batch_needs_no_more_workspace(name, which):
     larger, smaller = find(whole), find(half)
     both = larger.keys() & smaller.keys()
     assert len(both) >= len(larger) / 3
-    assert all(smaller[key] <= larger[key] + 2**21 for key in both)
-    assert any(smaller[key] < larger[key] / 1.5 for key in both)
+    assert all(smaller[key] <= larger[key] + 2**22 for key in both)
+    large = [key for key in both if larger[key] > 2**25]
+    assert large and all(smaller[key] < 0.6 * larger[key] for key in large)
 
 
 @pytest.mark.gpu_compile
