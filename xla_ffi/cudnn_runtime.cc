@@ -57,7 +57,10 @@ std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvGeometry& geometry, st
   for (const auto& [type, value] : knobs) key.insert(key.end(), {type, value});
   std::shared_ptr<const Plan>& plan = StateOf(device_).plans[key];
   if (plan == nullptr) {
-    CudaBackend::RefuseCapture(stream);
+    if (CudaBackend::IsCapturing(stream)) {
+      throw Error(Code::kFailedPrecondition,
+                  "the stream is being recorded into a CUDA graph before the plan was made");
+    }
     CudaBackend::DeviceGuard guard(device_);
     plan = std::make_shared<const Plan>(
         MakePlan(geometry, ConvDevice::Here(handle_), engine, knobs));

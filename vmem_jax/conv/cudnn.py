@@ -18,6 +18,7 @@ from vmem_jax.conv.primitive import layouts
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.transfer import extension
 
+_RUNTIME_COMPILATION = 0  # among cuDNN's behaviour notes
 _INSTALL = 'pip install "vmem_jax[gpu-compile]"'
 
 
@@ -41,6 +42,7 @@ class Plan:
       knobs: settings of the engine, pairs (type, value), sorted; all others are as cuDNN sets them.
       workspace: bytes that it needs while it runs.
       notes: numbers of cuDNN's numerical notes; those of `Note`, and others.
+      compiled: its kernel is compiled when the plan is made, for seconds, in every process.
       source: who named it: cuDNN's heuristics "A", "B" or "fallback", or "default", nobody.
     """
 
@@ -48,6 +50,7 @@ class Plan:
     knobs: tuple[tuple[int, int], ...]
     workspace: int
     notes: frozenset[int]
+    compiled: bool
     source: str
 
     @property
@@ -64,7 +67,8 @@ def plans(convolution: Convolution, target: str | jax.Device) -> tuple[Plan, ...
 
     Args:
       target: a GPU that is here, or the name of one that is not ("h200"). The latter's list is the
-        shorter: cuDNN 9 names no FFT or Winograd engines for a described Hopper GPU.
+        shorter: without the GPU there are none of the plans that compile their kernels, and for a
+        Hopper GPU none by FFT or Winograd either.
 
     Raises:
       ValueError: the target is no GPU, or none that can be described.
@@ -86,6 +90,7 @@ def plans(convolution: Convolution, target: str | jax.Device) -> tuple[Plan, ...
             knobs=tuple(plan["knobs"]),
             workspace=plan["workspace"],
             notes=frozenset(plan["notes"]),
+            compiled=_RUNTIME_COMPILATION in plan["behaviour"],
             source=plan["source"],
         )
         for plan in found
