@@ -256,7 +256,8 @@ ConvDevice ConvDevice::Described(const std::string& json) {
   return device;
 }
 
-std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device) {
+std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device,
+                                bool compiling) {
   const Graph graph = MakeGraph(geometry, device);
   Graph adding;
   if (geometry.CanAccumulate()) {
@@ -268,8 +269,7 @@ std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& 
     Try([&] {
       PlanInfo info = InfoOf(config, source);
       if (!seen.insert({info.engine, info.knobs}).second) return;
-      // Takes seconds to compile its kernel, then fails: only a driver could load that.
-      if (device.described && Has(info.behaviour, CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION)) return;
+      if (!compiling && Has(info.behaviour, CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION)) return;
       info.workspace = PlanOf(config, device).workspace;
       if (adding.graph) {
         const Descriptor same = ConfigOf(adding, device, info.engine, info.knobs);

@@ -34,8 +34,10 @@ struct PlanInfo {
 };
 
 // Every plan, best first by cuDNN's own judgement. Where several calls are to add up their results
-// (CanAccumulate), a plan is one that can, and its workspace does for both kinds of call.
-std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device);
+// (CanAccumulate), a plan is one that can, and its workspace does for both kinds of call. Those that
+// compile a kernel when they are made take seconds each: they are left out unless `compiling`.
+std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device,
+                                bool compiling);
 
 struct Plan {
   Descriptor descriptor;

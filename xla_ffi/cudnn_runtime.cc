@@ -80,10 +80,10 @@ void CudnnLease::Run(const Plan& plan, const ConvBuffers& buffers, cudaStream_t 
   VMEM_CHECK_CUDNN(cudnnBackendExecute(handle_, plan.descriptor.raw(), pack.raw()));
 }
 
-std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device) {
+std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling) {
   CudnnLease lease(device);
   CudaBackend::DeviceGuard guard(device);
-  return FindPlans(geometry, ConvDevice::Here(lease.handle()));
+  return FindPlans(geometry, ConvDevice::Here(lease.handle()), compiling);
 }
 
 std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,

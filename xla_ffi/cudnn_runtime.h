@@ -44,7 +44,7 @@ class CudnnLease {
 };
 
 // Every plan for a device that is here.
-std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device);
+std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling);
 
 // The seconds of each of `count` runs of a plan, after one that is not counted, on a stream of its
 // own. The buffers' contents matter: a device is faster on zeros than on anything else.

@@ -140,18 +140,19 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& dtype, bool
   return geometry;
 }
 
-// `device` is the ordinal of one that is here, or the JSON text that describes one.
+// `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has no
+// driver that could load what is compiled.
 nb::list ConvPlans(const std::string& which, const std::string& dtype, bool channels_last,
                    const std::tuple<Dims, Dims, Dims>& shapes,
                    const std::tuple<Dims, Dims, Dims, Dims>& window,
-                   const std::variant<int, std::string>& device) {
+                   const std::variant<int, std::string>& device, bool compiling) {
   std::vector<PlanInfo> plans;
   {
     nb::gil_scoped_release release;
     const ConvGeometry geometry = GeometryOf(which, dtype, channels_last, shapes, window);
     plans = device.index() == 0
-                ? FindPlansHere(geometry, std::get<int>(device))
-                : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)));
+                ? FindPlansHere(geometry, std::get<int>(device), compiling)
+                : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), false);
   }
   nb::list result;
   for (const PlanInfo& plan : plans) {
@@ -267,7 +268,7 @@ NB_MODULE(_xla_ffi, m) {
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
   m.def("conv_plans", &ConvPlans, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
-        "device"_a);
+        "device"_a, "compiling"_a);
   m.def("conv_time", &ConvTime, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
         "device"_a, "engine"_a, "knobs"_a, "buffers"_a, "workspace"_a, "count"_a, unlocked);
 #endif

@@ -149,6 +149,30 @@ def test_xla_counts_the_workspace(which, dtype):
     assert workspace <= temporaries < workspace + (1 << 20)
 
 
+@pytest.mark.gpu_compile
+@built
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_call_may_be_recorded_into_a_cuda_graph(recorded, tmp_path):
+    """XLA records what says that it may, on a driver that can; here it has one described."""
+    card = target("h200")
+    versions = 'gpu_device_info {\n  driver_version: "13.0.0"\n  runtime_version: "13.0.0"'
+    card = dataclasses.replace(
+        card, description=card.description.replace("gpu_device_info {", versions)
+    )
+    c, shapes = LAYERS["3x3"], layouts(LAYERS["3x3"])
+    here = lambda role: jax.ShapeDtypeStruct(shapes[role], "float32", sharding=card.sharding())
+    configuration = Configuration((Micro(32, 0, (), 0, math.nan),))
+    step = jax.jit(lambda x, w: jnp.tanh(micro_conv(c, configuration, jnp.sin(x), w)))
+    options = {"xla_gpu_graph_min_graph_size": 1, "xla_dump_to": str(tmp_path)}
+    if not recorded:
+        options["xla_gpu_enable_command_buffer"] = ""
+    step.lower(here("x"), here("w")).compile(compiler_options=options)
+    [*_, after] = sorted(tmp_path.glob("*thunk_sequence*"))
+    before, graph, inside = after.read_text().partition("kCommandBuffer")
+    assert "kCustomCall" in (inside if recorded else before)
+    assert bool(graph) == recorded
+
+
 @built
 @pytest.mark.parametrize("which", Pass)
 def test_the_call_understands_what_it_is_given(which):
@@ -176,7 +200,7 @@ def test_shapes_that_do_not_belong_together_are_refused():
     }
     for why, shapes in wrong.items():
         with pytest.raises(ValueError, match=why):
-            module.conv_plans(which, dtype, last, shapes, window, device=0)
+            module.conv_plans(which, dtype, last, shapes, window, device=0, compiling=False)
 
 
 def test_unknown_targets_say_what_there_is():

@@ -42,7 +42,7 @@ class Plan:
       knobs: settings of the engine, pairs (type, value), sorted; all others are as cuDNN sets them.
       workspace: bytes that it needs while it runs.
       notes: numbers of cuDNN's numerical notes; those of `Note`, and others.
-      compiled: its kernel is compiled when the plan is made, for seconds, in every process.
+      compiled: its kernel is compiled when the plan is made.
       source: who named it: cuDNN's heuristics "A", "B" or "fallback", or "default", nobody.
     """
 
@@ -58,7 +58,9 @@ class Plan:
         return Note.TENSOR_CORE in self.notes
 
 
-def plans(convolution: Convolution, target: str | jax.Device) -> tuple[Plan, ...]:
+def plans(
+    convolution: Convolution, target: str | jax.Device, compiling: bool = False
+) -> tuple[Plan, ...]:
     """Every plan for `convolution`, cuDNN's favourites first; none where it cannot do it.
 
     Left out are plans that round the operands to a narrower type, always, and those that use tensor
@@ -67,8 +69,9 @@ def plans(convolution: Convolution, target: str | jax.Device) -> tuple[Plan, ...
 
     Args:
       target: a GPU that is here, or the name of one that is not ("h200"). The latter's list is the
-        shorter: without the GPU there are none of the plans that compile their kernels, and for a
-        Hopper GPU none by FFT or Winograd either.
+        shorter: for a described Hopper GPU cuDNN names none by FFT or Winograd.
+      compiling: also list plans that compile their kernels when they are made, on a GPU that is
+        here. Each takes seconds, now and in every process that uses it.
 
     Raises:
       ValueError: the target is no GPU, or none that can be described.
@@ -83,7 +86,7 @@ def plans(convolution: Convolution, target: str | jax.Device) -> tuple[Plan, ...
         where = _ordinal(target)
         module = _open()
     banned = {Note.DOWN_CONVERT_INPUTS} | ({Note.TENSOR_CORE} if convolution.strict else set())
-    found = module.conv_plans(*_arguments(convolution), device=where)
+    found = module.conv_plans(*_arguments(convolution), device=where, compiling=compiling)
     listed = (
         Plan(
             engine=plan["engine"],
