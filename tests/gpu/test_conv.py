@@ -115,7 +115,7 @@ def test_micro_batches_are_the_convolution(name, which, kind, device):
     lhs, rhs = operands(convolution)
     expected = reference(convolution, lhs, rhs)
     allowed = STRICT if kind == "strict" else TOLERANCE[convolution.dtype]
-    for batches in ((BATCH,), (8, 4), (5, 1, 6), (1,) * BATCH):
+    for batches in ((BATCH,), (5, 1, 6)):
         chosen = configuration(convolution, batches, device)
         result = run(convolution, chosen, lhs, rhs, device)
         assert error(result, expected) < allowed, batches
