@@ -25,8 +25,8 @@ make_environment() {
     echo "== setting up $directory with $("$python" -V): pip install $*"
     rm -rf "$directory"
     "$python" -m venv "$directory" || return 1
-    # pip before 25.1 does not know --group
-    install="$directory/bin/python -W ignore -m pip install --quiet --disable-pip-version-check"
+    # pip before 25.1 does not know --group; what is imported is compiled then, and little of it is
+    install="$directory/bin/python -W ignore -m pip install --quiet --no-compile --disable-pip-version-check"
     # shellcheck disable=SC2086  # the command is words
     $install "pip>=25.1" && PYTHONWARNINGS=ignore $install "$@" &&
         printf '%s\n' "$wanted" >"$directory/.installed"

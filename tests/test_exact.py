@@ -223,9 +223,16 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, jnp.float16])
+POOL_ROWS = [
+    pytest.param(*POOLS[name], dtype, id=f"{name}-{jnp.dtype(dtype).name}")
+    for dtype in (*DTYPES, jnp.float16)
+    for name in POOLS
+    if dtype == jnp.float32 or name in ("odd", "1d", "global")
+]
+
+
 @pytest.mark.parametrize("folded", [False, True], ids=["pool", "relu-pool"])
-@pytest.mark.parametrize("shape,window", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize("shape,window,dtype", POOL_ROWS)
 def test_max_pool_index(shape: tuple, window: tuple, folded: bool, dtype: Any) -> None:
     x, pool = specials(shape, dtype, 0), max_pool(window)
     v = specials(jax.eval_shape(pool, x).shape, dtype, 1)
@@ -305,8 +312,9 @@ def test_a_mask_with_another_reader_is_not_folded() -> None:
     assert_exact(before, after, (*args, keep))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_convolutional_training_step(dtype: Any) -> None:
+def test_a_convolutional_training_step() -> None:
+    dtype = jnp.float32
+
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:

@@ -10,7 +10,18 @@ import pytest
 import vmem_jax
 
 ROOT = Path(vmem_jax.__file__).parent
-EDGES = {"jax", "flax", "optax", "equinox", "numpy", "rich", "absl", "sklearn", "scipy"}
+EDGES = {
+    "jax",
+    "flax",
+    "optax",
+    "equinox",
+    "numpy",
+    "rich",
+    "absl",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+}
 
 # The most specific prefix of a module's path decides which packages and which of our own modules
 # it may import. "" allows every one of our own.
@@ -34,7 +45,11 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "profile/calibrate.py": (set(), {"core"}),
     "profile/kept.py": ({"absl"}, set()),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
+    "conv/layers.py": (set(), {"core", "capture", "conv", "jax_compat"}),
+    "conv/database.py": (set(), {"core", "profile"}),
+    "conv/profiler.py": ({"absl"}, {"core", "policy", "conv"}),
     "report/": ({"rich"}, {"core", "policy", "report", "errors"}),
+    "report/convolutions.py": ({"rich", "matplotlib"}, {"core", "errors"}),
     "arguments.py": ({"jax", "numpy"}, {"jax_compat", "flax", "equinox"}),
     "flax.py": ({"jax", "flax"}, {"arguments"}),
     "equinox.py": ({"jax", "equinox"}, {"arguments"}),

@@ -5,6 +5,7 @@
 runs the same step inside 12 GiB, and proves that it fits before anything runs.
 """
 
+from vmem_jax.conv.api import conv_general_dilated
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import (
     BudgetError,
@@ -12,6 +13,7 @@ from vmem_jax.errors import (
     HostMemoryError,
     PlanError,
     VmemError,
+    WorkspaceError,
 )
 from vmem_jax.jit import BudgetedStep, jit
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Exact, Keep, Recompute
@@ -32,5 +34,7 @@ __all__ = [
     "PlanError",
     "Recompute",
     "VmemError",
+    "WorkspaceError",
+    "conv_general_dilated",
     "jit",
 ]

@@ -134,7 +134,7 @@ def parse_budget(budget: object) -> int | float | str:
     if isinstance(budget, str):
         if budget.strip().lower() == "device":
             return "device"
-        return _parse_size(budget, forms)
+        return _size_of(budget, "budget", forms)
     if isinstance(budget, int):
         if budget <= 0:
             raise ValueError(f"`budget` must be more than 0 bytes. Got {budget}.")
@@ -151,7 +151,24 @@ def parse_budget(budget: object) -> int | float | str:
     return budget
 
 
-def _parse_size(text: str, forms: str) -> int:
+def parse_size(size: object, name: str) -> int:
+    """Bytes of the argument `name`: an int, or a size such as "64MiB".
+
+    Raises:
+      ValueError: it is no size, or not positive.
+      TypeError: it is neither an int nor a string.
+    """
+    forms = "bytes as an int, or a size such as '64MiB' or '64MB'"
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"`{name}` must be {forms}. Got {size!r} ({type(size).__name__}).")
+    if isinstance(size, str):
+        return _size_of(size, name, forms)
+    if size <= 0:
+        raise ValueError(f"`{name}` must be more than 0 bytes. Got {size}.")
+    return size
+
+
+def _size_of(text: str, name: str, forms: str) -> int:
     stripped = text.strip().replace(" ", "").replace("_", "")
     digits = len(stripped)
     while digits and not (stripped[digits - 1].isdigit() or stripped[digits - 1] == "."):
@@ -160,13 +177,13 @@ def _parse_size(text: str, forms: str) -> int:
     try:
         value = float(number)
     except ValueError:
-        raise ValueError(f"`budget`={text!r} is no size. Give {forms}.") from None
+        raise ValueError(f"`{name}`={text!r} is no size. Give {forms}.") from None
     if unit == "%":
         return_value = value / 100
-        raise ValueError(f"`budget`={text!r}: give the fraction as a float, {return_value}.")
+        raise ValueError(f"`{name}`={text!r}: give the fraction as a float, {return_value}.")
     if unit not in _UNITS:
-        raise ValueError(f"`budget`={text!r} has no unit of {', '.join(_UNITS)}. Give {forms}.")
+        raise ValueError(f"`{name}`={text!r} has no unit of {', '.join(_UNITS)}. Give {forms}.")
     nbytes = value * _UNITS[unit]
     if math.isnan(nbytes) or math.isinf(nbytes) or nbytes < 1:
-        raise ValueError(f"`budget`={text!r} must be a finite size of at least one byte.")
+        raise ValueError(f"`{name}`={text!r} must be a finite size of at least one byte.")
     return int(nbytes)

@@ -8,7 +8,6 @@ in which samples and channels have changed places. cuDNN has a kernel for each.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -220,10 +219,3 @@ def _laid_out(value: jax.Array, convolution: Convolution) -> jax.Array:
 
 def _precision(precision: Any) -> tuple[Any, ...]:
     return precision if isinstance(precision, tuple) else (precision,)
-
-
-def nbytes(convolution: Convolution) -> int:
-    """Of its operands and its result together."""
-    shapes = (convolution.x_shape, convolution.w_shape, convolution.y_shape)
-    itemsize = jax.numpy.dtype(convolution.dtype).itemsize
-    return sum(map(math.prod, shapes)) * itemsize

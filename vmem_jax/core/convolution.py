@@ -87,6 +87,12 @@ class Convolution:
         """Multiplications and additions, the same for all three passes."""
         return 2 * math.prod(self.y_shape) * math.prod(self.w_shape[1:])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both operands and the result, whichever of x, w and y they are."""
+        elements = sum(map(math.prod, (self.x_shape, self.w_shape, self.y_shape)))
+        return elements * {"float64": 8, "float32": 4}.get(self.dtype, 2)
+
     def __str__(self) -> str:
         """For people: "forward 3×3, 64 → 128 channels of 56×56, batch 32, bfloat16"."""
         times = lambda sizes: "×".join(map(str, sizes))

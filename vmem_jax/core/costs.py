@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.program import Program, Step
 
 _UNALIGNED = 10
@@ -49,6 +50,13 @@ class Machine:
         if not step.aligned:
             rate /= _UNALIGNED
         return max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
+
+    def convolution_seconds(self, convolution: Convolution) -> float:
+        """The same roofline for one convolution."""
+        dtype = "" if convolution.strict else convolution.dtype
+        rate = self.convolutions.get(dtype, self.flops.get(dtype, self.flops[""]))
+        by_flops, by_nbytes = convolution.flops / rate, convolution.nbytes / self.bandwidth
+        return max(by_flops, by_nbytes) + self.launch
 
 
 @dataclasses.dataclass(frozen=True)

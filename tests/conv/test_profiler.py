@@ -1,0 +1,239 @@
+"""The profiler: what it times, in which order, what it hands out, and what it says it left."""
+
+import dataclasses
+import math
+
+import pytest
+from convolutions import MIB, convolution, measured
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmem_jax.conv.database import Database, identity_of
+from vmem_jax.conv.profiler import profile, useful
+from vmem_jax.core.convolution import Micro
+from vmem_jax.policy.workspace_division import front
+from vmem_jax.policy.workspace_reuse import BatchSizes, reuse
+
+ALL, POWERS, UNDIVIDED = BatchSizes.ALL, BatchSizes.POWER_OF_TWO, BatchSizes.UNDIVIDED
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A plan of `Fake`; `takes` is what it will be found to take, or the error that it gives."""
+
+    engine: int
+    workspace: int
+    takes: float | str
+    knobs: tuple[tuple[int, int], ...] = ()
+
+
+class Fake:
+    """A library: a slow way with no workspace, and a fast one with much; and a clock of its own."""
+
+    def __init__(self, ways=None):
+        self.ways = ways or (
+            lambda c: [
+                Way(1, c.batch * MIB, c.batch * 1.0, ((2, 1), (1, 0))),
+                Way(0, 0, c.batch * 3.0),
+            ]
+        )
+        self.enumerated, self.timed, self.now = [], [], 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def plans(self, convolution):
+        self.enumerated.append(convolution)
+        return self.ways(convolution)
+
+    def seconds(self, convolution, plan):
+        self.timed.append((convolution, plan.engine))
+        if isinstance(plan.takes, str):
+            raise RuntimeError(plan.takes)
+        self.now += plan.takes
+        return plan.takes
+
+
+@pytest.fixture
+def database(tmp_path):
+    return Database(identity_of("fake", "1"), tmp_path)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = Fake()
+    monkeypatch.setattr("vmem_jax.conv.profiler.time", fake)
+    return fake
+
+
+def test_micros_of_all_sizes(library, database):
+    c = convolution(4)
+    found = profile([c], POWERS, library, database, deadline=math.inf)
+    assert found.micros == {
+        c: tuple(
+            m
+            for b in (4, 2, 1)
+            for m in (Micro(b, 0, (), 0, b * 3.0), Micro(b, 1, ((1, 0), (2, 1)), b * MIB, b * 1.0))
+        )
+    }
+    assert (found.timed, found.reused, found.untimed) == (6, 0, ())
+    assert found.seconds == 4 * (4 + 2 + 1)
+    assert reuse(c, found.micros[c], MIB).seconds == 4.0
+
+
+def test_the_second_time_all_is_known(library, database):
+    c = convolution(4)
+    first = profile([c], POWERS, library, database)
+    calls = len(library.enumerated), len(library.timed)
+    again = profile([c], POWERS, library, database)
+    assert again.micros == first.micros
+    assert (again.timed, again.reused, again.untimed) == (0, 6, ())
+    assert (len(library.enumerated), len(library.timed)) == calls
+    fresh = profile([c], POWERS, library, database, refresh=True)
+    assert (fresh.timed, fresh.reused) == (6, 0)
+
+
+def test_layers_share_what_differs_in_the_batch_alone(library, database):
+    profile([convolution(4), convolution(4)], POWERS, library, database)
+    assert len(library.timed) == 6
+    more = profile([convolution(8)], POWERS, library, database)
+    assert (more.timed, more.reused) == (2, 6)
+
+
+def test_undivided_first_then_the_most_work(library, database):
+    small = dataclasses.replace(convolution(8), features_out=8)
+    large = convolution(8)
+    profile([small, large], POWERS, library, database, deadline=math.inf)
+    assert library.enumerated[:2] == [large, small]
+    rest = library.enumerated[2:]
+    assert [c.flops for c in rest] == sorted((c.flops for c in rest), reverse=True)
+    assert len(library.enumerated) == len(set(library.enumerated)) == 8
+
+
+def test_the_time_is_bounded_and_what_is_left_is_said(library, database):
+    c = convolution(8)
+    found = profile([c], POWERS, library, database, deadline=10.0)
+    # 8 and 24 s for the whole batch; nothing begins after that
+    assert len(library.timed) == 2 and len(found.micros[c]) == 2
+    assert len(found.untimed) == 3 and all("time was up" in text for text in found.untimed)
+    assert any("batch 4" in text for text in found.untimed)
+    assert [m.batch for m in found.micros[c]] == [8, 8]
+    # in the middle of a convolution, too
+    found = profile([c], POWERS, library, database, deadline=3.0)
+    assert found.timed == 1 and found.reused == 2
+    assert "batch 4" in found.untimed[0] and "1 of 2: the time was up" in found.untimed[0]
+    # in the end all is there, and nothing was timed twice
+    found = profile([c], POWERS, library, database, deadline=math.inf)
+    assert found.untimed == () and len(library.timed) == len(set(library.timed)) == 8
+
+
+def test_no_time_is_no_timing(library, database):
+    found = profile([convolution(4)], ALL, library, database, deadline=0.0)
+    assert library.timed == library.enumerated == []
+    assert found.micros == {convolution(4): ()} and len(found.untimed) == 4
+
+
+def test_over_the_limit_is_left_and_said(library, database):
+    c = convolution(4)
+    found = profile([c], UNDIVIDED, library, database, limit=3 * MIB)
+    assert [m.engine for m in found.micros[c]] == [0]
+    assert len(found.untimed) == 1 and "over the limit" in found.untimed[0]
+    more = profile([c], UNDIVIDED, library, database)  # with no limit, the rest is timed
+    assert more.timed == 1 and [m.engine for m in more.micros[c]] == [0, 1]
+
+
+def test_failures_are_said_and_tried_again(library, database):
+    c = convolution(4)
+    library.ways = lambda c: [Way(0, 0, "CUDNN_STATUS_EXECUTION_FAILED\nmore"), Way(1, 1, 1.0)]
+    found = profile([c], UNDIVIDED, library, database)
+    assert [m.engine for m in found.micros[c]] == [1]
+    assert found.untimed == (f"{c}: 1 of 2: CUDNN_STATUS_EXECUTION_FAILED",)
+    library.ways = lambda c: [Way(0, 0, 5.0), Way(1, 1, 1.0)]
+    found = profile([c], UNDIVIDED, library, database)
+    assert found.timed == 1 and found.untimed == ()
+
+
+def test_a_library_that_cannot_enumerate(library, database):
+    def ways(convolution):
+        raise RuntimeError("not supported")
+
+    library.ways = ways
+    found = profile([convolution(4)], UNDIVIDED, library, database)
+    assert found.micros == {convolution(4): ()}
+    assert "all: not supported" in found.untimed[0]
+    library.ways = lambda c: []
+    found = profile([convolution(4)], UNDIVIDED, library, database)
+    assert "no way to do it" in found.untimed[0]
+
+
+def test_without_a_device_ways_are_kept_but_not_used(library, database):
+    c = convolution(4)
+    library.ways = lambda c: [Way(0, 0, math.nan), Way(1, 7, math.nan)]
+    found = profile([c], UNDIVIDED, library, database)
+    assert found.micros == {c: ()} and found.timed == 0
+    assert "2 of 2: there is no device" in found.untimed[0]
+    kept = database.load()[c]
+    assert [m.workspace for m in kept.micros] == [0, 7] and not kept.timed and not kept.complete
+    # the device itself has one more, and times all
+    library.ways = lambda c: [Way(0, 0, 3.0), Way(1, 7, 2.0), Way(2, 9, 1.0)]
+    found = profile([c], UNDIVIDED, library, database)
+    assert found.timed == 3 and len(found.micros[c]) == 3
+    assert database.load()[c].complete
+
+
+def test_only_what_can_matter_is_handed_out_but_all_is_kept(library, database):
+    library.ways = lambda c: [Way(n, w, t) for n, (w, t) in enumerate(_POINTS)]
+    found = profile([convolution(4)], UNDIVIDED, library, database)
+    assert [(m.workspace, m.seconds) for m in found.micros[convolution(4)]] == [(1, 5.0), (3, 2.0)]
+    assert len(database.load()[convolution(4)].timed) == len(_POINTS)
+
+
+_POINTS = [(3, 2.0), (3, 2.5), (4, 2.0), (1, 5.0), (2, 6.0), (2, 5.0)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5).map(float))))
+def test_useful_is_pareto(points):
+    found = useful([Micro(4, 0, (), w, t) for w, t in points])
+    best = sorted(
+        {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
+    )
+    assert [(m.workspace, m.seconds) for m in found] == best
+
+
+def test_pruning_costs_nothing_on_real_kernels():
+    for kernel in measured():
+        pruned = [
+            m for b in (256, 64, 16) for m in useful(m for m in kernel.micros if m.batch == b)
+        ]
+        assert len(pruned) < len(kernel.micros)
+        points = lambda found: [(c.workspace, c.seconds) for c in found]
+        assert points(front(pruned, 256)) == points(front(kernel.micros, 256))
+
+
+def test_progress_is_told(library, database):
+    said = []
+    profile([convolution(2)], ALL, library, database, on_progress=lambda *args: said.append(args))
+    assert [s[:2] for s in said] == [(0, 2), (1, 2), (2, 2)]
+    assert "batch 2" in said[0][2] and "batch 1" in said[1][2] and said[2][2] == ""
+
+
+def test_an_interruption_loses_little(library, database):
+    class Stop(BaseException):
+        pass
+
+    def ways(c):
+        if c.batch == 2:
+            raise Stop
+        return [Way(0, 0, 1.0)]
+
+    library.ways = ways
+    with pytest.raises(Stop):
+        profile([convolution(4)], POWERS, library, database)
+    assert set(database.load()) == {convolution(4)}
+
+
+def test_a_directory_that_cannot_be_written_stops_nothing(library, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    nowhere = Database(identity_of("fake", "1"), tmp_path / "file")
+    found = profile([convolution(4)], UNDIVIDED, library, nowhere)
+    assert found.timed == 2 and "nothing is kept" in caplog.text

@@ -1,0 +1,31 @@
+"""layers: the convolutions of a step, and how often it has each."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from vmem_jax.capture.primitives import inner_jaxprs
+from vmem_jax.conv.match import match
+from vmem_jax.core.convolution import Convolution
+from vmem_jax.jax_compat import Literal, open_jaxpr
+
+
+def convolutions_of(jaxpr: Any) -> collections.Counter[Convolution]:
+    """Every convolution of `jaxpr` that a library may do, in the order of the first of each.
+
+    What stands in a loop, a branch or a call counts once. On several devices the sizes are those of
+    all together.
+    """
+    found: collections.Counter[Convolution] = collections.Counter()
+    producer: dict[Any, Any] = {}
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for inner in inner_jaxprs(eqn):
+            found.update(convolutions_of(inner))
+        if eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1]
+            known = None if isinstance(kernel, Literal) else producer.get(kernel)
+            if matched := match(eqn, known):
+                found[matched.convolution] += 1
+        producer.update((v, eqn) for v in eqn.outvars)
+    return found

@@ -1,0 +1,198 @@
+"""profiler: times the ways that a library has to do convolutions in micro-batches, as far as needed.
+
+Every way is timed once for a device: what the database has is not timed again, and a micro-batch of
+64 is the same for all layers that differ in their batch alone. Of each size of micro-batch those are
+handed out that are faster than all of no more workspace; no fastest configuration needs another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from absl import logging
+
+from vmem_jax.conv.database import Database, Entry
+from vmem_jax.core.convolution import Convolution, Micro
+from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
+
+SECONDS = 90.0
+"""How long profiling may take unless said otherwise: as long as the steps of a model may."""
+
+_KEEP_EVERY = 10.0
+"""Seconds after which the database is written, lest a crash of the library takes all along."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with how many convolutions of one size are done, of how many, and which one is next."""
+
+
+class Plan(Protocol):
+    """One way of a library to do a convolution."""
+
+    @property
+    def engine(self) -> int: ...
+    @property
+    def knobs(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def workspace(self) -> int: ...
+
+
+P = TypeVar("P", bound=Plan)
+
+
+class Library(Protocol[P]):
+    """What does convolutions. Either method raises RuntimeError where it fails."""
+
+    def plans(self, convolution: Convolution) -> Sequence[P]:
+        """All ways to do the whole of `convolution` in one call; those likely fast first."""
+        ...
+
+    def seconds(self, convolution: Convolution, plan: P) -> float:
+        """What `plan` takes; nan where there is no device to time it on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What profiling convolutions gave.
+
+    Attributes:
+      micros: for each convolution the micro-configurations to choose from, all timed.
+      timed: how many were timed now; `reused` were before.
+      untimed: "convolution: how many, and why" for what was left out.
+      seconds: that this took.
+    """
+
+    micros: Mapping[Convolution, tuple[Micro, ...]]
+    timed: int
+    reused: int
+    untimed: tuple[str, ...]
+    seconds: float
+
+
+def profile(
+    convolutions: Iterable[Convolution],
+    sizes: BatchSizes,
+    library: Library[P],
+    database: Database,
+    *,
+    deadline: float = SECONDS,
+    limit: int | None = None,
+    refresh: bool = False,
+    on_progress: Progress = lambda done, total, what: None,
+) -> Profile:
+    """Times the ways of `library` to do `convolutions` that `database` lacks, and adds them there.
+
+    Undivided batches come first, so that every convolution has something to choose from, then the
+    micro-batches; both by operations, the most first.
+
+    Args:
+      deadline: seconds after which no further timing begins.
+      limit: bytes; what needs a larger workspace is not timed.
+      refresh: time everything, whatever the database has.
+      on_progress: called before every convolution of one size, and at the end.
+    """
+    began = time.monotonic()
+    is_up = lambda: time.monotonic() - began >= deadline
+    distinct = dict.fromkeys(convolutions)
+    parts = {c: [c.with_batch(b) for b in batch_sizes(c.batch, sizes)] for c in distinct}
+    work = _ordered(parts)
+    entries = {} if refresh else dict(database.load())
+    reused = sum(len(entries[c].timed) for c in work if c in entries)
+    work = [c for c in work if c not in entries or not entries[c].complete]
+    timed, untimed = 0, []
+    new: dict[Convolution, Entry] = {}
+    kept = began
+    try:
+        for done, convolution in enumerate(work):
+            if is_up():
+                untimed.append(f"{convolution}: what was not known before: the time was up")
+                continue
+            on_progress(done, len(work), str(convolution))
+            known = entries.get(convolution, Entry(()))
+            entry, count, left = _time(convolution, library, known, limit, is_up)
+            new[convolution] = entries[convolution] = entry
+            timed += count
+            untimed += left
+            if time.monotonic() - kept > _KEEP_EVERY:
+                _keep(database, new)
+                new, kept = {}, time.monotonic()
+    finally:  # before an interruption, too, but for the convolution that it fell into
+        if new:
+            _keep(database, new)
+    on_progress(len(work), len(work), "")
+    of = lambda c: entries[c].timed if c in entries else ()
+    micros = {c: tuple(m for part in of_c for m in useful(of(part))) for c, of_c in parts.items()}
+    return Profile(micros, timed, reused, tuple(untimed), time.monotonic() - began)
+
+
+def useful(micros: Iterable[Micro]) -> tuple[Micro, ...]:
+    """Of micro-configurations of one size those faster than all of no more workspace, ever faster."""
+    found: list[Micro] = []
+    for m in sorted(micros, key=lambda m: (m.workspace, m.seconds)):
+        if not found or m.seconds < found[-1].seconds:
+            found.append(m)
+    return tuple(found)
+
+
+def _ordered(parts: Mapping[Convolution, Sequence[Convolution]]) -> list[Convolution]:
+    """What is to be timed, each once, in the order of its turn."""
+    flops = lambda c: -c.flops
+    divided = {part for of_c in parts.values() for part in of_c} - parts.keys()
+    return [*sorted(parts, key=flops), *sorted(divided, key=lambda c: (flops(c), str(c)))]
+
+
+def _time(
+    convolution: Convolution,
+    library: Library[P],
+    known: Entry,
+    limit: int | None,
+    is_up: Callable[[], bool],
+) -> tuple[Entry, int, list[str]]:
+    """What is then known of `convolution`, how many ways were timed, and what was left out."""
+    micros = {(m.engine, m.knobs): m for m in known.timed}
+    try:
+        plans = library.plans(convolution)
+    except RuntimeError as error:
+        return known, 0, [f"{convolution}: all: {_reason(error)}"]
+    if not plans:
+        return known, 0, [f"{convolution}: the library has no way to do it"]
+    count = 0
+    left: dict[str, int] = {}
+    for plan in plans:
+        knobs = tuple(sorted(plan.knobs))
+        if (plan.engine, knobs) in micros:
+            continue
+        seconds, why = math.nan, ""
+        if limit is not None and plan.workspace > limit:
+            why = "the workspace is over the limit"
+        elif is_up():
+            why = "the time was up"
+        else:
+            try:
+                seconds = library.seconds(convolution, plan)
+            except RuntimeError as error:
+                why = _reason(error)
+            else:
+                why = "there is no device" if math.isnan(seconds) else ""
+        count += not why
+        if why:
+            left[why] = left.get(why, 0) + 1
+        micro = Micro(convolution.batch, plan.engine, knobs, plan.workspace, seconds)
+        micros[micro.engine, micro.knobs] = micro
+    untimed = [f"{convolution}: {n} of {len(plans)}: {why}" for why, n in left.items()]
+    return Entry(tuple(micros.values()), complete=not left), count, untimed
+
+
+def _reason(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _keep(database: Database, entries: Mapping[Convolution, Entry]) -> None:
+    try:
+        database.add(entries)
+    except OSError as error:
+        logging.warning("%s cannot be written, so nothing is kept: %s", database.path, error)
