@@ -33,7 +33,9 @@ cudnnDataType_t ConvTypeOf(const std::string& dtype) {
 
 void ConvGeometry::Check() const {
   const std::size_t rank = x.size();
-  if (rank < kSpace + 1 || rank > kSpace + 3) Refuse("x has " + std::to_string(rank) + " dimensions");
+  if (rank < kSpace + 1 || rank > kSpace + 3) {
+    Refuse("x has " + std::to_string(rank) + " dimensions");
+  }
   if (w.size() != rank || y.size() != rank) Refuse("x, w and y differ in their dimensions");
   for (const Dims* each : {&strides, &padding_low, &padding_high, &dilation}) {
     if (each->size() != rank - kSpace) Refuse("strides, padding and dilation are for other shapes");

@@ -30,12 +30,12 @@ struct PlanInfo {
   std::int64_t workspace = 0;
   std::vector<std::int64_t> notes;      // cudnnBackendNumericalNote_t
   std::vector<std::int64_t> behaviour;  // cudnnBackendBehaviorNote_t
-  std::string source;                   // "A", "B", "fallback" (heuristics) or "default" (knobs)
+  std::string source;  // "A", "B", "fallback" (heuristics) or "default" (knobs)
 };
 
 // Every plan, best first by cuDNN's own judgement. Where several calls are to add up their results
-// (CanAccumulate), a plan is one that can, and its workspace does for both kinds of call. Those that
-// compile a kernel when they are made take seconds each: they are left out unless `compiling`.
+// (CanAccumulate), a plan is one that can, and its workspace does for both kinds of call. Plans
+// that compile a kernel when they are made take seconds each: they are left out unless `compiling`.
 std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device,
                                 bool compiling);
 

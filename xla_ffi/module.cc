@@ -140,8 +140,8 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& dtype, bool
   return geometry;
 }
 
-// `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has no
-// driver that could load what is compiled.
+// `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
+// no driver that could load what is compiled.
 nb::list ConvPlans(const std::string& which, const std::string& dtype, bool channels_last,
                    const std::tuple<Dims, Dims, Dims>& shapes,
                    const std::tuple<Dims, Dims, Dims, Dims>& window,

@@ -119,6 +119,15 @@ def test_every_described_device(machine):
 
 @pytest.mark.gpu_compile
 @built
+def test_as_a_library_of_the_profiler():
+    library = cudnn.Cudnn("h200")
+    plans = library.plans(LAYERS["3x3"])
+    assert plans == cudnn.plans(LAYERS["3x3"], "h200")
+    assert math.isnan(library.seconds(LAYERS["3x3"], plans[0]))  # there is nothing to time it on
+
+
+@pytest.mark.gpu_compile
+@built
 def test_cudnn_and_xlas_compiler_in_one_process():
     """The stand-in for a missing driver must not keep XLA from compiling, nor the reverse."""
     lowered = lambda: jax.jit(jnp.sin).lower(

@@ -7,6 +7,8 @@ import dataclasses
 import enum
 import functools
 import importlib.util
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,21 @@ def seconds(
         count=count,
     )
     return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cudnn:
+    """cuDNN as a library of `conv/profiler.py`, on a GPU or on the name of one."""
+
+    target: str | jax.Device
+
+    def plans(self, convolution: Convolution) -> tuple[Plan, ...]:
+        return plans(convolution, self.target)
+
+    def seconds(self, convolution: Convolution, plan: Plan) -> float:
+        if isinstance(self.target, str):
+            return math.nan
+        return statistics.median(seconds(convolution, plan, self.target))
 
 
 def version() -> int:

@@ -1,5 +1,5 @@
-// A cuDNN for conv_test: the part of the backend API that the convolution call uses, on the CPU. What
-// it computes follows from the descriptors that it was given, so that they are tested, too.
+// A cuDNN for conv_test: the part of the backend API that the convolution call uses, on the CPU.
+// What it computes follows from the descriptors that it was given, so that they are tested, too.
 //
 // It has kEngines engines; each wants a workspace of its own size, and writes all of it.
 #include <cudnn.h>
