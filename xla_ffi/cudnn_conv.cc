@@ -71,6 +71,23 @@ struct Call {
   bool partials = false;
 };
 
+void CheckMicros(const Call& call) {
+  std::int64_t samples = 0;
+  for (const Micro& micro : call.micros) {
+    if (micro.samples <= 0) throw Error(Code::kInvalidArgument, "a micro-batch without samples");
+    samples += micro.samples;
+  }
+  if (samples != call.whole.x[0]) {
+    throw Error(Code::kInvalidArgument, "the micro-batches have " + std::to_string(samples) +
+                                            " samples and the batch has " +
+                                            std::to_string(call.whole.x[0]));
+  }
+  const bool adds = call.whole.pass == ConvPass::kBackwardFilter && !call.partials;
+  if (adds && call.micros.size() > 1 && !call.whole.CanAccumulate()) {
+    throw Error(Code::kInvalidArgument, "sums of 16 bits lose what is added: ask for `partials`");
+  }
+}
+
 Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuffer> result,
             ffi::Result<ffi::AnyBuffer> workspace, std::string_view which, bool channels_last,
             Integers strides, Integers padding_low, Integers padding_high, Integers dilation,
@@ -119,19 +136,7 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuf
   bind(data ? x : filter ? w : y, made, result->untyped_data());
 
   whole.Check();
-  std::int64_t samples = 0;
-  for (const Micro& micro : call.micros) {
-    if (micro.samples <= 0) throw Error(Code::kInvalidArgument, "a micro-batch without samples");
-    samples += micro.samples;
-  }
-  if (samples != whole.x[0]) {
-    throw Error(Code::kInvalidArgument, "the micro-batches have " + std::to_string(samples) +
-                                            " samples and the batch has " +
-                                            std::to_string(whole.x[0]));
-  }
-  if (call.micros.size() > 1 && filter && !partials && !whole.CanAccumulate()) {
-    throw Error(Code::kInvalidArgument, "sums of 16 bits lose what is added: ask for `partials`");
-  }
+  CheckMicros(call);
   return call;
 }
 

@@ -54,6 +54,7 @@ LAYERS = {
     "1x1": layer((256, 64), kernel=(1, 1), padding=((0, 0), (0, 0))),
     "3d": layer(size=(16, 56, 56), kernel=(3, 3, 3), padding=((1, 1),) * 3, batch=4),
     "1d": layer(size=(100,), kernel=(5,), padding=((2, 2),)),
+    "uneven": layer(strides=(2, 2), padding=((0, 1), (0, 1))),  # as "SAME" has it
     "groups": layer(groups=4),
     "depthwise": layer(groups=64),
     "dilated": layer(dilation=(2, 2), padding=((2, 2), (2, 2))),

@@ -24,6 +24,7 @@ LAYERS = {
     "3x3": {"features_in": 32, "features_out": 64, "size": (14, 13), "kernel": (3, 3)},
     "stem": {"features_in": 3, "features_out": 64, "size": (35, 33), "kernel": (7, 7)},
     "odd": {"features_in": 5, "features_out": 7, "size": (13, 11), "kernel": (3, 3)},
+    "uneven": {"features_in": 16, "features_out": 32, "size": (14, 16), "kernel": (3, 3)},
     "groups": {"features_in": 32, "features_out": 64, "size": (9, 8), "kernel": (3, 3)},
     "dilated": {"features_in": 16, "features_out": 32, "size": (15, 16), "kernel": (3, 3)},
     "1d": {"features_in": 16, "features_out": 32, "size": (40,), "kernel": (5,)},
@@ -31,6 +32,7 @@ LAYERS = {
 }
 MORE = {
     "stem": {"strides": (2, 2)},
+    "uneven": {"strides": (2, 2), "padding": ((0, 1), (0, 1))},  # as "SAME" has it
     "groups": {"groups": 4, "channels_last": False},
     "dilated": {"dilation": (2, 2)},
 }
