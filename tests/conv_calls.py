@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vmem_jax.conv.primitive import layouts, roles
+from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Configuration, Convolution, Pass
 from vmem_jax.transfer import extension
 

@@ -14,7 +14,7 @@ from conv_calls import TARGET, micro_conv
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.cudnn import Note
 from vmem_jax.conv.devices import DEVICES
-from vmem_jax.conv.primitive import layouts, roles
+from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
 from vmem_jax.prove.targets import target
 from vmem_jax.transfer import extension

@@ -13,7 +13,7 @@ import pytest
 from conv_calls import micro_conv
 
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.primitive import layouts, roles, whole
+from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
 from vmem_jax.transfer import extension
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from vmem_jax.conv.devices import description
-from vmem_jax.conv.primitive import layouts
+from vmem_jax.conv.slices import layouts
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.transfer import extension
 
