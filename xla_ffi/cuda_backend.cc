@@ -165,10 +165,14 @@ int CudaBackend::DeviceOf(Stream stream) {
   return device;
 }
 
-void CudaBackend::RefuseCapture(Stream stream) {
+bool CudaBackend::IsCapturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   VMEM_CHECK_CUDA(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) {
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void CudaBackend::RefuseCapture(Stream stream) {
+  if (IsCapturing(stream)) {
     throw Error(Code::kFailedPrecondition,
                 "the stream is being recorded into a CUDA graph, which cannot hold a transfer");
   }

@@ -106,6 +106,8 @@ struct CudaBackend {
 
   // The device of XLA's stream: ordinals of ours and of XLA's cannot disagree then.
   static int DeviceOf(Stream stream);
+  // Whether `stream` is being recorded into a CUDA graph.
+  static bool IsCapturing(Stream stream);
   // Throws if `stream` is being recorded into a CUDA graph: it would replay the copies without the
   // bookkeeping around them.
   static void RefuseCapture(Stream stream);

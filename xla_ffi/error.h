@@ -1,5 +1,5 @@
-// The one exception of the transfer core. Handlers turn it into an ffi::Error, the module into a
-// Python exception; nothing else crosses either boundary.
+// The one exception of all that stands behind the handlers. They turn it into an ffi::Error, the
+// module into a Python exception; nothing else crosses either boundary.
 #pragma once
 
 #include <stdexcept>

@@ -19,8 +19,17 @@ namespace vmem {
 
 namespace ffi = ::xla::ffi;
 
-// Names of custom call targets, without the prefix, to their handlers.
-using Targets = std::map<std::string, XLA_FFI_Handler*>;
+// The handlers of a custom call, by the stage that XLA calls them in.
+struct Target {
+  Target(XLA_FFI_Handler* execute, XLA_FFI_Handler* initialize = nullptr)  // NOLINT: from one alone
+      : execute(execute), initialize(initialize) {}
+
+  XLA_FFI_Handler* execute;
+  XLA_FFI_Handler* initialize;  // before each run, or nullptr
+};
+
+// By the names of custom call targets, without the prefix.
+using Targets = std::map<std::string, Target>;
 
 template <class B>
 struct Caller {

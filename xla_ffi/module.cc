@@ -1,13 +1,16 @@
 // The only nanobind file: names to functions, no logic. Devices are pairs (platform, ordinal).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "cpu_backend.h"
@@ -17,6 +20,9 @@
 #include "targets.h"
 #ifdef VMEM_JAX_CUDA
 #include "cuda_backend.h"
+#endif
+#ifdef VMEM_JAX_CUDNN
+#include "cudnn_runtime.h"
 #endif
 
 namespace nb = nanobind;
@@ -100,13 +106,81 @@ nb::list ReadSpans(std::int64_t id, const std::string& platform, int device) {
   return result;
 }
 
+// As JAX registers them: a capsule, or capsules by stage where there are several.
 nb::dict Capsules(const Targets& targets) {
+  auto capsule = [](XLA_FFI_Handler* handler) {
+    return nb::capsule(reinterpret_cast<void*>(handler));
+  };
   nb::dict result;
-  for (const auto& [name, handler] : targets) {
-    result[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
+  for (const auto& [name, target] : targets) {
+    if (target.initialize == nullptr) {
+      result[name.c_str()] = capsule(target.execute);
+      continue;
+    }
+    nb::dict stages;
+    stages["initialize"] = capsule(target.initialize);
+    stages["execute"] = capsule(target.execute);
+    result[name.c_str()] = stages;
   }
   return result;
 }
+
+#ifdef VMEM_JAX_CUDNN
+ConvGeometry GeometryOf(const std::string& which, const std::string& dtype, bool channels_last,
+                        const std::tuple<Dims, Dims, Dims>& shapes,
+                        const std::tuple<Dims, Dims, Dims, Dims>& window) {
+  ConvGeometry geometry;
+  geometry.pass = ConvPassOf(which);
+  geometry.dtype = ConvTypeOf(dtype);
+  geometry.channels_last = channels_last;
+  std::tie(geometry.x, geometry.w, geometry.y) = shapes;
+  std::tie(geometry.strides, geometry.padding_low, geometry.padding_high, geometry.dilation) =
+      window;
+  geometry.Check();
+  return geometry;
+}
+
+// `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
+// no driver that could load what is compiled.
+nb::list ConvPlans(const std::string& which, const std::string& dtype, bool channels_last,
+                   const std::tuple<Dims, Dims, Dims>& shapes,
+                   const std::tuple<Dims, Dims, Dims, Dims>& window,
+                   const std::variant<int, std::string>& device, bool compiling) {
+  std::vector<PlanInfo> plans;
+  {
+    nb::gil_scoped_release release;
+    const ConvGeometry geometry = GeometryOf(which, dtype, channels_last, shapes, window);
+    plans = device.index() == 0
+                ? FindPlansHere(geometry, std::get<int>(device), compiling)
+                : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), false);
+  }
+  nb::list result;
+  for (const PlanInfo& plan : plans) {
+    nb::dict fields;
+    fields["engine"] = plan.engine;
+    fields["knobs"] = plan.knobs;
+    fields["workspace"] = plan.workspace;
+    fields["notes"] = plan.notes;
+    fields["behaviour"] = plan.behaviour;
+    fields["source"] = plan.source;
+    result.append(fields);
+  }
+  return result;
+}
+
+// `buffers` are the addresses of x, w, y and the workspace; what is computed is overwritten.
+std::vector<double> ConvTime(
+    const std::string& which, const std::string& dtype, bool channels_last,
+    const std::tuple<Dims, Dims, Dims>& shapes, const std::tuple<Dims, Dims, Dims, Dims>& window,
+    int device, std::int64_t engine, const Knobs& knobs,
+    const std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>& buffers,
+    std::int64_t workspace, int count) {
+  auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
+  const auto [x, w, y, scratch] = buffers;
+  return TimePlan(GeometryOf(which, dtype, channels_last, shapes, window), engine, knobs, device,
+                  {at(x), at(w), at(y), at(scratch)}, workspace, count);
+}
+#endif
 
 void Translate(const std::exception_ptr& pointer, void*) {
   try {
@@ -137,12 +211,21 @@ NB_MODULE(_xla_ffi, m) {
 #else
   m.attr("CUDA_VERSION") = nb::none();
 #endif
+#ifdef VMEM_JAX_CUDNN
+  m.attr("CUDNN_BUILT") = nb::make_tuple(CUDNN_MAJOR, CUDNN_MINOR, CUDNN_PATCHLEVEL);
+#else
+  m.attr("CUDNN_BUILT") = nb::none();  // whose headers, as for XLA's
+#endif
 
   m.def("targets", [] {
     nb::dict result;
     result[CpuBackend::kPlatform] = Capsules(CpuTargets());
 #ifdef VMEM_JAX_CUDA
-    result[CudaBackend::kPlatform] = Capsules(CudaTargets());
+    Targets cuda = CudaTargets();
+#ifdef VMEM_JAX_CUDNN
+    cuda.merge(CudnnTargets());
+#endif
+    result[CudaBackend::kPlatform] = Capsules(cuda);
 #endif
     return result;
   });
@@ -182,6 +265,13 @@ NB_MODULE(_xla_ffi, m) {
       },
       nb::kw_only(), "delay_seconds"_a, "fail_slot"_a, "fail_fetch"_a, "poison"_a,
       "poison_source"_a, "skip_waits"_a, "stale_seconds"_a);
+#ifdef VMEM_JAX_CUDNN
+  m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
+  m.def("conv_plans", &ConvPlans, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
+        "device"_a, "compiling"_a);
+  m.def("conv_time", &ConvTime, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
+        "device"_a, "engine"_a, "knobs"_a, "buffers"_a, "workspace"_a, "count"_a, unlocked);
+#endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);
 }
 

@@ -9,5 +9,8 @@ Targets CpuTargets();
 #ifdef VMEM_JAX_CUDA
 Targets CudaTargets();
 #endif
+#ifdef VMEM_JAX_CUDNN
+Targets CudnnTargets();  // of CUDA, too
+#endif
 
 }  // namespace vmem

@@ -44,6 +44,9 @@ def describe() -> str:
         return f"none: {error}"
     cuda = module.CUDA_VERSION
     where = "CPU alone, built without CUDA" if cuda is None else f"CPU and CUDA {_dotted(cuda)}"
+    if cuda is not None:
+        without = "no convolutions, built without cuDNN"
+        where += f", {without if module.CUDNN_BUILT is None else 'convolutions by cuDNN'}"
     return f"{where} (XLA FFI {_dotted(module.FFI_API_VERSION)})"
 
 
@@ -83,5 +86,5 @@ def _running_version() -> tuple[int, int]:
     return int(found["MAJOR"]), int(found["MINOR"])
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))

@@ -1,0 +1,220 @@
+"""The convolution call on a GPU against XLA's own convolutions. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_calls import micro_conv
+
+from vmem_jax.conv import cudnn
+from vmem_jax.conv.slices import layouts, roles, whole
+from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
+from vmem_jax.transfer import extension
+
+pytestmark = pytest.mark.gpu
+
+BATCH = 12
+LAYERS = {
+    "3x3": {"features_in": 32, "features_out": 64, "size": (14, 13), "kernel": (3, 3)},
+    "stem": {"features_in": 3, "features_out": 64, "size": (35, 33), "kernel": (7, 7)},
+    "odd": {"features_in": 5, "features_out": 7, "size": (13, 11), "kernel": (3, 3)},
+    "uneven": {"features_in": 16, "features_out": 32, "size": (14, 16), "kernel": (3, 3)},
+    "groups": {"features_in": 32, "features_out": 64, "size": (9, 8), "kernel": (3, 3)},
+    "dilated": {"features_in": 16, "features_out": 32, "size": (15, 16), "kernel": (3, 3)},
+    "1d": {"features_in": 16, "features_out": 32, "size": (40,), "kernel": (5,)},
+    "3d": {"features_in": 16, "features_out": 32, "size": (6, 7, 8), "kernel": (3, 3, 3)},
+}
+MORE = {
+    "stem": {"strides": (2, 2)},
+    "uneven": {"strides": (2, 2), "padding": ((0, 1), (0, 1))},  # as "SAME" has it
+    "groups": {"groups": 4, "channels_last": False},
+    "dilated": {"dilation": (2, 2)},
+}
+TOLERANCE = {"float64": 1e-12, "float32": 2e-2, "bfloat16": 3e-2, "float16": 5e-3}
+STRICT = 1e-4  # FFT and Winograd round more than sums do, tensor cores in TF32 more than either
+
+
+def layer(name: str, which: Pass, kind: str) -> Convolution:
+    sizes = LAYERS[name]
+    ones = (1,) * len(sizes["size"])
+    dilation = MORE.get(name, {}).get("dilation", ones)
+    padding = tuple((d * (k // 2),) * 2 for k, d in zip(sizes["kernel"], dilation, strict=True))
+    return Convolution(
+        which=which,
+        dtype="float32" if kind == "strict" else kind,
+        strict=kind == "strict",
+        batch=BATCH,
+        **{"strides": ones, "padding": padding, "dilation": ones, **sizes, **MORE.get(name, {})},
+    )
+
+
+@pytest.fixture
+def device():
+    try:
+        [found, *_] = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    if extension.load().CUDNN_BUILT is None:
+        pytest.fail("there is a GPU, but the extension was built without cuDNN")
+    return found
+
+
+def operands(convolution: Convolution, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """At random, in float64, rounded to the dtype of the convolution."""
+    rng = np.random.default_rng(seed)
+    shapes = layouts(convolution)
+    draw = lambda role: rng.standard_normal(shapes[role]).astype(jnp.dtype(convolution.dtype))
+    first, second, _ = roles(convolution.which)
+    return draw(first), draw(second)
+
+
+def reference(convolution: Convolution, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    """By XLA on the CPU, in float64."""
+    double = dataclasses.replace(convolution, dtype="float64", strict=False)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(jax.jit(functools.partial(whole, double))(*map(np.float64, (lhs, rhs))))
+
+
+@functools.cache
+def plans_of(convolution: Convolution, device) -> tuple[cudnn.Plan, ...]:
+    return cudnn.plans(convolution, device)
+
+
+def configuration(convolution: Convolution, batches, device, which: int = 0) -> Configuration:
+    """Micro-batches of these sizes by the plan at `which`, or the last one, of each size."""
+    micros = []
+    for batch in batches:
+        plans = plans_of(convolution.with_batch(batch), device)
+        plan = plans[min(which, len(plans) - 1)]
+        micros.append(Micro(batch, plan.engine, plan.knobs, plan.workspace, math.nan))
+    return Configuration(tuple(micros))
+
+
+def error(result, expected: np.ndarray) -> float:
+    """Largest difference, in units of the largest value."""
+    assert result.shape == expected.shape
+    return float(np.abs(np.float64(result) - expected).max() / np.abs(expected).max())
+
+
+def run(convolution, chosen, lhs, rhs, device, **options):
+    call = lambda a, b: micro_conv(convolution, chosen, a, b)
+    with jax.enable_x64(convolution.dtype == "float64"):
+        lhs, rhs = jax.device_put((lhs, rhs), device)
+        return jax.jit(call, **options)(lhs, rhs)
+
+
+@pytest.mark.parametrize("kind", ["float32", "strict", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("which", Pass)
+@pytest.mark.parametrize("name", LAYERS)
+def test_micro_batches_are_the_convolution(name, which, kind, device):
+    convolution = layer(name, which, kind)
+    lhs, rhs = operands(convolution)
+    expected = reference(convolution, lhs, rhs)
+    allowed = STRICT if kind == "strict" else TOLERANCE[convolution.dtype]
+    for batches in ((BATCH,), (5, 1, 6)):
+        chosen = configuration(convolution, batches, device)
+        result = run(convolution, chosen, lhs, rhs, device)
+        assert error(result, expected) < allowed, batches
+
+
+@pytest.mark.parametrize("which", Pass)
+@pytest.mark.parametrize("name", ["3x3", "groups"])
+def test_every_plan(name, which, device):
+    """In strict float32 all plans do the same, adding up gradients to w included."""
+    convolution = layer(name, which, "strict")
+    lhs, rhs = operands(convolution)
+    expected = reference(convolution, lhs, rhs)
+    wrong = []
+    for i, plan in enumerate(cudnn.plans(convolution.with_batch(6), device)):
+        chosen = configuration(convolution, (6, 6), device, i)
+        result = run(convolution, chosen, lhs, rhs, device)
+        if not error(result, expected) < STRICT:  # NaN is wrong, too
+            wrong.append((plan, error(result, expected)))
+    assert not wrong
+
+
+def test_a_result_that_was_there_before_is_not_added_to(device):
+    """Buffers are used again, so the first micro-batch must not read what is in dw."""
+    convolution = layer("3x3", Pass.BACKWARD_FILTER, "strict")
+    lhs, rhs = operands(convolution)
+    chosen = configuration(convolution, (6, 6), device)
+    call = jax.jit(lambda a, b: micro_conv(convolution, chosen, a, b))
+    lhs, rhs = jax.device_put((lhs, rhs), device)
+    results = [np.asarray(call(lhs, rhs * scale)) for scale in (1, jnp.nan, 1)]
+    assert np.isnan(results[1]).any()
+    np.testing.assert_allclose(results[2], results[0], rtol=1e-4, atol=1e-3)
+
+
+def test_sums_of_bfloat16_are_not_rounded_in_between(device):
+    """Many small micro-batches are as near as the whole batch is."""
+    convolution = layer("3x3", Pass.BACKWARD_FILTER, "bfloat16")
+    lhs, rhs = operands(convolution)
+    expected = reference(convolution, lhs, rhs)
+    errors = [
+        error(run(convolution, configuration(convolution, b, device), lhs, rhs, device), expected)
+        for b in ((BATCH,), (1,) * BATCH)
+    ]
+    assert errors[1] < 3 * errors[0] + 1e-4
+
+
+def test_what_is_wrong_is_told(device):
+    convolution = layer("3x3", Pass.FORWARD, "strict")
+    lhs, rhs = operands(convolution)
+    [plan] = configuration(convolution, (BATCH,), device).micros
+    greedy = max(cudnn.plans(convolution, device), key=lambda p: p.workspace)
+    cases = {
+        "have 8 samples and the batch has 12": dataclasses.replace(plan, batch=8),
+        "bytes of workspace": Micro(BATCH, greedy.engine, greedy.knobs, 0, math.nan),
+        "vmem_jax micro_conv": dataclasses.replace(plan, engine=100_000),
+    }
+    assert greedy.workspace > 0
+    for why, micro in cases.items():
+        with pytest.raises(Exception, match=why):
+            run(convolution, Configuration((micro,)), lhs, rhs, device).block_until_ready()
+
+
+def test_times_are_those_of_work(device):
+    """A batch of sixteen times the size takes longer, and nothing takes no time."""
+    small = dataclasses.replace(layer("3x3", Pass.FORWARD, "strict"), size=(56, 56))
+    medians = []
+    for convolution in (small.with_batch(16), small.with_batch(256)):
+        plan = min(cudnn.plans(convolution, device), key=lambda p: p.workspace)
+        medians.append(np.median(cudnn.seconds(convolution, plan, device)))
+    assert 0 < medians[0] < medians[1] / 4
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "launched"])
+def test_command_buffers(recorded, device):
+    """Every run sees its own data, whether its calls are recorded or launched."""
+    forward = layer("3x3", Pass.FORWARD, "strict")
+    filters = dataclasses.replace(forward, which=Pass.BACKWARD_FILTER)
+    chosen = configuration(forward, (5, 7), device)
+    of_filter = configuration(filters, (5, 7), device)
+
+    def step(x, w):
+        y = micro_conv(forward, chosen, x, w)
+        dw = micro_conv(filters, of_filter, x, jnp.tanh(y))
+        return y, w - 0.1 * dw
+
+    def plain(x, w):
+        y = whole(forward, x, w)
+        return y, w - 0.1 * whole(filters, x, jnp.tanh(y))
+
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    if not recorded:
+        options["xla_gpu_enable_command_buffer"] = ""
+    x, w = jax.device_put(operands(forward), device)
+    compiled = jax.jit(step).lower(x, w).compile(compiler_options=options)
+    own = jax.jit(plain)
+    for _ in range(5):  # the first runs may be launched, and recorded later
+        y, w_next = compiled(x, w)
+        y_own, w_own = own(x, w)
+        np.testing.assert_allclose(y, y_own, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(w_next, w_own, rtol=1e-3, atol=1e-2)
+        x, w = x[::-1] * 1.01, w_next / jnp.abs(w_next).max()

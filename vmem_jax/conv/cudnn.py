@@ -1,0 +1,225 @@
+"""cudnn: the plans that cuDNN has for a convolution, and how long they take."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+import functools
+import importlib.util
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vmem_jax.conv.devices import description
+from vmem_jax.conv.slices import layouts
+from vmem_jax.core.convolution import Convolution
+from vmem_jax.transfer import extension
+
+_RUNTIME_COMPILATION = 0  # among cuDNN's behaviour notes
+_INSTALL = 'pip install "vmem_jax[gpu-compile]"'
+
+
+class Note(enum.IntEnum):
+    """What cuDNN says of an engine's arithmetic, as far as it matters here."""
+
+    TENSOR_CORE = 0
+    DOWN_CONVERT_INPUTS = 1
+    REDUCED_PRECISION_REDUCTION = 2
+    FFT = 3
+    NONDETERMINISTIC = 4
+    WINOGRAD = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One way in which cuDNN can do a convolution.
+
+    Attributes:
+      engine: its global index among cuDNN's engines for this pass.
+      knobs: settings of the engine, pairs (type, value), sorted; all others are as cuDNN sets them.
+      workspace: bytes that it needs while it runs.
+      notes: numbers of cuDNN's numerical notes; those of `Note`, and others.
+      compiled: its kernel is compiled when the plan is made.
+      source: who named it: cuDNN's heuristics "A", "B" or "fallback", or "default", nobody.
+    """
+
+    engine: int
+    knobs: tuple[tuple[int, int], ...]
+    workspace: int
+    notes: frozenset[int]
+    compiled: bool
+    source: str
+
+    @property
+    def tensor_cores(self) -> bool:
+        return Note.TENSOR_CORE in self.notes
+
+
+def plans(
+    convolution: Convolution, target: str | jax.Device, compiling: bool = False
+) -> tuple[Plan, ...]:
+    """Every plan for `convolution`, cuDNN's favourites first; none where it cannot do it.
+
+    Left out are plans that round the operands to a narrower type, always, and those that use tensor
+    cores where `convolution.strict`. XLA leaves out the same. Indices and knobs mean something to one
+    version of cuDNN on one kind of device.
+
+    Args:
+      target: a GPU that is here, or the name of one that is not ("h200"). The latter's list is the
+        shorter: for a described Hopper GPU cuDNN names none by FFT or Winograd.
+      compiling: also list plans that compile their kernels when they are made, on a GPU that is
+        here. Each takes seconds, now and in every process that uses it.
+
+    Raises:
+      ValueError: the target is no GPU, or none that can be described.
+      ImportError: cuDNN, what it needs, or the extension's part for it is not there.
+    """
+    where: int | str
+    if isinstance(target, str):
+        where = description(target)
+        module = _open()
+        _prepare_without_device()
+    else:
+        where = _ordinal(target)
+        module = _open()
+    banned = {Note.DOWN_CONVERT_INPUTS} | ({Note.TENSOR_CORE} if convolution.strict else set())
+    found = module.conv_plans(*_arguments(convolution), device=where, compiling=compiling)
+    listed = (
+        Plan(
+            engine=plan["engine"],
+            knobs=tuple(plan["knobs"]),
+            workspace=plan["workspace"],
+            notes=frozenset(plan["notes"]),
+            compiled=_RUNTIME_COMPILATION in plan["behaviour"],
+            source=plan["source"],
+        )
+        for plan in found
+    )
+    return tuple(plan for plan in listed if not plan.notes & banned)
+
+
+def seconds(
+    convolution: Convolution, plan: Plan, device: jax.Device, count: int = 10
+) -> tuple[float, ...]:
+    """What `count` runs of a plan take on `device`, each, on random data.
+
+    The data and the workspace are JAX's, so they come out of the memory that it has reserved.
+
+    Raises:
+      ValueError: the device is no GPU, or JAX has the dtype turned off.
+      RuntimeError: the plan does not run there, or there is too little memory.
+      ImportError: as `plans`.
+    """
+    where, module = _ordinal(device), _open()
+    if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
+        raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = layouts(convolution)
+    with jax.default_device(device):
+        buffers = [
+            jax.random.normal(key, shapes[role], convolution.dtype)
+            for key, role in zip(keys, ("x", "w", "y"), strict=True)
+        ]
+        buffers.append(jnp.zeros(max(plan.workspace, 1), jnp.uint8))
+    jax.block_until_ready(buffers)  # before cuDNN, which overwrites one that nobody else has seen
+    found = module.conv_time(
+        *_arguments(convolution),
+        device=where,
+        engine=plan.engine,
+        knobs=list(plan.knobs),
+        buffers=tuple(buffer.unsafe_buffer_pointer() for buffer in buffers),
+        workspace=buffers[-1].nbytes,
+        count=count,
+    )
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cudnn:
+    """cuDNN as a library of `conv/profiler.py`, on a GPU or on the name of one."""
+
+    target: str | jax.Device
+
+    def plans(self, convolution: Convolution) -> tuple[Plan, ...]:
+        return plans(convolution, self.target)
+
+    def seconds(self, convolution: Convolution, plan: Plan) -> float:
+        if isinstance(self.target, str):
+            return math.nan
+        return statistics.median(seconds(convolution, plan, self.target))
+
+
+def version() -> int:
+    """That of cuDNN, such as 91900.
+
+    Raises:
+      ImportError: it, or the extension's part for it, is not there.
+    """
+    return _open().cudnn_open("")
+
+
+def _arguments(c: Convolution) -> tuple[Any, ...]:
+    low, high = (tuple(side) for side in zip(*c.padding, strict=True))
+    shapes = (c.x_shape, c.w_shape, c.y_shape)
+    window = (c.strides, low, high, c.dilation)
+    return str(c.which), c.dtype, c.channels_last, shapes, window
+
+
+def _ordinal(device: jax.Device) -> int:
+    if device.platform not in ("gpu", "cuda"):
+        raise ValueError(f"cuDNN has no plans for {device}: it runs on NVIDIA GPUs.")
+    return device.local_hardware_id
+
+
+@functools.cache
+def _open() -> Any:
+    """The extension, with cuDNN open: the copy that JAX has loaded, or else would load."""
+    module = extension.load()
+    if module.CUDNN_BUILT is None:
+        raise ImportError(
+            "vmem_jax's extension was built without cuDNN, so it runs no convolutions. Install "
+            "nvidia-cudnn-cu13 and a CUDA toolkit, then vmem_jax again, with CUDNN_INCLUDE_DIR "
+            "naming the directory of cudnn.h if the end of the build's log says that there is none."
+        )
+    try:
+        module.cudnn_open(next(iter(_wheel_libraries("libcudnn.so.9")), ""))
+    except RuntimeError as error:
+        raise ImportError(f"{error}. Install it with JAX's CUDA wheels: {_INSTALL}") from error
+    return module
+
+
+@functools.cache
+def _prepare_without_device() -> None:
+    """Loads what cuDNN needs to describe a device that is not here.
+
+    It would look for these itself, and end the process where it finds no cuBLASLt.
+    """
+    for name in ("libnvrtc.so", "libcublasLt.so"):
+        if not any(_loads(path) for path in _wheel_libraries(f"{name}.*")) and not any(
+            _loads(f"{name}.{major}") for major in (13, 12)
+        ):
+            raise ImportError(f"cuDNN needs {name}, which is not there. Install it: {_INSTALL}")
+    if not _loads("libcuda.so.1") and not _loads(Path(__file__).parents[1] / "_driver_stub.so"):
+        raise ImportError("vmem_jax is not installed whole: it has no _driver_stub.so.")
+
+
+def _loads(library: str | Path) -> bool:
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
+
+
+def _wheel_libraries(pattern: str) -> list[str]:
+    """Libraries of NVIDIA's wheels, found without importing anything."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec is not None else None
+    return [
+        str(path) for root in roots or () for path in sorted(Path(root).glob(f"*/lib/{pattern}"))
+    ]

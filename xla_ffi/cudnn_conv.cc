@@ -1,0 +1,222 @@
+// The call that does one convolution in micro-batches, as docs/ffi.md describes it.
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "cuda_backend.h"
+#include "cudnn_runtime.h"
+#include "handlers.h"
+#include "targets.h"
+
+namespace vmem {
+namespace {
+
+using Integers = ffi::Span<const std::int64_t>;
+
+cudnnDataType_t TypeOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return CUDNN_DATA_FLOAT;
+    case ffi::DataType::BF16:
+      return CUDNN_DATA_BFLOAT16;
+    case ffi::DataType::F16:
+      return CUDNN_DATA_HALF;
+    case ffi::DataType::F64:
+      return CUDNN_DATA_DOUBLE;
+    default:
+      throw Error(Code::kInvalidArgument, "values are f32, bf16, f16 or f64");
+  }
+}
+
+// N, C, space from the order in memory.
+Dims Logical(ffi::AnyBuffer::Dimensions dims, bool channels_last) {
+  Dims result(dims.begin(), dims.end());
+  if (channels_last && result.size() > 2) {
+    std::rotate(result.begin() + 1, result.end() - 1, result.end());
+  }
+  return result;
+}
+
+struct Micro {
+  std::int64_t samples = 0;
+  std::int64_t engine = 0;
+  Knobs knobs;
+};
+
+std::vector<Micro> DecodeMicros(Integers flat) {
+  std::size_t at = 0;
+  auto next = [&] {
+    if (at == flat.size()) throw Error(Code::kInvalidArgument, "`micros` ends too early");
+    return flat[at++];
+  };
+  std::vector<Micro> micros;
+  while (at < flat.size()) {
+    Micro& micro = micros.emplace_back();
+    micro.samples = next();
+    micro.engine = next();
+    for (std::int64_t knobs = next(); knobs > 0; --knobs) {
+      const std::int64_t type = next();
+      micro.knobs.emplace_back(type, next());
+    }
+  }
+  return micros;
+}
+
+// A call, decoded and checked.
+struct Call {
+  ConvGeometry whole;
+  ConvBuffers buffers;
+  std::vector<Micro> micros;
+  std::int64_t workspace = 0;  // bytes that are there
+  bool partials = false;
+};
+
+void CheckMicros(const Call& call) {
+  std::int64_t samples = 0;
+  for (const Micro& micro : call.micros) {
+    if (micro.samples <= 0) throw Error(Code::kInvalidArgument, "a micro-batch without samples");
+    samples += micro.samples;
+  }
+  if (samples != call.whole.x[0]) {
+    throw Error(Code::kInvalidArgument, "the micro-batches have " + std::to_string(samples) +
+                                            " samples and the batch has " +
+                                            std::to_string(call.whole.x[0]));
+  }
+  const bool adds = call.whole.pass == ConvPass::kBackwardFilter && !call.partials;
+  if (adds && call.micros.size() > 1 && !call.whole.CanAccumulate()) {
+    throw Error(Code::kInvalidArgument, "sums of 16 bits lose what is added: ask for `partials`");
+  }
+}
+
+Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuffer> result,
+            ffi::Result<ffi::AnyBuffer> workspace, std::string_view which, bool channels_last,
+            Integers strides, Integers padding_low, Integers padding_high, Integers dilation,
+            bool partials, Integers micros) {
+  Call call;
+  call.micros = DecodeMicros(micros);
+  call.partials = partials;
+  call.workspace = static_cast<std::int64_t>(workspace->size_bytes());
+  call.buffers.workspace = workspace->untyped_data();
+
+  ConvGeometry& whole = call.whole;
+  whole.pass = ConvPassOf(std::string(which));
+  whole.dtype = TypeOf(result->element_type());
+  whole.channels_last = channels_last;
+  whole.strides = Dims(strides.begin(), strides.end());
+  whole.padding_low = Dims(padding_low.begin(), padding_low.end());
+  whole.padding_high = Dims(padding_high.begin(), padding_high.end());
+  whole.dilation = Dims(dilation.begin(), dilation.end());
+  if (first.element_type() != result->element_type() ||
+      second.element_type() != result->element_type()) {
+    throw Error(Code::kInvalidArgument, "operands and result are of one type");
+  }
+  ffi::AnyBuffer::Dimensions made = result->dimensions();
+  if (partials) {
+    if (whole.pass != ConvPass::kBackwardFilter || made.size() == 0 ||
+        made[0] != static_cast<std::int64_t>(call.micros.size())) {
+      throw Error(Code::kInvalidArgument, "`partials` is one dw for each micro-batch");
+    }
+    made = ffi::AnyBuffer::Dimensions(made.begin() + 1, made.size() - 1);
+  }
+  struct Role {
+    Dims* dims;
+    void** data;
+  };
+  const Role x{&whole.x, &call.buffers.x};
+  const Role w{&whole.w, &call.buffers.w};
+  const Role y{&whole.y, &call.buffers.y};
+  auto bind = [&](const Role& role, ffi::AnyBuffer::Dimensions dims, void* data) {
+    *role.dims = Logical(dims, channels_last);
+    *role.data = data;
+  };
+  const bool data = whole.pass == ConvPass::kBackwardData;
+  const bool filter = whole.pass == ConvPass::kBackwardFilter;
+  bind(data ? y : x, first.dimensions(), first.untyped_data());
+  bind(filter ? y : w, second.dimensions(), second.untyped_data());
+  bind(data ? x : filter ? w : y, made, result->untyped_data());
+
+  whole.Check();
+  CheckMicros(call);
+  return call;
+}
+
+// Calls `use` with the plan and the buffers of each micro-batch, in order.
+template <class Use>
+void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use use) {
+  const ConvGeometry& whole = call.whole;
+  const bool adds = whole.pass == ConvPass::kBackwardFilter && !call.partials;
+  auto offset = [](void* data, std::int64_t nbytes) { return static_cast<char*>(data) + nbytes; };
+  ConvBuffers buffers = call.buffers;
+  bool first = true;
+  for (const Micro& micro : call.micros) {
+    const ConvGeometry part = whole.WithBatch(micro.samples, adds && !first);
+    const auto plan = lease.PlanFor(part, micro.engine, micro.knobs, stream);
+    if (plan->workspace > call.workspace) {
+      throw Error(Code::kFailedPrecondition,
+                  "engine " + std::to_string(micro.engine) + " needs " +
+                      std::to_string(plan->workspace) + " bytes of workspace for " +
+                      std::to_string(micro.samples) + " samples, and there are " +
+                      std::to_string(call.workspace));
+    }
+    use(*plan, buffers);
+    buffers.x = offset(buffers.x, micro.samples * whole.SampleBytes(whole.x));
+    buffers.y = offset(buffers.y, micro.samples * whole.SampleBytes(whole.y));
+    if (call.partials) buffers.w = offset(buffers.w, whole.w[0] * whole.SampleBytes(whole.w));
+    first = false;
+  }
+}
+
+// Before every run, and before it is recorded into a CUDA graph: a look-up after the first time.
+struct Initialize {
+  template <class... Args>
+  ffi::Error operator()(cudaStream_t stream, Args... args) const {
+    return Guard("micro_conv", [&] {
+      const Call call = Decode(args...);
+      CudnnLease lease(CudaBackend::DeviceOf(stream));
+      ForEachMicro(call, lease, stream, [](const Plan&, const ConvBuffers&) {});
+    });
+  }
+};
+
+struct Execute {
+  template <class... Args>
+  ffi::Error operator()(cudaStream_t stream, Args... args) const {
+    return Guard("micro_conv", [&] {
+      const Call call = Decode(args...);
+      CudnnLease lease(CudaBackend::DeviceOf(stream));
+      ForEachMicro(call, lease, stream, [&](const Plan& plan, const ConvBuffers& buffers) {
+        lease.Run(plan, buffers, stream);
+      });
+    });
+  }
+};
+
+template <ffi::ExecutionStage stage>
+auto BindConv() {
+  return ffi::Ffi::Bind<stage>()
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Arg<ffi::AnyBuffer>()  // x, or y
+      .template Arg<ffi::AnyBuffer>()  // w, or y
+      .template Ret<ffi::AnyBuffer>()  // y, x or w
+      .template Ret<ffi::AnyBuffer>()  // workspace
+      .template Attr<std::string_view>("which")
+      .template Attr<bool>("channels_last")
+      .template Attr<Integers>("strides")
+      .template Attr<Integers>("padding_low")
+      .template Attr<Integers>("padding_high")
+      .template Attr<Integers>("dilation")
+      .template Attr<bool>("partials")
+      .template Attr<Integers>("micros");
+}
+
+XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize{}, BindConv<ffi::ExecutionStage::kInitialize>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+// It launches the same kernels on the same buffers whenever it is called.
+XLA_FFI_DEFINE_HANDLER(kExecute, Execute{}, BindConv<ffi::ExecutionStage::kExecute>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+Targets CudnnTargets() { return {{"micro_conv", {kExecute, kInitialize}}}; }
+
+}  // namespace vmem

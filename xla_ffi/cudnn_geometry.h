@@ -1,0 +1,46 @@
+// What is convolved, in cuDNN's terms: shapes N, C, space whatever the layout in memory.
+#pragma once
+
+#include <cudnn.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace vmem {
+
+using Dims = std::vector<std::int64_t>;
+
+enum class ConvPass { kForward, kBackwardData, kBackwardFilter };
+
+// "forward", "backward data" or "backward filter"
+ConvPass ConvPassOf(const std::string& name);
+cudnnDataType_t ConvTypeOf(const std::string& dtype);
+
+struct ConvGeometry {
+  ConvPass pass = ConvPass::kForward;
+  cudnnDataType_t dtype = CUDNN_DATA_FLOAT;
+  bool channels_last = true;
+  Dims x, w, y;  // of one call; w: K, C of one group, space
+  Dims strides, padding_low, padding_high, dilation;
+  bool accumulate = false;  // the result is added to what is there
+
+  // Throws Error if the shapes do not belong together: cuDNN would write past the end of a buffer.
+  // Everything else takes this for granted.
+  void Check() const;
+  // With two spatial dimensions instead of one, which cuDNN does not have.
+  ConvGeometry Widened() const;
+  ConvGeometry WithBatch(std::int64_t samples, bool accumulating) const;
+
+  std::size_t ItemSize() const;
+  std::int64_t SampleBytes(const Dims& dims) const;  // of one entry of the first dimension
+  // Elements between neighbours, for each dimension.
+  Dims StridesOf(const Dims& dims) const;
+  // Whether several calls can add up their results in it without rounding in between.
+  bool CanAccumulate() const;
+  // All of it, for a look-up.
+  void AppendTo(Dims& key) const;
+};
+
+}  // namespace vmem

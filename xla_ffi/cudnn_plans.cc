@@ -1,0 +1,302 @@
+#include "cudnn_plans.h"
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "error.h"
+
+// A handle still names the device of a graph and of a plan; the descriptors that are to take its
+// place are for devices that are not here.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+namespace vmem {
+namespace {
+
+// cuDNN hands out so many at most, and says 0 when it is asked how many there are.
+constexpr std::size_t kMostKnobs = 64;
+constexpr std::size_t kMostNotes = 64;
+static_assert(CUDNN_KNOB_TYPE_COUNTS <= kMostKnobs);
+static_assert(CUDNN_NUMERICAL_NOTE_TYPE_COUNT <= kMostNotes);
+
+// Bytes that engines like to read at once; XLA aligns whole buffers to more.
+constexpr std::int64_t kAlignment = 16;
+
+struct Graph {
+  Descriptor x, w, y, convolution, operation, graph;
+};
+
+// `unit` is what slices of the tensor begin at multiples of, in bytes.
+Descriptor MakeTensor(std::int64_t id, const ConvGeometry& geometry, const Dims& dims,
+                      std::int64_t unit) {
+  Descriptor tensor(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
+  tensor.Set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &geometry.dtype);
+  tensor.Set(CUDNN_ATTR_TENSOR_DIMENSIONS, dims);
+  tensor.Set(CUDNN_ATTR_TENSOR_STRIDES, geometry.StridesOf(dims));
+  tensor.Set(CUDNN_ATTR_TENSOR_UNIQUE_ID, id);
+  tensor.Set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, std::gcd(kAlignment, unit));
+  tensor.Finalize();
+  return tensor;
+}
+
+struct OperationNames {
+  cudnnBackendDescriptorType_t operation;
+  cudnnBackendAttributeName_t x, w, y, convolution, alpha, beta;
+};
+
+const OperationNames& NamesOf(ConvPass pass) {
+  static constexpr OperationNames kForward = {
+      CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA};
+  static constexpr OperationNames kBackwardData = {
+      CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA};
+  static constexpr OperationNames kBackwardFilter = {
+      CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+      CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA};
+  switch (pass) {
+    case ConvPass::kForward:
+      return kForward;
+    case ConvPass::kBackwardData:
+      return kBackwardData;
+    case ConvPass::kBackwardFilter:
+      break;
+  }
+  return kBackwardFilter;
+}
+
+template <class Scale>
+void SetScales(Descriptor& operation, const OperationNames& names, cudnnBackendAttributeType_t type,
+               bool accumulate) {
+  const Scale alpha = 1;
+  const Scale beta = accumulate ? 1 : 0;
+  operation.Set(names.alpha, type, 1, &alpha);
+  operation.Set(names.beta, type, 1, &beta);
+}
+
+Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
+  const ConvGeometry g = given.Widened();
+  const bool twice = g.dtype == CUDNN_DATA_DOUBLE;
+  const cudnnDataType_t computed_in = twice ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT;
+  const cudnnConvolutionMode_t mode = CUDNN_CROSS_CORRELATION;
+
+  Graph made;
+  made.x = MakeTensor(kIdOfX, g, g.x, g.SampleBytes(g.x));
+  made.w = MakeTensor(kIdOfW, g, g.w, g.w[0] * g.SampleBytes(g.w));
+  made.y = MakeTensor(kIdOfY, g, g.y, g.SampleBytes(g.y));
+
+  made.convolution = Descriptor(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR);
+  Descriptor& convolution = made.convolution;
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, static_cast<std::int64_t>(g.strides.size()));
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &computed_in);
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_CONV_MODE, CUDNN_TYPE_CONVOLUTION_MODE, 1, &mode);
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, g.padding_low);
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, g.padding_high);
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_DILATIONS, g.dilation);
+  convolution.Set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, g.strides);
+  convolution.Finalize();
+
+  const OperationNames& names = NamesOf(g.pass);
+  made.operation = Descriptor(names.operation);
+  made.operation.Set(names.x, made.x);
+  made.operation.Set(names.w, made.w);
+  made.operation.Set(names.y, made.y);
+  made.operation.Set(names.convolution, convolution);
+  if (twice) {
+    SetScales<double>(made.operation, names, CUDNN_TYPE_DOUBLE, g.accumulate);
+  } else {
+    SetScales<float>(made.operation, names, CUDNN_TYPE_FLOAT, g.accumulate);
+  }
+  made.operation.Finalize();
+
+  made.graph = Descriptor(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
+  made.graph.Set(CUDNN_ATTR_OPERATIONGRAPH_OPS, made.operation);
+  if (device.handle != nullptr) {
+    made.graph.Set(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, 1, &device.handle);
+  }
+  made.graph.Finalize();
+  return made;
+}
+
+std::vector<Descriptor> HeuristicConfigs(const Graph& graph, const ConvDevice& device,
+                                         cudnnBackendHeurMode_t mode) {
+  Descriptor heuristics(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
+  heuristics.Set(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, graph.graph);
+  heuristics.Set(CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, 1, &mode);
+  if (device.described) heuristics.Set(CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, device.described);
+  heuristics.Finalize();
+  const std::int64_t count = heuristics.Get(CUDNN_ATTR_ENGINEHEUR_RESULTS,
+                                            CUDNN_TYPE_BACKEND_DESCRIPTOR, 0, nullptr);
+  std::vector<Descriptor> configs;
+  for (std::int64_t i = 0; i < count; ++i) {
+    configs.emplace_back(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
+  }
+  heuristics.Get(CUDNN_ATTR_ENGINEHEUR_RESULTS, configs);
+  return configs;
+}
+
+Descriptor ConfigOf(const Graph& graph, const ConvDevice& device, std::int64_t index,
+                    const Knobs& knobs) {
+  Descriptor engine(CUDNN_BACKEND_ENGINE_DESCRIPTOR);
+  engine.Set(CUDNN_ATTR_ENGINE_OPERATION_GRAPH, graph.graph);
+  engine.Set(CUDNN_ATTR_ENGINE_GLOBAL_INDEX, index);
+  if (device.described) engine.Set(CUDNN_ATTR_ENGINE_DEVICEPROP, device.described);
+  engine.Finalize();
+  Descriptor config(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
+  config.Set(CUDNN_ATTR_ENGINECFG_ENGINE, engine);
+  std::vector<Descriptor> choices;
+  for (const auto& [type, value] : knobs) {
+    const auto knob = static_cast<cudnnBackendKnobType_t>(type);
+    Descriptor& choice = choices.emplace_back(CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);
+    choice.Set(CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, CUDNN_TYPE_KNOB_TYPE, 1, &knob);
+    choice.Set(CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, value);
+    choice.Finalize();
+  }
+  if (!choices.empty()) config.Set(CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, choices);
+  config.Finalize();
+  return config;
+}
+
+Plan PlanOf(const Descriptor& config, const ConvDevice& device) {
+  Plan plan;
+  plan.descriptor = Descriptor(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
+  plan.descriptor.Set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, config);
+  if (device.described) {
+    plan.descriptor.Set(CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, device.described);
+  } else {
+    plan.descriptor.Set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, 1, &device.handle);
+  }
+  plan.descriptor.Finalize();
+  plan.workspace = plan.descriptor.GetInt(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE);
+  return plan;
+}
+
+template <class Note>
+std::vector<std::int64_t> NotesOf(const Descriptor& engine, cudnnBackendAttributeName_t name,
+                                  cudnnBackendAttributeType_t type) {
+  std::vector<Note> notes(kMostNotes);
+  notes.resize(engine.Get(name, type, static_cast<std::int64_t>(notes.size()), notes.data()));
+  return {notes.begin(), notes.end()};
+}
+
+Knobs KnobsOf(const Descriptor& config) {
+  std::vector<Descriptor> choices;
+  while (choices.size() < kMostKnobs) choices.emplace_back(CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);
+  config.Get(CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, choices);
+  Knobs knobs;
+  for (const Descriptor& choice : choices) {
+    cudnnBackendKnobType_t type{};
+    choice.Get(CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, CUDNN_TYPE_KNOB_TYPE, 1, &type);
+    knobs.emplace_back(type, choice.GetInt(CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE));
+  }
+  std::sort(knobs.begin(), knobs.end());
+  return knobs;
+}
+
+// Of which engine with which knobs a configuration is; not yet whether it works.
+PlanInfo InfoOf(const Descriptor& config, const char* source) {
+  std::vector<Descriptor> engines;
+  engines.emplace_back(CUDNN_BACKEND_ENGINE_DESCRIPTOR);
+  config.Get(CUDNN_ATTR_ENGINECFG_ENGINE, engines);
+  const Descriptor& engine = engines.at(0);
+  PlanInfo info;
+  info.engine = engine.GetInt(CUDNN_ATTR_ENGINE_GLOBAL_INDEX);
+  info.knobs = KnobsOf(config);
+  info.notes = NotesOf<cudnnBackendNumericalNote_t>(engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE,
+                                                    CUDNN_TYPE_NUMERICAL_NOTE);
+  info.behaviour = NotesOf<cudnnBackendBehaviorNote_t>(engine, CUDNN_ATTR_ENGINE_BEHAVIOR_NOTE,
+                                                       CUDNN_TYPE_BEHAVIOR_NOTE);
+  info.source = source;
+  return info;
+}
+
+bool Has(const std::vector<std::int64_t>& notes, std::int64_t note) {
+  return std::find(notes.begin(), notes.end(), note) != notes.end();
+}
+
+// Runs `attempt`. cuDNN has no question whether an engine can do something: it is made, or fails.
+template <class Attempt>
+void Try(Attempt attempt) {
+  try {
+    attempt();
+  } catch (const Error& error) {
+    if (error.code() != Code::kInternal) throw;  // not this engine's failure, but the library's
+  }
+}
+
+}  // namespace
+
+ConvDevice ConvDevice::Here(cudnnHandle_t handle) {
+  ConvDevice device;
+  device.handle = handle;
+  return device;
+}
+
+ConvDevice ConvDevice::Described(const std::string& json) {
+  ConvDevice device;
+  device.described = Descriptor(CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR);
+  device.described.Set(CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, CUDNN_TYPE_CHAR,
+                       static_cast<std::int64_t>(json.size()), json.data());
+  device.described.Finalize();
+  return device;
+}
+
+std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device,
+                                bool compiling) {
+  const Graph graph = MakeGraph(geometry, device);
+  Graph adding;
+  if (geometry.CanAccumulate()) {
+    adding = MakeGraph(geometry.WithBatch(geometry.x[0], true), device);
+  }
+  std::vector<PlanInfo> plans;
+  std::set<std::pair<std::int64_t, Knobs>> seen;
+  auto add = [&](const Descriptor& config, const char* source) {
+    Try([&] {
+      PlanInfo info = InfoOf(config, source);
+      if (!seen.insert({info.engine, info.knobs}).second) return;
+      if (!compiling && Has(info.behaviour, CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION)) return;
+      info.workspace = PlanOf(config, device).workspace;
+      if (adding.graph) {
+        const Descriptor same = ConfigOf(adding, device, info.engine, info.knobs);
+        info.workspace = std::max(info.workspace, PlanOf(same, device).workspace);
+      }
+      plans.push_back(std::move(info));
+    });
+  };
+  constexpr std::pair<cudnnBackendHeurMode_t, const char*> kModes[] = {
+      {CUDNN_HEUR_MODE_A, "A"},
+      {CUDNN_HEUR_MODE_B, "B"},
+      {CUDNN_HEUR_MODE_FALLBACK, "fallback"}};
+  for (const auto& [mode, source] : kModes) {
+    Try([&, mode = mode, source = source] {
+      for (const Descriptor& config : HeuristicConfigs(graph, device, mode)) add(config, source);
+    });
+  }
+  const std::int64_t engines = graph.graph.GetInt(CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT);
+  for (std::int64_t engine = 0; engine < engines; ++engine) {
+    Try([&] { add(ConfigOf(graph, device, engine, {}), "default"); });
+  }
+  return plans;
+}
+
+Plan MakePlan(const ConvGeometry& geometry, const ConvDevice& device, std::int64_t engine,
+              const Knobs& knobs) {
+  return PlanOf(ConfigOf(MakeGraph(geometry, device), device, engine, knobs), device);
+}
+
+}  // namespace vmem

@@ -1,0 +1,117 @@
+#include "cudnn_runtime.h"
+
+#include <string>
+#include <utility>
+
+#include "cuda_backend.h"
+#include "error.h"
+
+namespace vmem {
+namespace {
+
+// Plans are immutable; only making them and looking them up needs the lock, which the lease holds.
+struct DeviceState {
+  std::mutex mutex;
+  cudnnHandle_t handle = nullptr;
+  std::map<Dims, std::shared_ptr<const Plan>> plans;
+};
+
+// Leaked: no destructor may call cuDNN when the process ends.
+DeviceState& StateOf(int device) {
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const states = new std::map<int, std::unique_ptr<DeviceState>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::unique_ptr<DeviceState>& state = (*states)[device];
+  if (state == nullptr) state = std::make_unique<DeviceState>();
+  return *state;
+}
+
+class Stream {
+ public:
+  Stream() { VMEM_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+CudnnLease::CudnnLease(int device) : device_(device) {
+  DeviceState& state = StateOf(device);
+  lock_ = std::unique_lock<std::mutex>(state.mutex);
+  if (state.handle == nullptr) {
+    CudaBackend::DeviceGuard guard(device);
+    VMEM_CHECK_CUDNN(cudnnCreate(&state.handle));
+  }
+  handle_ = state.handle;
+}
+
+std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvGeometry& geometry, std::int64_t engine,
+                                                const Knobs& knobs, cudaStream_t stream) {
+  Dims key{engine};
+  geometry.AppendTo(key);
+  for (const auto& [type, value] : knobs) key.insert(key.end(), {type, value});
+  std::shared_ptr<const Plan>& plan = StateOf(device_).plans[key];
+  if (plan == nullptr) {
+    if (CudaBackend::IsCapturing(stream)) {
+      throw Error(Code::kFailedPrecondition,
+                  "the stream is being recorded into a CUDA graph before the plan was made");
+    }
+    CudaBackend::DeviceGuard guard(device_);
+    plan = std::make_shared<const Plan>(
+        MakePlan(geometry, ConvDevice::Here(handle_), engine, knobs));
+  }
+  return plan;
+}
+
+void CudnnLease::Run(const Plan& plan, const ConvBuffers& buffers, cudaStream_t stream) {
+  const void* pointers[] = {buffers.x, buffers.w, buffers.y};
+  Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, 3, pointers);
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Dims{kIdOfX, kIdOfW, kIdOfY});
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &buffers.workspace);
+  pack.Finalize();
+  CudaBackend::DeviceGuard guard(device_);
+  VMEM_CHECK_CUDNN(cudnnSetStream(handle_, stream));
+  VMEM_CHECK_CUDNN(cudnnBackendExecute(handle_, plan.descriptor.raw(), pack.raw()));
+}
+
+std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling) {
+  CudnnLease lease(device);
+  CudaBackend::DeviceGuard guard(device);
+  return FindPlans(geometry, ConvDevice::Here(lease.handle()), compiling);
+}
+
+std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
+                             int device, const ConvBuffers& buffers, std::int64_t workspace,
+                             int count) {
+  CudaBackend::DeviceGuard guard(device);
+  CudnnLease lease(device);
+  Stream stream;
+  const std::shared_ptr<const Plan> plan = lease.PlanFor(geometry, engine, knobs, stream.get());
+  if (plan->workspace > workspace) {
+    throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(plan->workspace) +
+                                            " bytes of workspace. Got " +
+                                            std::to_string(workspace) + ".");
+  }
+  lease.Run(*plan, buffers, stream.get());
+  std::vector<CudaBackend::Mark> marks{CudaBackend::NewMark(stream.get())};
+  for (int i = 0; i < count; ++i) {
+    lease.Run(*plan, buffers, stream.get());
+    marks.push_back(CudaBackend::NewMark(stream.get()));
+  }
+  VMEM_CHECK_CUDA(cudaStreamSynchronize(stream.get()));
+  std::vector<double> seconds;
+  for (int i = 0; i < count; ++i) {
+    float milliseconds = 0.0F;
+    VMEM_CHECK_CUDA(cudaEventElapsedTime(&milliseconds, marks[i]->get(), marks[i + 1]->get()));
+    seconds.push_back(milliseconds * 1e-3);
+  }
+  return seconds;
+}
+
+}  // namespace vmem

@@ -1,0 +1,55 @@
+// What runs plans: one handle and the plans of each device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cudnn_plans.h"
+
+namespace vmem {
+
+// Where a call finds its tensors, on the device.
+struct ConvBuffers {
+  void* x = nullptr;
+  void* w = nullptr;
+  void* y = nullptr;
+  void* workspace = nullptr;
+};
+
+// A device's handle, which one thread at a time may use, for as long as it holds this.
+class CudnnLease {
+ public:
+  // Makes the handle if there is none yet, which no stream may be recorded during.
+  explicit CudnnLease(int device);
+
+  int device() const { return device_; }
+  cudnnHandle_t handle() const { return handle_; }
+
+  // The plan, made when it is first asked for: slow, and not allowed while `stream` is recorded
+  // into a CUDA graph.
+  std::shared_ptr<const Plan> PlanFor(const ConvGeometry& geometry, std::int64_t engine,
+                                      const Knobs& knobs, cudaStream_t stream);
+
+  void Run(const Plan& plan, const ConvBuffers& buffers, cudaStream_t stream);
+
+ private:
+  int device_;
+  std::unique_lock<std::mutex> lock_;
+  cudnnHandle_t handle_ = nullptr;
+};
+
+// Every plan for a device that is here.
+std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling);
+
+// The seconds of each of `count` runs of a plan, after one that is not counted, on a stream of its
+// own. The buffers' contents matter: a device is faster on zeros than on anything else.
+std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
+                             int device, const ConvBuffers& buffers, std::int64_t workspace,
+                             int count);
+
+}  // namespace vmem

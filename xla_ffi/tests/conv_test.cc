@@ -1,0 +1,385 @@
+// The convolution call without a GPU: XLA's call frames made by hand, a cuDNN that computes on the
+// CPU (fake_cudnn.cc), and no CUDA. For the sanitizers, as transfer_test.cc.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_backend.h"
+#include "cudnn_geometry.h"
+#include "cudnn_library.h"
+#include "targets.h"
+
+// -- CUDA, as far as it is called: a stream that runs at once
+
+static thread_local bool capturing = false;
+
+extern "C" {
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned int) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) { return cudaSuccess; }
+}
+
+namespace vmem {
+
+void CheckCuda(cudaError_t, const char*) {}
+CudaEvent::CudaEvent(unsigned int) {}
+CudaEvent::~CudaEvent() {}
+CudaBackend::DeviceGuard::DeviceGuard(int) {}
+CudaBackend::DeviceGuard::~DeviceGuard() {}
+CudaBackend::Mark CudaBackend::NewMark(Stream) { return std::make_shared<CudaEvent>(); }
+int CudaBackend::DeviceOf(Stream) { return 0; }
+bool CudaBackend::IsCapturing(Stream) { return capturing; }
+
+namespace {
+
+#define EXPECT(condition)                                                            \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                  \
+    }                                                                                \
+  } while (false)
+
+// -- XLA, as far as it is called
+
+XLA_FFI_Error* MakeError(XLA_FFI_Error_Create_Args* args) {
+  return reinterpret_cast<XLA_FFI_Error*>(new std::string(args->message));
+}
+
+XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = nullptr;
+  return nullptr;
+}
+
+struct Array {
+  XLA_FFI_DataType dtype;
+  Dims dims;
+  std::vector<double> values;  // row-major
+};
+
+std::size_t SizeOf(XLA_FFI_DataType dtype) {
+  return dtype == XLA_FFI_DataType_F64 ? 8 : dtype == XLA_FFI_DataType_F32 ? 4 : 2;
+}
+
+std::size_t Count(const Dims& dims) {
+  std::size_t count = 1;
+  for (std::int64_t dim : dims) count *= dim;
+  return count;
+}
+
+std::vector<char> Pack(const Array& array) {
+  std::vector<char> bytes(array.values.size() * SizeOf(array.dtype));
+  for (std::size_t i = 0; i < array.values.size(); ++i) {
+    const auto single = static_cast<float>(array.values[i]);
+    const char* from = reinterpret_cast<const char*>(&single);
+    if (array.dtype == XLA_FFI_DataType_F64) from = reinterpret_cast<const char*>(&array.values[i]);
+    if (array.dtype == XLA_FFI_DataType_BF16) from += 2;  // the high half
+    std::memcpy(&bytes[i * SizeOf(array.dtype)], from, SizeOf(array.dtype));
+  }
+  return bytes;
+}
+
+void Unpack(const std::vector<char>& bytes, Array& array) {
+  array.values.resize(bytes.size() / SizeOf(array.dtype));
+  for (std::size_t i = 0; i < array.values.size(); ++i) {
+    const char* from = &bytes[i * SizeOf(array.dtype)];
+    float single = 0;
+    char* to = reinterpret_cast<char*>(&single);
+    if (array.dtype == XLA_FFI_DataType_BF16) to += 2;
+    if (array.dtype == XLA_FFI_DataType_F64) {
+      std::memcpy(&array.values[i], from, 8);
+    } else {
+      std::memcpy(to, from, SizeOf(array.dtype));
+      array.values[i] = single;
+    }
+  }
+}
+
+struct Attributes {
+  std::string which = "forward";
+  bool channels_last = true;
+  Dims strides, padding_low, padding_high, dilation, micros;
+  bool partials = false;
+};
+
+// Calls a handler as XLA does. Returns its error, or "".
+std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const Array& first,
+                 const Array& second, Array& result, std::size_t workspace, Attributes attributes) {
+  XLA_FFI_Api api{};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.XLA_FFI_Error_Create = MakeError;
+  api.XLA_FFI_Stream_Get = GetStream;
+
+  std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}};
+  memory[2].assign(Count(result.dims) * SizeOf(result.dtype), 0x7F);  // what was there before
+  memory[3].assign(workspace, 0);
+  std::int64_t bytes = static_cast<std::int64_t>(workspace);
+  auto buffer = [&](int i, XLA_FFI_DataType dtype, const Dims& dims) {
+    return XLA_FFI_Buffer{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, memory[i].data(),
+                          static_cast<std::int64_t>(dims.size()),
+                          const_cast<std::int64_t*>(dims.data())};
+  };
+  const Dims bytes_dims{bytes};
+  XLA_FFI_Buffer buffers[] = {buffer(0, first.dtype, first.dims),
+                              buffer(1, second.dtype, second.dims),
+                              buffer(2, result.dtype, result.dims),
+                              buffer(3, XLA_FFI_DataType_U8, bytes_dims)};
+  XLA_FFI_ArgType arg_types[] = {XLA_FFI_ArgType_BUFFER, XLA_FFI_ArgType_BUFFER};
+  XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER, XLA_FFI_RetType_BUFFER};
+  void* args[] = {&buffers[0], &buffers[1]};
+  void* rets[] = {&buffers[2], &buffers[3]};
+
+  // by name, in order
+  std::map<std::string, std::pair<XLA_FFI_AttrType, void*>> named;
+  std::map<std::string, XLA_FFI_Array> arrays;
+  std::map<std::string, XLA_FFI_Scalar> scalars;
+  XLA_FFI_ByteSpan which{attributes.which.data(), attributes.which.size()};
+  named["which"] = {XLA_FFI_AttrType_STRING, &which};
+  for (auto [name, flag] : {std::pair<const char*, bool*>{"partials", &attributes.partials},
+                            {"channels_last", &attributes.channels_last}}) {
+    scalars[name] = {XLA_FFI_DataType_PRED, flag};
+    named[name] = {XLA_FFI_AttrType_SCALAR, &scalars[name]};
+  }
+  for (auto [name, values] : {std::pair<const char*, Dims*>{"strides", &attributes.strides},
+                              {"padding_low", &attributes.padding_low},
+                              {"padding_high", &attributes.padding_high},
+                              {"dilation", &attributes.dilation},
+                              {"micros", &attributes.micros}}) {
+    arrays[name] = {XLA_FFI_DataType_S64, values->size(), values->data()};
+    named[name] = {XLA_FFI_AttrType_ARRAY, &arrays[name]};
+  }
+  std::vector<XLA_FFI_AttrType> types;
+  std::vector<XLA_FFI_ByteSpan> names;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers;
+  std::vector<void*> values;
+  for (auto& [name, typed] : named) {
+    types.push_back(typed.first);
+    names.push_back({name.data(), name.size()});
+    values.push_back(typed.second);
+  }
+  for (XLA_FFI_ByteSpan& name : names) name_pointers.push_back(&name);
+
+  XLA_FFI_CallFrame frame{};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = &api;
+  frame.stage = stage;
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, 2, arg_types, args};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 2, ret_types, rets};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<std::int64_t>(types.size()),
+                 types.data(), name_pointers.data(), values.data()};
+  auto* error = reinterpret_cast<std::string*>(handler(&frame));
+  const std::string message = error == nullptr ? "" : *error;
+  delete error;
+  Unpack(memory[2], result);
+  return message;
+}
+
+std::string Run(const Array& first, const Array& second, Array& result, std::size_t workspace,
+                const Attributes& attributes) {
+  static const Targets targets = CudnnTargets();
+  const Target& target = targets.at("micro_conv");
+  std::string error = Call(target.initialize, XLA_FFI_ExecutionStage_INITIALIZE, first, second,
+                           result, workspace, attributes);
+  if (!error.empty()) return error;
+  capturing = true;  // everything has been made by now
+  error = Call(target.execute, XLA_FFI_ExecutionStage_EXECUTE, first, second, result, workspace,
+               attributes);
+  capturing = false;
+  return error;
+}
+
+Array Random(XLA_FFI_DataType dtype, Dims dims) {
+  static std::mt19937 random(1);
+  std::uniform_int_distribution<int> small(-4, 4);  // sums of products are exact, even in bfloat16
+  Array array{dtype, std::move(dims), {}};
+  for (std::size_t i = Count(array.dims); i > 0; --i) array.values.push_back(small(random));
+  return array;
+}
+
+double Dot(const Array& a, const Array& b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.values.size(); ++i) sum += a.values[i] * b.values[i];
+  return sum;
+}
+
+// -- what has to hold
+
+constexpr std::int64_t kBatch = 6;
+const Dims kUndivided{kBatch, 0, 0};
+// engines 2 and 1, of which the first has two knobs; 40 bytes of workspace at most
+const Dims kDivided{2, 2, 2, 7, 1, 9, 0, 1, 0, 0, 3, 1, 0};
+constexpr std::size_t kWorkspace = 40;
+
+struct Layer {
+  Dims x, w, y;
+  Attributes attributes;
+};
+
+std::vector<Layer> Layers() {
+  Attributes plain{"", true, {2, 1}, {1, 0}, {0, 2}, {1, 2}, {}, false};
+  Attributes first = plain;
+  first.channels_last = false;
+  const Attributes line{"", true, {2}, {1}, {1}, {1}, {}, false};
+  const Attributes solid{"", true, {1, 1, 1}, {0, 1, 0}, {0, 1, 0}, {1, 1, 1}, {}, false};
+  return {{{kBatch, 5, 6, 4}, {3, 2, 3, 4}, {kBatch, 3, 4, 3}, plain},
+          {{kBatch, 4, 5, 6}, {6, 2, 2, 3}, {kBatch, 6, 3, 4}, first},  // two groups
+          {{kBatch, 7, 3}, {2, 3, 3}, {kBatch, 4, 2}, line},
+          {{kBatch, 3, 3, 2, 2}, {2, 2, 3, 1, 2}, {kBatch, 2, 3, 2, 2}, solid}};
+}
+
+// One output of the first layer of Layers, written out.
+void TestOneOutput() {
+  Layer layer = Layers()[0];
+  layer.attributes.which = "forward";
+  layer.attributes.micros = kDivided;
+  const Array x = Random(XLA_FFI_DataType_F32, layer.x);
+  const Array w = Random(XLA_FFI_DataType_F32, layer.w);
+  Array y{XLA_FFI_DataType_F32, layer.y, {}};
+  EXPECT(Run(x, w, y, kWorkspace, layer.attributes) == "");
+  auto at = [](const Array& a, Dims i) {
+    std::size_t offset = 0;
+    for (std::size_t d = 0; d < i.size(); ++d) offset = offset * a.dims[d] + i[d];
+    return a.values[offset];
+  };
+  double sum = 0;  // sample 4, row 0, column 3, channel 2
+  for (int row = 1; row < 2; ++row) {  // row 0 of the kernel is in the padding
+    for (int column = 0; column < 3; ++column) {
+      if (3 + 2 * column >= 6) continue;
+      for (int c = 0; c < 4; ++c) {
+        sum += at(x, {4, row - 1, 3 + 2 * column, c}) * at(w, {2, row, column, c});
+      }
+    }
+  }
+  EXPECT(at(y, {4, 0, 3, 2}) == sum);
+}
+
+// ⟨dy, w * x⟩ = ⟨dx, x⟩ = ⟨dw, w⟩, and micro-batches give what the whole batch gives.
+void TestPasses(XLA_FFI_DataType dtype) {
+  const bool narrow = dtype == XLA_FFI_DataType_BF16;
+  for (const Layer& layer : Layers()) {
+    const Array x = Random(dtype, layer.x);
+    const Array w = Random(dtype, layer.w);
+    const Array dy = Random(dtype, layer.y);
+    double products[2][3];
+    for (bool divided : {false, true}) {
+      Attributes attributes = layer.attributes;
+      attributes.micros = divided ? kDivided : kUndivided;
+      Array y{dtype, layer.y, {}};
+      attributes.which = "forward";
+      EXPECT(Run(x, w, y, kWorkspace, attributes) == "");
+      Array dx{dtype, layer.x, {}};
+      attributes.which = "backward data";
+      EXPECT(Run(dy, w, dx, kWorkspace, attributes) == "");
+      Array dw{dtype, layer.w, {}};
+      attributes.which = "backward filter";
+      attributes.partials = narrow;
+      if (narrow) dw.dims.insert(dw.dims.begin(), divided ? 3 : 1);
+      EXPECT(Run(x, dy, dw, kWorkspace, attributes) == "");
+      Array sum{dtype, layer.w, std::vector<double>(Count(layer.w), 0.0)};
+      for (std::size_t i = 0; i < dw.values.size(); ++i) {
+        sum.values[i % sum.values.size()] += dw.values[i];
+      }
+      products[divided][0] = Dot(dy, y);
+      products[divided][1] = Dot(dx, x);
+      products[divided][2] = Dot(sum, w);
+    }
+    // y, dx and parts of dw are rounded to bfloat16, and its sums are large
+    const double allowed = narrow ? 200 : 0;
+    for (int i = 0; i < 3; ++i) {
+      EXPECT(std::fabs(products[0][i] - products[1][i]) <= allowed);
+      EXPECT(std::fabs(products[0][0] - products[0][i]) <= allowed);
+    }
+  }
+}
+
+// Devices are shared by executions, so several threads ask for one handle and the same plans.
+void TestThreads() {
+  std::vector<std::thread> threads;
+  for (const Layer& layer : Layers()) {
+    const Array x = Random(XLA_FFI_DataType_F32, layer.x);
+    const Array w = Random(XLA_FFI_DataType_F32, layer.w);
+    for (const Dims& micros : {kUndivided, kDivided}) {
+      threads.emplace_back([=] {
+        Attributes attributes = layer.attributes;
+        attributes.which = "forward";
+        attributes.micros = micros;
+        attributes.micros[1] = 1;  // plans that no test before has made
+        for (int i = 0; i < 5; ++i) {
+          Array y{XLA_FFI_DataType_F32, layer.y, {}};
+          EXPECT(Run(x, w, y, 2 * kWorkspace, attributes) == "");
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void TestMisuse() {
+  const Layer layer = Layers()[0];
+  const auto kFloat = XLA_FFI_DataType_F32;
+  const Array x = Random(kFloat, layer.x);
+  const Array w = Random(kFloat, layer.w);
+  Array y{kFloat, layer.y, {}};
+  auto fails = [&](const char* why, Attributes attributes, std::size_t workspace = kWorkspace) {
+    const std::string error = Run(x, w, y, workspace, attributes);
+    if (error.find(why) == std::string::npos) {
+      std::fprintf(stderr, "not \"%s\" but \"%s\"\n", why, error.c_str());
+    }
+    EXPECT(error.find("vmem_jax micro_conv: ") == 0 && error.find(why) != std::string::npos);
+  };
+  Attributes right = layer.attributes;
+  right.which = "forward";
+  right.micros = kDivided;
+  auto with = [&](auto change) {
+    Attributes changed = right;
+    change(changed);
+    return changed;
+  };
+  fails("needs 40 bytes of workspace for 2 samples, and there are 39", right, kWorkspace - 1);
+  fails("have 5 samples and the batch has 6", with([](auto& a) { a.micros = {5, 0, 0}; }));
+  fails("without samples", with([](auto& a) { a.micros = {6, 0, 0, 0, 0, 0}; }));
+  fails("ends too early", with([](auto& a) { a.micros = {6, 0, 1, 3}; }));
+  fails("fake error", with([](auto& a) { a.micros = {6, 99, 0}; }));
+  fails("no pass \"sideways\"", with([](auto& a) { a.which = "sideways"; }));
+  fails("y has another size", with([](auto& a) { a.padding_low = {3, 0}; }));
+  fails("negative padding", with([](auto& a) { a.padding_low = {-1, 0}; }));
+  fails("one dw for each", with([](auto& a) { a.partials = true; }));
+
+  const Array narrow_x = Random(XLA_FFI_DataType_BF16, layer.x);
+  const Array dy = Random(XLA_FFI_DataType_BF16, layer.y);
+  Array dw{XLA_FFI_DataType_BF16, layer.w, {}};
+  right.which = "backward filter";
+  EXPECT(Run(narrow_x, dy, dw, kWorkspace, right).find("ask for `partials`") != std::string::npos);
+  EXPECT(Run(x, dy, dw, kWorkspace, right).find("of one type") != std::string::npos);
+
+  // a plan that nobody has made before the recording began
+  capturing = true;
+  right.which = "forward";
+  right.micros = {kBatch, 1, 1, 5, 5};
+  const std::string error = Call(CudnnTargets().at("micro_conv").execute,
+                                 XLA_FFI_ExecutionStage_EXECUTE, x, w, y, 60, right);
+  capturing = false;
+  EXPECT(error.find("before the plan was made") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace vmem
+
+int main(int, char** argv) {
+  EXPECT(vmem::OpenCudnn(argv[1]) == CUDNN_VERSION);
+  vmem::TestOneOutput();
+  vmem::TestPasses(XLA_FFI_DataType_F32);
+  vmem::TestPasses(XLA_FFI_DataType_F64);
+  vmem::TestPasses(XLA_FFI_DataType_BF16);
+  vmem::TestThreads();
+  vmem::TestMisuse();
+  std::puts("all passed");
+}
