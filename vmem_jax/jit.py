@@ -364,7 +364,7 @@ class BudgetedStep:
         elif still:
             costs = dataclasses.replace(costs, link=None)
         if "workspace" in self._asked and self._plan is None:
-            choices = choices_of(self._name, program, costs, target)
+            choices = choices_of(self._name, program, costs, devices_of(traced.avals)[0], target)
             costs, policy = dataclasses.replace(costs, convolutions=choices), Convolving(policy)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target, transport)

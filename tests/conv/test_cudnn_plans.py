@@ -9,11 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from conv_calls import TARGET, micro_conv
 
 from vmem_jax.conv import cudnn
+from vmem_jax.conv.call import TARGET, by_cudnn
 from vmem_jax.conv.cudnn import Note
 from vmem_jax.conv.devices import DEVICES
+from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
 from vmem_jax.prove.targets import target
@@ -150,7 +151,7 @@ def test_xla_counts_the_workspace(which, dtype):
     micros = (Micro(24, 0, (), 100, math.nan), Micro(8, 1, ((2, 3),), workspace, math.nan))
     shapes, (first, second, _) = layouts(c), roles(which)
     here = lambda role: jax.ShapeDtypeStruct(shapes[role], dtype, sharding=card.sharding())
-    call = jax.jit(lambda a, b: micro_conv(c, Configuration(micros), a, b))
+    call = jax.jit(lambda a, b: micro_convolution(c, Configuration(micros), a, b))
     compiled = call.lower(here(first), here(second)).compile()
     text = compiled.as_text()
     assert text.count(f'custom_call_target="{TARGET}"') == 1
@@ -172,7 +173,7 @@ def test_the_call_may_be_recorded_into_a_cuda_graph(recorded, tmp_path):
     c, shapes = LAYERS["3x3"], layouts(LAYERS["3x3"])
     here = lambda role: jax.ShapeDtypeStruct(shapes[role], "float32", sharding=card.sharding())
     configuration = Configuration((Micro(32, 0, (), 0, math.nan),))
-    step = jax.jit(lambda x, w: jnp.tanh(micro_conv(c, configuration, jnp.sin(x), w)))
+    step = jax.jit(lambda x, w: jnp.tanh(micro_convolution(c, configuration, jnp.sin(x), w)))
     options = {"xla_gpu_graph_min_graph_size": 1, "xla_dump_to": str(tmp_path)}
     if not recorded:
         options["xla_gpu_enable_command_buffer"] = ""
@@ -194,7 +195,11 @@ def test_the_call_understands_what_it_is_given(which):
     shapes, (first, second, _) = layouts(c), roles(which)
     operands = jnp.zeros(shapes[first]), jnp.zeros(shapes[second])
     with pytest.raises(Exception, match=r"bad operands at: 0\)\s.*\s.*platform stream"):
-        jax.jit(lambda a, b: micro_conv(c, configuration, a, b, "test_micro_conv"))(*operands)
+        jax.jit(
+            lambda a, b: by_cudnn(
+                a, b, convolution=c, configuration=configuration, target="test_micro_conv"
+            )
+        )(*operands)
 
 
 @built

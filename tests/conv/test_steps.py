@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ import pytest
 from jax import lax
 
 import vmem_jax
-from vmem_jax.core.convolution import Pass
+from vmem_jax.conv import cudnn
+from vmem_jax.conv.choices import choices_of
+from vmem_jax.conv.database import Database, Entry, identity_of
+from vmem_jax.core.convolution import Micro, Pass
+from vmem_jax.core.costs import MACHINES, analytic
 from vmem_jax.prove.prove import need_nbytes
 
 WITH, WITHOUT = ("order", "recompute", "workspace"), ("order", "recompute")
@@ -76,7 +81,7 @@ def test_explain_says_who_runs_what():
     rows = [line for line in text.splitlines() if "conv8to24" in line and "│" in line]
     passes = {which for which in Pass for line in rows if f"│ {which.value} " in line}
     assert passes == set(Pass)
-    assert sum("slices of XLA's" in line for line in text.splitlines()) == len(plan.divided)
+    assert sum("XLA, sliced" in line for line in text.splitlines()) == len(plan.divided)
 
 
 def test_a_saved_plan_runs_again(tmp_path):
@@ -89,13 +94,46 @@ def test_a_saved_plan_runs_again(tmp_path):
 
 
 def test_what_cannot_be_divided_is_said():
-    with pytest.raises(ValueError, match=r"`step` cannot divide convolutions: what .* 'h200' is"):
+    with pytest.raises(ValueError, match=r"`step` cannot divide .*: what they take on 'h200'"):
         vmem_jax.jit(step, budget="1GiB", allow=WITH).plan(*arguments(), target="h200")
 
     def dense(w, x):
         return w - jax.grad(lambda w: jnp.square(x @ w).sum())(w)
 
     with pytest.raises(
-        ValueError, match="`dense` cannot divide convolutions: it has no convolution"
+        ValueError, match="`dense` cannot divide convolutions: it has none on one device"
     ):
         vmem_jax.jit(dense, budget="1GiB", allow=WITH)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+
+
+class H200:
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+
+def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
+    """The fastest of the whole batch is XLA's own; what divides it comes from the same file."""
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cudnn, "version", lambda: 91900)
+    program = planned(0.8, WITH)[0]._entry_for(arguments(), {}, None).traced.captured.program
+    costs = analytic(program, MACHINES["h200"])
+    with pytest.raises(ValueError, match=r"none of its 8 was measured on NVIDIA H200: .*--conv"):
+        choices_of("step", program, costs, H200)
+    convolutions = {s: x.convolution for s, x in enumerate(program.steps) if x.convolution}
+    s, known = next(iter(convolutions.items()))
+    micros = lambda batch, *ways: Entry(
+        tuple(Micro(batch, engine, (), workspace, ms * 1e-3) for engine, workspace, ms in ways)
+    )
+    entries = {
+        known: micros(32, (3, 4000, 1.0), (5, 0, 8.0), (6, 2000, math.nan)),
+        known.with_batch(16): micros(16, (3, 2000, 0.6)),
+        known.with_batch(64): micros(64, (3, 1, 0.1)),
+    }
+    Database(identity_of("NVIDIA H200", "91900")).add(entries)
+    found = choices_of("step", program, costs, H200)
+    same = [t for t, c in convolutions.items() if c == known]
+    assert sorted(found) == same
+    own, *ways = found[s]
+    assert own.is_xlas and own.workspace == 4000 and own.seconds == costs.seconds[s]
+    scale = own.seconds / 1e-3
+    got = [(w.workspace, [m.engine for m in w.micros], w.seconds / scale) for w in ways]
+    assert got == [(0, [5], pytest.approx(8e-3)), (2000, [3, 3], pytest.approx(1.2e-3))]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_calls import micro_conv
 
 from vmem_jax.conv import cudnn
+from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
 from vmem_jax.transfer import extension
@@ -103,7 +103,7 @@ def error(result, expected: np.ndarray) -> float:
 
 
 def run(convolution, chosen, lhs, rhs, device, **options):
-    call = lambda a, b: micro_conv(convolution, chosen, a, b)
+    call = lambda a, b: micro_convolution(convolution, chosen, a, b)
     with jax.enable_x64(convolution.dtype == "float64"):
         lhs, rhs = jax.device_put((lhs, rhs), device)
         return jax.jit(call, **options)(lhs, rhs)
@@ -144,7 +144,7 @@ def test_a_result_that_was_there_before_is_not_added_to(device):
     convolution = layer("3x3", Pass.BACKWARD_FILTER, "strict")
     lhs, rhs = operands(convolution)
     chosen = configuration(convolution, (6, 6), device)
-    call = jax.jit(lambda a, b: micro_conv(convolution, chosen, a, b))
+    call = jax.jit(lambda a, b: micro_convolution(convolution, chosen, a, b))
     lhs, rhs = jax.device_put((lhs, rhs), device)
     results = [np.asarray(call(lhs, rhs * scale)) for scale in (1, jnp.nan, 1)]
     assert np.isnan(results[1]).any()
@@ -198,8 +198,8 @@ def test_command_buffers(recorded, device):
     of_filter = configuration(filters, (5, 7), device)
 
     def step(x, w):
-        y = micro_conv(forward, chosen, x, w)
-        dw = micro_conv(filters, of_filter, x, jnp.tanh(y))
+        y = micro_convolution(forward, chosen, x, w)
+        dw = micro_convolution(filters, of_filter, x, jnp.tanh(y))
         return y, w - 0.1 * dw
 
     def plain(x, w):

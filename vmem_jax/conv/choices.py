@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
+import jax
+
+from vmem_jax.conv import cudnn
 from vmem_jax.conv.choice import by_xla, slice_by_xla
-from vmem_jax.core.convolution import Configuration, Convolution
+from vmem_jax.conv.database import Database, identity_of
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
 from vmem_jax.policy.workspace_division import front
@@ -17,46 +22,66 @@ _MOST_PARTS = 32
 """Of a batch. Beyond it launches cost more than a workspace is worth."""
 
 
-def choices_of(name: str, program: Program, costs: Costs, target: str | None) -> Choices:
-    """For every convolution of `program` its desirable set, after XLA's own.
+def choices_of(
+    name: str, program: Program, costs: Costs, device: jax.Device, target: str | None = None
+) -> Choices:
+    """For every convolution of `program` its desirable set on `device`, after XLA's own.
 
-    XLA's own takes the workspace that the compiler says and the seconds of `costs`; a micro-batch
-    takes the share of those seconds that the roofline gives it. Micro-batches are powers of two, down
-    to a thirty-second of the batch.
+    On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
+    of the whole batch whatever its workspace, since that is what XLA's autotuner takes; a convolution
+    of which the whole batch was not timed stays XLA's. On a CPU they are XLA's own convolution, whole
+    and of powers of two of samples, down to a thirty-second of the batch, with the workspace that
+    the compiler says and the seconds of a roofline. Either way the seconds are scaled so that XLA's
+    own has those of `costs`.
 
     Args:
       name: of the step, for errors.
-      target: a card that is not there, by name; its workspaces cannot be known here.
+      target: a card that is not there, by name.
 
     Raises:
-      ValueError: the step has no convolution that can be divided, or is for another card.
+      ValueError: there is no convolution that can be divided, or nothing is known of them.
     """
     found = {s: step.convolution for s, step in enumerate(program.steps) if step.convolution}
-    if target is not None or not found:
-        why = (
-            f"what a convolution's workspace is on {target!r} is known on that card alone"
-            if target is not None
-            else "it has no convolution on one device of one float dtype with at most three spatial "
-            "dimensions"
-        )
-        raise ValueError(
-            f'`{name}` cannot divide convolutions: {why}. Leave "workspace" out of `allow`.'
-        )
+    refuse = lambda why: ValueError(
+        f'`{name}` cannot divide convolutions: {why}. Leave "workspace" out of `allow`.'
+    )
+    if target is not None:
+        raise refuse(f"what they take on {target!r} can be measured on that card alone")
+    if not found:
+        raise refuse("it has none on one device, of one float dtype and at most three dimensions")
+    known = _timed(found.values(), device) if device.platform == "gpu" else _by_slices
     choices: Choices = {}
     for s, convolution in found.items():
-        scale = costs.seconds[s] / by_xla(convolution).seconds
-        micros = [
-            dataclasses.replace(m, seconds=m.seconds * scale)
-            for m in (by_xla(convolution), *map(slice_by_xla, _parts(convolution)))
-        ]
-        own = Configuration((micros[0],))
-        ways = front(micros, convolution.batch)
-        choices[s] = (own, *(way for way in ways if way.workspace < own.workspace))
+        micros = known(convolution)
+        whole = [m for m in micros if m.batch == convolution.batch]
+        if not whole:
+            continue
+        fastest = min(whole, key=lambda m: (m.seconds, m.workspace))
+        scale = costs.seconds[s] / fastest.seconds
+        scaled = [dataclasses.replace(m, seconds=m.seconds * scale) for m in micros]
+        own = Micro(convolution.batch, XLA, (), fastest.workspace, costs.seconds[s])
+        ways = [way for way in front(scaled, convolution.batch) if way.workspace < own.workspace]
+        choices[s] = (Configuration((own,)), *ways)
+    if not choices:
+        raise refuse(
+            f"none of its {len(set(found.values()))} was measured on {device.device_kind}: run "
+            "`vmem-jax profile --conv` there first"
+        )
     return choices
 
 
-def _parts(convolution: Convolution) -> list[Convolution]:
-    """The micro-batches that are tried, largest first."""
-    batch = convolution.batch
-    sizes = batch_sizes(batch, BatchSizes.POWER_OF_TWO)
-    return [convolution.with_batch(b) for b in sizes if batch / _MOST_PARTS <= b < batch]
+def _timed(
+    convolutions: Iterable[Convolution], device: jax.Device
+) -> Callable[[Convolution], list[Micro]]:
+    """What the database of `device` has of each, of all sizes of micro-batches."""
+    entries = Database(identity_of(device.device_kind, str(cudnn.version()))).load()
+    parts: dict[Convolution, list[Micro]] = {}
+    for convolution, entry in entries.items():
+        parts.setdefault(convolution.with_batch(0), []).extend(entry.timed)
+    return lambda c: [m for m in parts.get(c.with_batch(0), []) if m.batch <= c.batch]
+
+
+def _by_slices(convolution: Convolution) -> list[Micro]:
+    sizes = batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO)
+    parts = [b for b in sizes if convolution.batch / _MOST_PARTS <= b < convolution.batch]
+    return [by_xla(convolution), *(slice_by_xla(convolution.with_batch(b)) for b in parts)]

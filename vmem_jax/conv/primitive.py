@@ -1,7 +1,8 @@
 """The micro-batched convolution as a JAX primitive, and its lowering for CPUs.
 
 It is bilinear, and its derivatives are the other two passes of the same layer, so three rules make it
-differentiable any number of times. On a CPU it is lowered to slices of XLA's own convolution.
+differentiable any number of times. On a CPU it is lowered to slices of XLA's own convolution, on an
+NVIDIA GPU to a custom call, where its engines are cuDNN's.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from jax import lax
 from jax.extend import core as jexc
 from jax.interpreters import ad, batching, mlir
 
+from vmem_jax.conv.call import by_cudnn
 from vmem_jax.conv.choice import choose
 from vmem_jax.conv.slices import in_slices, layouts, roles
-from vmem_jax.core.convolution import Configuration, Convolution, Pass
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Pass
 
 micro_convolution_p = jexc.Primitive("micro_convolution")
 
@@ -120,4 +122,15 @@ micro_convolution_p.def_impl(
         lhs, rhs
     )
 )
+
+
+def _on_cuda(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    engines = {m.engine for m in params["configuration"].micros}
+    return (in_slices if engines == {XLA} else by_cudnn)(lhs, rhs, **params)
+
+
+# On a CPU the micro-batches of cuDNN's engines run, too, by XLA's own convolutions.
 mlir.register_lowering(micro_convolution_p, mlir.lower_fun(in_slices, multiple_results=False))
+mlir.register_lowering(
+    micro_convolution_p, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda"
+)

@@ -47,7 +47,7 @@ def steps_table(program: Program, plan: Plan) -> Table:
         table.add_row(
             program.steps[s].layer or program.steps[s].source or "(no layer)",
             convolution.which.value,
-            "XLA" if way.is_xlas else ", ".join(_engine(m) for m, _ in _runs(way)),
+            "XLA" if way.is_xlas else ", ".join(dict.fromkeys(map(_doer, way.micros))),
             _division(way),
             show_nbytes(way.workspace),
             f"{way.seconds * 1e3:.3f}",
@@ -139,6 +139,10 @@ def _runs(configuration: Configuration) -> Iterator[tuple[Micro, int]]:
     """Equal neighbours together, and how many there are."""
     for micro, group in itertools.groupby(configuration.micros):
         yield micro, len(list(group))
+
+
+def _doer(micro: Micro) -> str:
+    return "XLA, sliced" if micro.engine == XLA else f"cuDNN engine {micro.engine}"
 
 
 def _engine(micro: Micro) -> str:

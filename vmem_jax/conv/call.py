@@ -1,0 +1,77 @@
+"""call: a pass of a convolution by cuDNN, through the custom call of docs/ffi.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vmem_jax.conv.slices import layouts, roles
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Pass
+from vmem_jax.transfer import extension
+
+TARGET = extension.PREFIX + "micro_conv"
+
+
+def by_cudnn(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    convolution: Convolution,
+    configuration: Configuration,
+    limit: int | None = None,
+    target: str = TARGET,
+) -> jax.Array:
+    """The micro-batches of `configuration`, all by engines of cuDNN; operands as for `in_slices`.
+
+    The workspace is a result of the call, so that the compiler counts it. Gradients to w in 16 bits
+    come one for each micro-batch and are added in float32 here: cuDNN has no kernel from such
+    operands to a float32 result, and its own accumulation would round after each.
+
+    Raises:
+      ValueError: a micro-batch is XLA's.
+      ImportError: the extension was not built, or without cuDNN.
+    """
+    if any(m.engine == XLA for m in configuration.micros):
+        raise ValueError(
+            "a configuration is either XLA's or cuDNN's; this one has engines of both."
+        )
+    if extension.load().CUDNN_BUILT is None:
+        raise ImportError(
+            "vmem_jax's extension was built without cuDNN, so it cannot run the convolutions of this "
+            'plan. Build it where cuDNN\'s headers are (docs/ffi.md), or plan without "workspace".'
+        )
+    shape = layouts(convolution)[roles(convolution.which)[2]]
+    partials = convolution.which == Pass.BACKWARD_FILTER and lhs.dtype.itemsize == 2
+    if partials:
+        shape = (len(configuration.micros), *shape)
+    results = (
+        jax.ShapeDtypeStruct(shape, lhs.dtype),
+        jax.ShapeDtypeStruct((configuration.workspace,), "uint8"),
+    )
+    call = jax.ffi.ffi_call(target, results)
+    result, _ = call(lhs, rhs, **attributes(convolution, configuration, partials))
+    return result.astype(jnp.float32).sum(0).astype(lhs.dtype) if partials else result
+
+
+def attributes(c: Convolution, configuration: Configuration, partials: bool) -> dict[str, Any]:
+    """Those of the call."""
+    integers = lambda values: np.array(list(values), np.int64)
+    micros: list[int] = []
+    for micro in configuration.micros:
+        knobs = [number for knob in micro.knobs for number in knob]
+        micros += [micro.batch, micro.engine, len(micro.knobs), *knobs]
+    pads: Iterable[tuple[int, int]] = c.padding
+    return {
+        "which": str(c.which),
+        "channels_last": c.channels_last,
+        "strides": integers(c.strides),
+        "padding_low": integers(low for low, _ in pads),
+        "padding_high": integers(high for _, high in pads),
+        "dilation": integers(c.dilation),
+        "partials": partials,
+        "micros": integers(micros),
+    }
