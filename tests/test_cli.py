@@ -6,6 +6,7 @@ import re
 import pytest
 
 from vmem_jax import Plan, cli
+from vmem_jax.cli.options import budget_of
 
 pytest.importorskip("flax")
 
@@ -110,8 +111,8 @@ def test_options_that_make_no_sense_are_refused(capsys, argv, says):
     [("0.5", 0.5), ("1", 1.0), ("1048576", 1048576), ("800MB", 800_000_000), ("device", "device")],
 )
 def test_budget_strings(text, budget):
-    assert cli._budget(text) == budget
-    assert type(cli._budget(text)) is type(budget)
+    assert budget_of(text) == budget
+    assert type(budget_of(text)) is type(budget)
 
 
 @pytest.mark.gpu_compile

@@ -1,0 +1,119 @@
+"""convolutions: `vmem-jax profile --conv`, what cuDNN takes for each convolution of a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from vmem_jax.cli.options import bar
+from vmem_jax.conv import cudnn
+from vmem_jax.conv.database import Database, identity_of
+from vmem_jax.conv.layers import convolutions_of
+from vmem_jax.conv.profiler import Profile, profile
+from vmem_jax.errors import parse_size, show_nbytes
+from vmem_jax.policy.workspace_division import front
+from vmem_jax.policy.workspace_reuse import BatchSizes, reuse
+from vmem_jax.prove.targets import TARGETS
+from vmem_jax.report.convolutions import configurations_table, plot, totals_table
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--conv",
+        choices=[size.value for size in BatchSizes],
+        help="time cuDNN's plans for the model's convolutions, for micro-batches of these sizes",
+    )
+    parser.add_argument(
+        "--workspace", help="for --conv, what each kernel may use, 64MiB for instance"
+    )
+    parser.add_argument("--plot", metavar="DIRECTORY", help="for --conv, draw their desirable sets")
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        help="for --conv, list the plans for a card that is not there; nothing is timed then",
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go together."""
+    if arguments.conv and arguments.model is None:
+        raise ValueError("--conv needs a model and --batch.")
+    if not arguments.conv and (arguments.workspace or arguments.plot or arguments.target):
+        raise ValueError("--workspace, --plot and --target are for --conv.")
+    if arguments.target and (arguments.workspace or arguments.plot):
+        raise ValueError("--target times nothing, so there is nothing for --workspace and --plot.")
+
+
+def run(arguments: argparse.Namespace, console: Console, jaxpr: Any, name: str) -> None:
+    """Times the convolutions of `jaxpr`, and shows and draws what came out."""
+    limit = None if arguments.workspace is None else parse_size(arguments.workspace, "--workspace")
+    sizes, counts = BatchSizes(arguments.conv), convolutions_of(jaxpr)
+    if not counts:
+        raise ValueError(f"{name} has no convolution that a library may do.")
+    target: Any = arguments.target or jax.devices()[0]
+    device = target if arguments.target else target.device_kind
+    library = cudnn.Cudnn(target)
+    database = Database(identity_of(device, str(cudnn.version())))
+    with bar(console, "plans") as on_progress:
+        found = profile(
+            counts,
+            sizes,
+            library,
+            database,
+            deadline=math.inf if arguments.target else arguments.seconds,
+            refresh=arguments.refresh,
+            on_progress=on_progress,
+        )
+    if arguments.target:
+        console.print(_listed(database, counts))
+        found = dataclasses.replace(found, untimed=())  # the table says it of all
+    else:
+        _show(console, found, counts, limit, arguments.plot)
+    console.print(_words(name, found, len(counts)), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"kept in {database.path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(
+    console: Console, found: Profile, counts: Any, limit: int | None, directory: str | None
+) -> None:
+    chosen = {}
+    for i, (convolution, micros) in enumerate(found.micros.items()):
+        ways = front(micros, convolution.batch)
+        if not ways:
+            continue
+        chosen[convolution] = reuse(convolution, micros, limit)
+        console.print(configurations_table(convolution, ways, chosen[convolution]))
+        if directory:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            plot(convolution, ways, Path(directory) / f"{i:03d}.svg")
+    console.print(totals_table(chosen, counts))
+
+
+def _listed(database: Database, counts: Any) -> Table:
+    """How many plans there are of each convolution, and what they want; none was timed."""
+    table = Table("convolution", "times", "plans", "least workspace", "most", title="not timed")
+    entries = database.load()
+    for convolution, count in counts.items():
+        micros = entries[convolution].micros if convolution in entries else ()
+        wanted = sorted(m.workspace for m in micros)
+        ends = [show_nbytes(n) for n in (wanted[0], wanted[-1])] if wanted else ["", ""]
+        table.add_row(str(convolution), str(count), str(len(micros)), *ends)
+    return table
+
+
+def _words(name: str, found: Profile, distinct: int) -> str:
+    text = (
+        f"{name}: {distinct} distinct convolutions, {found.timed} ways timed now, {found.reused} "
+        f"known before, in {found.seconds:.1f} s."
+    )
+    for reason in found.untimed[:10]:
+        text += f"\nnot timed: {reason}"
+    more = len(found.untimed) - 10
+    return text + (f"\nnot timed: {more} more" if more > 0 else "")

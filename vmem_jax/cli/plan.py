@@ -1,0 +1,72 @@
+"""plan: `vmem-jax plan`, how a training step would fit, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import jax
+from rich.console import Console
+
+import vmem_jax
+from vmem_jax.cli.options import (
+    Subparsers,
+    add_command,
+    add_step_options,
+    budget_of,
+    job_of,
+    positive,
+)
+from vmem_jax.prove.targets import TARGETS, target
+
+
+def add_plan(commands: Subparsers) -> None:
+    parser = add_command(
+        commands, "plan", _plan, "show how a training step would fit, without running it"
+    )
+    parser.add_argument("model", help="vgg or resnet and a depth: vgg16, vgg116, resnet50")
+    parser.add_argument("--batch", type=positive, required=True, help="images in a batch")
+    parser.add_argument(
+        "--budget",
+        type=budget_of,
+        required=True,
+        help="a fraction of plain jit's peak, a size such as 12GiB, or 'device'",
+    )
+    parser.add_argument("--image", type=positive, default=224, help="pixels of an image's side")
+    parser.add_argument("--classes", type=positive, default=1000)
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd")
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        help="a card that is not there; needs vmem_jax[gpu-compile], no GPU",
+    )
+    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
+    parser.add_argument(
+        "--trace",
+        metavar="TRACE.json",
+        help="write the predicted timeline to this file, for ui.perfetto.dev or chrome://tracing",
+    )
+    add_step_options(parser)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
+        target(arguments.target).device()
+    work = job_of(arguments)
+    step = vmem_jax.jit(
+        work.step, budget=arguments.budget, policy=arguments.policy, donate_argnums=0
+    )
+    shapes = work.state_shapes(), work.batch
+    where = arguments.target or jax.devices()[0].device_kind
+    with console.status(f"planning and compiling {work.name} for {where}"):
+        explanation = step.explain(*shapes, target=arguments.target)
+    console.print(explanation.table())
+    console.print(explanation.summary(), markup=False, highlight=False, soft_wrap=True)
+    if arguments.save:
+        step.plan(*shapes, target=arguments.target).save(arguments.save)
+        console.print(f"saved to {arguments.save}", markup=False, highlight=False)
+    if arguments.trace:
+        explanation.save_trace(arguments.trace)
+        console.print(f"timeline in {arguments.trace}", markup=False, highlight=False)
+    return 0
