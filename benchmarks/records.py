@@ -20,7 +20,8 @@ class Record:
     Attributes:
       model, batch, image, dtype, optimizer: the step; its state is donated.
       variant: "plain" (jax.jit), "checkpoint" (jax.checkpoint per layer or block), or a policy.
-      budget: the fraction of plain jit's need that was asked for; None without a budget.
+      budget: the fraction of plain jit's need that was asked for, a size being made one; None
+        without a budget.
       outcome: "ok", or what failed: failures are rows too.
       need: bytes by the compiler's figures, arguments + outputs − aliased + temporaries.
       predicted_need: bytes that the first compiled plan was predicted to need; None without a plan.
@@ -31,6 +32,8 @@ class Record:
       compiles: how often the step was compiled.
       transfers: buffers that wait in host memory.
       moved_nbytes: their bytes, each way.
+      divided: convolutions that run in micro-batches.
+      precision: JAX's default precision of products; "" as JAX has it.
       recomputed: steps that run again.
       predicted_seconds: seconds a step by the simulator.
       loss: after the timed steps, to see that all variants compute the same.
@@ -53,6 +56,8 @@ class Record:
     compiles: int | None = None
     transfers: int | None = None
     moved_nbytes: int | None = None
+    divided: int | None = None
+    precision: str = ""
     recomputed: int | None = None
     predicted_seconds: float | None = None
     loss: float | None = None

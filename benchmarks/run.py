@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import records
 from absl import app, flags, logging
+from convolutions import profile_on
 from records import Record
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.errors import show_nbytes
+from vmem_jax.conv.layers import convolutions_of
+from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.models import job
 from vmem_jax.profile.measured import measured_costs
 from vmem_jax.prove.prove import need_nbytes
@@ -34,17 +36,22 @@ flags.DEFINE_integer("image", 224, "Pixels in height and width.")
 flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
 flags.DEFINE_string("optimizer", "sgd", "sgd, momentum or adamw.")
 flags.DEFINE_float("learning_rate", 1e-5, "Small, so that random data leaves the loss finite.")
-flags.DEFINE_list("budgets", ["0.5"], "Fractions of plain jit's need.")
+flags.DEFINE_string("precision", "", "JAX's default precision of products; highest for no TF32.")
+flags.DEFINE_list("budgets", ["0.5"], "Fractions of plain jit's need, or sizes such as 12GiB.")
 flags.DEFINE_list(
     "policies",
     ["auto"],
     "Policies to run under each budget; auto:recompute and auto:offload with that means alone, "
+    "auto:recompute+workspace with both, "
     "auto:offload:memory_kinds and auto:offload:ffi by that transport, auto::memory_kinds with all.",
 )
 flags.DEFINE_bool(
     "still", False, "Also time each plan of auto that moves something without what it moves."
 )
 flags.DEFINE_float("profile", 0.0, "Seconds to time the model's steps in first; 0: as is known.")
+flags.DEFINE_float(
+    "conv", 0.0, "Seconds to time cuDNN's plans for the model's convolutions in first."
+)
 flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
 flags.DEFINE_bool("exact", True, "Also time the exact policy, without a budget below plain's.")
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
@@ -106,7 +113,7 @@ def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callab
             step,
             budget=nbytes,
             policy=name,
-            allow=("order", means) if means else None,
+            allow=("order", *means.split("+")) if means else None,
             transport=transport or "auto",
             donate_argnums=0,
         )
@@ -118,6 +125,7 @@ def _budgeted(step: Callable, shapes: tuple, policy: str, nbytes: int) -> Callab
             "first_need": attempts[0].need,
             "compiles": len(attempts),
             "recomputed": len(compiled.plan.recomputed),
+            "divided": len(compiled.plan.divided),
             "transfers": len(compiled.plan.transfers),
             "moved_nbytes": compiled.moved_nbytes,
             "predicted_seconds": compiled.plan.predicted_seconds,
@@ -146,9 +154,12 @@ def measure() -> list[Record]:
     )
     work = make(None)
     shapes = (work.state_shapes(), work.batch)
+    jaxpr = jax.jit(work.step).trace(*shapes).jaxpr
     if FLAGS.profile:
-        captured = capture(jax.jit(work.step).trace(*shapes).jaxpr)
-        measured_costs(captured, jax.devices()[0], seconds=FLAGS.profile)
+        measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)
+    if FLAGS.conv:
+        found = profile_on(jax.devices()[0], convolutions_of(jaxpr), deadline=FLAGS.conv)
+        logging.info("%d ways timed, %d left out", found.timed, len(found.untimed))
     variants = [Variant("plain", None, _plain(work.step, shapes))]
     plain_need = variants[0].facts["need"]
     if FLAGS.checkpoint:
@@ -157,7 +168,11 @@ def measure() -> list[Record]:
         variants.append(
             Variant("exact", None, _budgeted(work.step, shapes, "exact", 2 * plain_need))
         )
-    for fraction in map(float, FLAGS.budgets):
+    for budget in FLAGS.budgets:
+        try:
+            fraction = float(budget)
+        except ValueError:
+            fraction = parse_size(budget, "--budgets") / plain_need
         nbytes = int(fraction * plain_need)
         for policy in FLAGS.policies:
             build = _budgeted(work.step, shapes, policy, nbytes)
@@ -184,6 +199,7 @@ def measure() -> list[Record]:
             image=FLAGS.image,
             dtype=FLAGS.dtype,
             optimizer=FLAGS.optimizer,
+            precision=FLAGS.precision,
             variant=v.name,
             budget=v.budget,
             outcome=v.outcome,
@@ -215,7 +231,8 @@ def show(rows: list[Record]) -> None:
             text += (
                 f"  predicted/compiled {r.predicted_need / r.first_need:.3f}, {r.compiles} compiles,"
                 f" plan {r.plan_seconds:.1f} s, {r.predicted_seconds * 1e3:.1f} ms predicted,"
-                f" {r.recomputed} again, {r.transfers} moved ({show_nbytes(r.moved_nbytes or 0)})"
+                f" {r.recomputed} again, {r.transfers} moved ({show_nbytes(r.moved_nbytes or 0)}),"
+                f" {r.divided} divided"
             )
         print(text, flush=True)
 
@@ -223,6 +240,8 @@ def show(rows: list[Record]) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if FLAGS.precision:
+        jax.config.update("jax_default_matmul_precision", FLAGS.precision)
     rows = measure()
     show(rows)
     if FLAGS.out:

@@ -1,0 +1,186 @@
+"""Convolutions by cuDNN, undivided and in micro-batches, within limits of workspace.
+
+    python benchmarks/convolutions.py --layers=alexnet --limits=64MiB,512MiB --out=rows.jsonl
+
+Every plan that cuDNN has is timed by itself, for micro-batches of the sizes asked for. What WR then
+chooses, with micro-batches and without, and what XLA does by itself, is run as a whole, by turns, on
+random data. Rows hold both the sum that was expected and what it took.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import records
+from absl import app, flags
+
+from vmem_jax.conv import cudnn
+from vmem_jax.conv.database import Database, identity_of
+from vmem_jax.conv.primitive import micro_convolution
+from vmem_jax.conv.profiler import Profile, profile
+from vmem_jax.conv.slices import layouts, roles, whole
+from vmem_jax.core.convolution import Configuration, Convolution, Pass
+from vmem_jax.errors import WorkspaceError, parse_size, show_nbytes
+from vmem_jax.policy.workspace_reuse import BatchSizes, reuse
+
+# channels of x, extent, channels of y, kernel, stride, padding
+ALEXNET = {
+    "conv1": (3, (224, 224), 64, (11, 11), 4, 2),
+    "conv2": (64, (27, 27), 192, (5, 5), 1, 2),
+    "conv3": (192, (13, 13), 384, (3, 3), 1, 1),
+    "conv4": (384, (13, 13), 256, (3, 3), 1, 1),
+    "conv5": (256, (13, 13), 256, (3, 3), 1, 1),
+}
+LAYERS: dict[str, dict[str, tuple]] = {
+    "alexnet": ALEXNET,
+    "seven": {  # those of tests/data/cudnn_legacy_h200.txt
+        "alex2": ALEXNET["conv2"],
+        "alex1": ALEXNET["conv1"],
+        "vgg1_2": (64, (224, 224), 64, (3, 3), 1, 1),
+        "vgg3_2": (256, (56, 56), 256, (3, 3), 1, 1),
+        "vgg4_2": (512, (28, 28), 512, (3, 3), 1, 1),
+        "vgg5_2": (512, (14, 14), 512, (3, 3), 1, 1),
+        "incep5x5": (96, (35, 35), 96, (5, 5), 1, 2),
+    },
+    "stem": {"resnet_stem": (3, (224, 224), 64, (7, 7), 2, 3)},
+    "3d": {"unet3d": (64, (16, 56, 56), 64, (3, 3, 3), 1, 1)},
+}
+
+FLAGS = flags.FLAGS
+
+
+def profile_on(
+    device: jax.Device,
+    convolutions: Iterable[Convolution],
+    sizes: str = BatchSizes.POWER_OF_TWO.value,
+    deadline: float = 300.0,
+) -> Profile:
+    """What cuDNN takes for `convolutions` on `device`; what is known already is not timed again."""
+    database = Database(identity_of(device.device_kind, str(cudnn.version())))
+    library = cudnn.Cudnn(device)
+    return profile(convolutions, BatchSizes(sizes), library, database, deadline=deadline)
+
+
+def of_layers(name: str, batch: int, dtype: str, strict: bool) -> dict[str, Convolution]:
+    """Every pass of every layer, but for the gradient to the images."""
+    found = {}
+    for layer, (c, size, k, kernel, stride, padding) in LAYERS[name].items():
+        n = len(size)
+        for which in Pass:
+            if c == 3 and which == Pass.BACKWARD_DATA:
+                continue
+            found[f"{layer} {which}"] = Convolution(
+                which=which,
+                dtype=dtype,
+                strict=strict,
+                batch=batch,
+                features_in=c,
+                features_out=k,
+                size=size,
+                kernel=kernel,
+                strides=(stride,) * n,
+                padding=((padding, padding),) * n,
+                dilation=(1,) * n,
+            )
+    return found
+
+
+def time_by_turns(calls: dict[str, Any], operands: tuple, rounds: int) -> dict[str, float]:
+    """The median seconds of each call; they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready([call(*operands) for _ in range(3)])
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready([call(*operands) for _ in range(5)])
+            seconds[name].append((time.perf_counter() - began) / 5)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int | None]) -> list:
+    """A row for each limit, with micro-batches and without, and one for XLA."""
+    undivided = [m for m in micros if m.batch == convolution.batch]
+    chosen: dict[tuple[str, int | None], Configuration] = {}
+    for limit in limits:
+        for how, some in (("undivided", undivided), ("divided", micros)):
+            try:
+                chosen[how, limit] = reuse(convolution, some, limit)
+            except WorkspaceError as error:
+                print(f"{name}: {how}: {error}")
+    first, second, _ = roles(convolution.which)
+    shapes = layouts(convolution)
+    keys = jax.random.split(jax.random.key(0))
+    draw = lambda key, role: jax.random.normal(key, shapes[role], convolution.dtype)
+    operands = draw(keys[0], first), draw(keys[1], second)
+    calls: dict[Any, Any] = {"xla": jax.jit(functools.partial(whole, convolution))}
+    for way in set(chosen.values()):
+        calls[way] = jax.jit(functools.partial(micro_convolution, convolution, way))
+    took = time_by_turns(calls, operands, FLAGS.rounds)
+    compiled = calls["xla"].lower(*operands).compile()
+    facts = {"kernel": name, "convolution": str(convolution)}
+    rows: list[dict[str, Any]] = [
+        {**facts, "how": "xla", "limit": None, "seconds": took["xla"]}
+        | {"workspace": compiled.memory_analysis().temp_size_in_bytes}
+    ]
+    for (how, limit), way in chosen.items():
+        rows.append(
+            {**facts, "how": how, "limit": limit, "seconds": took[way]}
+            | {"expected": way.seconds, "workspace": way.workspace}
+            | {"micros": [[m.batch, m.engine] for m in way.micros]}
+        )
+    return rows
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    kernels = of_layers(FLAGS.layers, FLAGS.batch, FLAGS.dtype, FLAGS.strict)
+    limits = [None if limit == "none" else parse_size(limit, "--limits") for limit in FLAGS.limits]
+    found = profile_on(jax.devices()[0], kernels.values(), FLAGS.sizes, FLAGS.seconds)
+    print(f"{found.timed} ways timed, {found.reused} known, in {found.seconds:.1f} s", flush=True)
+    for reason in found.untimed:
+        print(f"not timed: {reason}")
+    about = {"machine": records.machine(), "versions": records.versions()}
+    about |= {"commit": FLAGS.commit or records.commit(), "layers": FLAGS.layers}
+    rows = []
+    for name, convolution in kernels.items():
+        for row in rows_of(name, convolution, found.micros[convolution], limits):
+            rows.append(row | about)
+    totals: dict[tuple, float] = {}
+    for row in rows:
+        key = row["how"], row["limit"]
+        totals[key] = totals.get(key, 0.0) + row["seconds"]
+        expected = f"{row.get('expected', math.nan) * 1e3:8.3f}"
+        print(
+            f"{row['kernel']:28s} {row['how']:10s} {row['limit'] or '':>12} "
+            f"{row['seconds'] * 1e3:8.3f} ms, expected {expected}, "
+            f"{show_nbytes(row['workspace'])}, {row.get('micros', '')}"
+        )
+    for (how, limit), seconds in totals.items():
+        print(f"all {len(kernels)} kernels, {how}, limit {limit}: {seconds * 1e3:.2f} ms")
+    if FLAGS.out:
+        with Path(FLAGS.out).open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("layers", "alexnet", sorted(LAYERS), "Which layers.")
+    flags.DEFINE_integer("batch", 256, "Samples.")
+    flags.DEFINE_string("dtype", "float32", "Of everything.")
+    flags.DEFINE_bool("strict", True, "No TF32.")
+    flags.DEFINE_list("limits", ["64MiB", "512MiB", "none"], "Bytes of workspace for each kernel.")
+    flags.DEFINE_enum("sizes", "powerOfTwo", [s.value for s in BatchSizes], "Of micro-batches.")
+    flags.DEFINE_float("seconds", 240.0, "Begin no further timing after so long.")
+    flags.DEFINE_integer("rounds", 7, "Blocks of runs of each way.")
+    flags.DEFINE_string("out", "", "File that rows are added to; none by default.")
+    flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
+    app.run(main)

@@ -1,0 +1,33 @@
+#!/bin/sh
+# The tables of docs/benchmarks.md, "Convolutions": run on one NVIDIA GPU, with the native extension.
+#   sh benchmarks/convolutions.sh rows.jsonl layers.jsonl [alexnet seven stem 3d vgg16 vgg16bf16 ...]
+set -e
+cd "$(dirname "$0")/.."
+out=$1 layers=$2
+shift 2
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH
+commit() { echo ${COMMIT:+--commit="$COMMIT"}; }
+layer() {
+  # shellcheck disable=SC2046  # options are words
+  python3 benchmarks/convolutions.py --layers="$1" --batch="$2" --limits="$3" --out="$layers" $(commit)
+}
+model() {
+  # shellcheck disable=SC2046
+  python3 benchmarks/run.py --model="$1" --batch="$2" --dtype="$3" --precision="$4" --budgets="$5" \
+    --policies=auto:recompute,auto:recompute+workspace --nocheckpoint --noexact --conv=240 \
+    --rounds=5 --out="$out" $(commit)
+}
+for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
+  case $each in
+    alexnet) layer alexnet 256 8MiB,64MiB,512MiB,none ;;
+    seven) layer seven 256 512MiB,none ;;
+    stem) layer stem 256 20MiB,none ;;
+    3d) layer 3d 16 64MiB,none ;;
+    vgg16) model vgg16 256 float32 highest 0.5,0.4,12GiB ;;
+    vgg16bf16) model vgg16 256 bfloat16 "" 0.5,0.3 ;;
+    resnet18) model resnet18 128 float32 highest 0.5 ;;
+    resnet50) model resnet50 64 float32 highest 0.5 ;;
+    *) echo "no table row for $each" >&2; exit 2 ;;
+  esac
+done
