@@ -13,6 +13,7 @@ from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pa
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_program, simulate_plan
+from vmem_jax.core.tuning import agree
 from vmem_jax.core.validate import peak_by_definition, violations
 from vmem_jax.errors import BudgetError, PlanError
 from vmem_jax.policy import Auto, Keep
@@ -121,6 +122,16 @@ def test_without_choices_it_is_the_policy_itself():
     costs = Costs("unit", COSTS.seconds)
     assert Convolving(Keep()).plan(CHAIN, costs, None) == Keep().plan(CHAIN, costs, None)
     assert Convolving(Auto()).name == "auto"
+
+
+def test_what_was_seen_to_take_longer_is_reckoned_so():
+    """`jit(tune=True)`: costs by which the plan takes as long as it did, its convolutions too."""
+    found, _ = plan(100)
+    for seconds in (2 * found.predicted_seconds, found.predicted_seconds / 3):
+        agreed = agree(CHAIN, COSTS, found, seconds)
+        assert simulate_plan(CHAIN, found, agreed).seconds == pytest.approx(seconds)
+        ratio = agreed.seconds[0] / COSTS.seconds[0]
+        assert agreed.convolutions[0][1].seconds == pytest.approx(ratio * DIVIDED.seconds)
 
 
 @given(programs(), st.data())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 import jax
@@ -58,10 +57,9 @@ def choices_of(
             continue
         fastest = min(whole, key=lambda m: (m.seconds, m.workspace))
         scale = costs.seconds[s] / fastest.seconds
-        scaled = [dataclasses.replace(m, seconds=m.seconds * scale) for m in micros]
         own = Micro(convolution.batch, XLA, (), fastest.workspace, costs.seconds[s])
-        ways = [way for way in front(scaled, convolution.batch) if way.workspace < own.workspace]
-        choices[s] = (Configuration((own,)), *ways)
+        ways = [way for way in front(micros, convolution.batch) if way.workspace < own.workspace]
+        choices[s] = (Configuration((own,)), *(way.scaled(scale) for way in ways))
     if not choices:
         raise refuse(
             f"none of its {len(set(found.values()))} was measured on {device.device_kind}: run "

@@ -150,6 +150,11 @@ class Configuration:
         return sum(m.batch for m in self.micros)
 
     @property
+    def calls(self) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
+        """What is called: samples, engine and knobs of each, whatever they were seen to take."""
+        return tuple((m.batch, m.engine, m.knobs) for m in self.micros)
+
+    @property
     def is_xlas(self) -> bool:
         """Whether it is XLA's own convolution, as it stands in the step."""
         return [m.engine for m in self.micros] == [XLA]
@@ -163,3 +168,8 @@ class Configuration:
     def seconds(self) -> float:
         """Of all one after the other."""
         return sum(m.seconds for m in self.micros)
+
+    def scaled(self, factor: float) -> Configuration:
+        """The same, taking `factor` times as long."""
+        each = (dataclasses.replace(m, seconds=m.seconds * factor) for m in self.micros)
+        return Configuration(tuple(each))

@@ -47,8 +47,9 @@ def with_convolutions(program: Program, convolutions: Convolutions) -> Program:
 
 
 def costs_with_convolutions(convolutions: Convolutions, costs: Costs) -> Costs:
-    """`costs` with the seconds of `convolutions`."""
+    """`costs` with the seconds of `convolutions`: those that `costs` has for them, if it has any."""
     seconds = list(costs.seconds)
     for s, configuration in convolutions:
-        seconds[s] = configuration.seconds
+        known = {way.calls: way for way in costs.convolutions.get(s, ())}
+        seconds[s] = known.get(configuration.calls, configuration).seconds
     return dataclasses.replace(costs, seconds=tuple(seconds))

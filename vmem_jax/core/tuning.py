@@ -92,6 +92,10 @@ def _scaled(
     return dataclasses.replace(
         costs,
         seconds=tuple(t * factor if s in chosen else t for s, t in enumerate(costs.seconds)),
+        convolutions={
+            s: tuple(way.scaled(factor) for way in ways) if s in chosen else ways
+            for s, ways in costs.convolutions.items()
+        },
         sources=tuple(
             Source.CALIBRATED if s in chosen and source is Source.ROOFLINE else source
             for s, source in enumerate(sources)
