@@ -171,7 +171,8 @@ def test_the_command_prints_both_and_writes_the_lanes(capsys, tmp_path, monkeypa
         init=lambda key: params(), random_batch=lambda key: batch(),
     )  # fmt: skip
     monkeypatch.setattr("vmem_jax.models.job", lambda *args, **options: work)
-    monkeypatch.setattr(cli, "measured_machine", lambda device, **options: FAST)
+    machine = "vmem_jax.cli.profile.measured_machine"
+    monkeypatch.setattr(machine, lambda device, **options: FAST)
     path = tmp_path / "trace.json"
     options = ("--batch", 4, "--seconds", 0, "--compare", "--budget", 0.5, "--trace", path)
     status = cli.main(list(map(str, ("profile", "dense", *options, "--allow", "order", "offload"))))
