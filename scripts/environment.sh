@@ -27,7 +27,13 @@ make_environment() {
     "$python" -m venv "$directory" || return 1
     # pip before 25.1 does not know --group; what is imported is compiled then, and little of it is
     install="$directory/bin/python -W ignore -m pip install --quiet --no-compile --disable-pip-version-check"
-    # shellcheck disable=SC2086  # the command is words
-    $install "pip>=25.1" && PYTHONWARNINGS=ignore $install "$@" &&
+    # A JAX that is asked for comes first: with its CUDA wheels come headers that our build looks for.
+    jax=
+    for argument; do
+        case $argument in jax*) jax="$jax $argument" ;; esac
+    done
+    # shellcheck disable=SC2086  # the command, and what to install, are words
+    $install "pip>=25.1" && { [ -z "$jax" ] || $install $jax; } &&
+        PYTHONWARNINGS=ignore $install "$@" &&
         printf '%s\n' "$wanted" >"$directory/.installed"
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +15,17 @@ import pytest
 from jax import lax
 
 import vmem_jax
-from vmem_jax.conv import cudnn
+from vmem_jax.capture import capture
+from vmem_jax.conv import choices, cudnn
+from vmem_jax.conv.choice import by_xla
 from vmem_jax.conv.choices import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
-from vmem_jax.core.convolution import Micro, Pass
+from vmem_jax.core.convolution import XLA, Configuration, Micro, Pass
 from vmem_jax.core.costs import MACHINES, analytic
 from vmem_jax.prove.prove import need_nbytes
 
-WITH, WITHOUT = ("order", "recompute", "workspace"), ("order", "recompute")
+MIB = 2**20
+MEANS = ("order", "recompute", "workspace")
 
 
 def conv(x, w):
@@ -29,7 +35,6 @@ def conv(x, w):
 
 
 def step(params, batch):
-    """One wide layer in the middle: there its workspace is the peak."""
     x, y = batch
 
     def loss_of(params):
@@ -49,53 +54,82 @@ def arguments():
     return params | {"out": draw(8, 5)}, (draw(32, 3, 24, 24), draw(32, 5))
 
 
-@functools.cache
-def planned(share: float, allow: tuple[str, ...]):
-    budgeted = vmem_jax.jit(step, budget=share, allow=allow)
-    return budgeted, budgeted.plan(*arguments())
+def heavy(name, program, costs, device, target=None):
+    """XLA's own with a workspace that no budget here has, and quarters of the batch with little."""
+    found = {}
+    for s, x in enumerate(program.steps):
+        if x.convolution:
+            batch, seconds = x.convolution.batch, costs.seconds[s]
+            own = Configuration((Micro(batch, XLA, (), 64 * MIB, seconds),))
+            quarter = Micro(batch // 4, XLA, (), MIB // 8, 0.3 * seconds)
+            found[s] = own, Configuration((quarter,) * 4)
+    return found
 
 
-def test_it_fits_divides_and_gives_the_same_numbers():
+@pytest.fixture(scope="module")
+def budgeted():
+    """The step in a budget in which every convolution has to be divided, and its plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys.modules["vmem_jax.jit"], "choices_of", heavy
+        )  # the name is the function's
+        found = vmem_jax.jit(step, budget=32 * MIB, allow=MEANS)
+        return found, found.plan(*arguments())
+
+
+def test_it_fits_divides_and_gives_the_same_numbers(budgeted):
     args = arguments()
-    budgeted, plan = planned(0.8, WITH)
-    divided = dict(plan.divided)
-    assert divided, plan
-    text = budgeted.lower(*args).compile()
-    assert need_nbytes(text) <= plan.budget
-    expected, got = jax.jit(step)(*args), budgeted(*args)
+    run, plan = budgeted
+    assert len(plan.divided) == 8 and plan.fenced
+    compiled = run.lower(*args).compile()
+    assert need_nbytes(compiled) <= 32 * MIB
+    # 8 layers' passes in quarters, and no whole one is left
+    assert len(re.findall(r" convolution\(", compiled.as_text())) == 4 * 8
+    expected, got = jax.jit(step)(*args), run(*args)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)
 
 
-def test_less_is_recomputed_than_without():
-    _, plan = planned(0.8, WITH)
-    _, without = planned(0.8, WITHOUT)
-    assert without.convolutions == () and without.recomputed
-    assert len(plan.recomputed) < len(without.recomputed)
-
-
-def test_explain_says_who_runs_what():
-    args = arguments()
-    budgeted, plan = planned(0.8, WITH)
-    text = str(budgeted.explain(*args))
-    assert f"{len(plan.divided)} convolutions in micro-batches" in text
-    rows = [line for line in text.splitlines() if "conv8to24" in line and "│" in line]
+def test_explain_says_who_runs_what(budgeted):
+    run, plan = budgeted
+    text = str(run.explain(*arguments()))
+    assert "8 convolutions in micro-batches" in " ".join(text.split())
+    rows = [line for line in text.splitlines() if "conv8to24" in line and "4 × 8" in line]
     passes = {which for which in Pass for line in rows if f"│ {which.value} " in line}
     assert passes == set(Pass)
     assert sum("XLA, sliced" in line for line in text.splitlines()) == len(plan.divided)
 
 
-def test_a_saved_plan_runs_again(tmp_path):
-    args = arguments()
-    _, plan = planned(0.8, WITH)
+def test_a_saved_plan_runs_again(budgeted, tmp_path):
+    args, (_, plan) = arguments(), budgeted
     plan.save(tmp_path / "plan.json")
     again = vmem_jax.jit(step, plan=vmem_jax.Plan.load(tmp_path / "plan.json"))
     assert need_nbytes(again.lower(*args).compile()) <= plan.budget
     np.testing.assert_allclose(again(*args)[1], jax.jit(step)(*args)[1], rtol=1e-5)
 
 
+def program_and_costs():
+    program = capture(jax.jit(step).trace(*arguments()).jaxpr).program
+    return program, analytic(program, MACHINES["h200"])
+
+
+def test_on_a_cpu_it_is_slices_of_xlas_own(monkeypatch):
+    monkeypatch.setattr(choices, "_MOST_PARTS", 4)  # fewer to compile
+    program, costs = program_and_costs()
+    found = choices_of("step", program, costs, jax.devices("cpu")[0])
+    assert sorted(found) == [s for s, x in enumerate(program.steps) if x.convolution]
+    for s, (own, *ways) in found.items():
+        convolution = program.steps[s].convolution
+        assert own.is_xlas and own.seconds == costs.seconds[s]
+        assert own.workspace == by_xla(convolution).workspace
+        for less, more in itertools.pairwise([*ways, own]):
+            assert less.workspace < more.workspace and less.seconds >= more.seconds
+            assert less.batch == convolution.batch and {m.engine for m in less.micros} == {XLA}
+    assert any(ways for _, *ways in found.values())
+
+
 def test_what_cannot_be_divided_is_said():
     with pytest.raises(ValueError, match=r"`step` cannot divide .*: what they take on 'h200'"):
-        vmem_jax.jit(step, budget="1GiB", allow=WITH).plan(*arguments(), target="h200")
+        vmem_jax.jit(step, budget="1GiB", allow=MEANS).plan(*arguments(), target="h200")
 
     def dense(w, x):
         return w - jax.grad(lambda w: jnp.square(x @ w).sum())(w)
@@ -103,7 +137,7 @@ def test_what_cannot_be_divided_is_said():
     with pytest.raises(
         ValueError, match="`dense` cannot divide convolutions: it has none on one device"
     ):
-        vmem_jax.jit(dense, budget="1GiB", allow=WITH)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+        vmem_jax.jit(dense, budget="1GiB", allow=MEANS)(jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 
 class H200:
@@ -114,8 +148,7 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
     """The fastest of the whole batch is XLA's own; what divides it comes from the same file."""
     monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(cudnn, "version", lambda: 91900)
-    program = planned(0.8, WITH)[0]._entry_for(arguments(), {}, None).traced.captured.program
-    costs = analytic(program, MACHINES["h200"])
+    program, costs = program_and_costs()
     with pytest.raises(ValueError, match=r"none of its 8 was measured on NVIDIA H200: .*--conv"):
         choices_of("step", program, costs, H200)
     convolutions = {s: x.convolution for s, x in enumerate(program.steps) if x.convolution}
