@@ -11,7 +11,7 @@ from steps import CASES, Case, arrays_of
 import vmem_jax
 from vmem_jax.prove.prove import need_nbytes
 
-# In bfloat16 one family for each way to use it; tests/test_steps_h200.py compiles all of them in it.
+# In bfloat16 one family for each way to use it; tests/test_steps_h200.py compiles more of them in it.
 IN_BFLOAT16 = ("vgg", "transformer", "mixed")
 # bfloat16 is rounded where a fusion ends, and fences end fusions: 8 bits of mantissa through two
 # steps of batch norm differ visibly. Op by op all bits are the same (test_rewrite.py).
