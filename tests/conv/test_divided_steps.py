@@ -17,7 +17,7 @@ from jax import lax
 import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.conv import choices, cudnn
-from vmem_jax.conv.choice import by_xla
+from vmem_jax.conv.choice import by_xla, choose
 from vmem_jax.conv.choices import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.core.convolution import XLA, Configuration, Micro, Pass
@@ -170,3 +170,7 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
     scale = own.seconds / 1e-3
     got = [(w.workspace, [m.engine for m in w.micros], w.seconds / scale) for w in ways]
     assert got == [(0, [5], pytest.approx(8e-3)), (2000, [3, 3], pytest.approx(1.2e-3))]
+    # the same for one convolution by itself
+    monkeypatch.setattr(jax, "devices", lambda: [H200])
+    assert [m.engine for m in choose(known, 3000).micros] == [3, 3]
+    assert choose(known, 100).workspace == 0

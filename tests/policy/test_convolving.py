@@ -124,6 +124,22 @@ def test_without_choices_it_is_the_policy_itself():
     assert Convolving(Auto()).name == "auto"
 
 
+def test_the_search_ends_where_no_other_is_faster():
+    """Planning takes seconds for large programs: it is done again only where that may help."""
+
+    class Counting(Keep):
+        planned = 0
+
+        def plan(self, program, costs, budget):
+            Counting.planned += 1
+            return super().plan(program, costs, budget)
+
+    for budget, times in ((1000, 1), (100, 2)):  # here the caps between hold all to the least
+        Counting.planned = 0
+        plan(budget, inner=Counting())
+        assert Counting.planned == times, budget
+
+
 def test_what_was_seen_to_take_longer_is_reckoned_so():
     """`jit(tune=True)`: costs by which the plan takes as long as it did, its convolutions too."""
     found, _ = plan(100)

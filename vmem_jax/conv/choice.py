@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from vmem_jax.conv import cudnn
+from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.core.costs import machine_for
@@ -24,13 +28,19 @@ def undivided(convolution: Convolution) -> Configuration:
 def choose(convolution: Convolution, limit: int | None) -> Configuration:
     """The fastest configuration whose workspace is within `limit` bytes; XLA's own for None.
 
-    The candidates are slices of XLA's own convolution, of the whole batch and of powers of two.
+    The candidates are what `vmem-jax profile --conv` timed on this GPU, or else slices of XLA's own
+    convolution, of the whole batch and of powers of two.
 
     Raises:
       WorkspaceError: not even one sample at a time is within `limit`.
     """
     if limit is None:
         return undivided(convolution)
+    device = jax.devices()[0]
+    if device.platform == "gpu":
+        with contextlib.suppress(ImportError):  # no extension, or one without cuDNN
+            if known := timed(device)(convolution):
+                return reuse(convolution, known, limit)
     micros = [by_xla(convolution)]
     for batch in batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO):
         if micros[-1].workspace <= limit and convolution.batch % micros[-1].batch == 0:
@@ -38,6 +48,19 @@ def choose(convolution: Convolution, limit: int | None) -> Configuration:
         if batch < convolution.batch:
             micros.append(slice_by_xla(convolution.with_batch(batch)))
     return reuse(convolution, micros, limit)
+
+
+def timed(device: jax.Device) -> Callable[[Convolution], list[Micro]]:
+    """What the database of `device` has of a convolution, of all sizes of micro-batches.
+
+    Raises:
+      ImportError: there is no cuDNN, or the extension was built without it.
+    """
+    entries = Database(identity_of(device.device_kind, str(cudnn.version()))).load()
+    parts: dict[Convolution, list[Micro]] = {}
+    for convolution, entry in entries.items():
+        parts.setdefault(convolution.with_batch(0), []).extend(entry.timed)
+    return lambda c: [m for m in parts.get(c.with_batch(0), []) if m.batch <= c.batch]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import jax
 
-from vmem_jax.conv import cudnn
-from vmem_jax.conv.choice import by_xla, slice_by_xla
-from vmem_jax.conv.database import Database, identity_of
+from vmem_jax.conv.choice import by_xla, slice_by_xla, timed
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
@@ -48,7 +44,7 @@ def choices_of(
         raise refuse(f"what they take on {target!r} can be measured on that card alone")
     if not found:
         raise refuse("it has none on one device, of one float dtype and at most three dimensions")
-    known = _timed(found.values(), device) if device.platform == "gpu" else _by_slices
+    known = timed(device) if device.platform == "gpu" else _by_slices
     choices: Choices = {}
     for s, convolution in found.items():
         micros = known(convolution)
@@ -66,17 +62,6 @@ def choices_of(
             "`vmem-jax profile --conv` there first"
         )
     return choices
-
-
-def _timed(
-    convolutions: Iterable[Convolution], device: jax.Device
-) -> Callable[[Convolution], list[Micro]]:
-    """What the database of `device` has of each, of all sizes of micro-batches."""
-    entries = Database(identity_of(device.device_kind, str(cudnn.version()))).load()
-    parts: dict[Convolution, list[Micro]] = {}
-    for convolution, entry in entries.items():
-        parts.setdefault(convolution.with_batch(0), []).extend(entry.timed)
-    return lambda c: [m for m in parts.get(c.with_batch(0), []) if m.batch <= c.batch]
 
 
 def _by_slices(convolution: Convolution) -> list[Micro]:

@@ -204,8 +204,9 @@ def _prepare_without_device() -> None:
             _loads(f"{name}.{major}") for major in (13, 12)
         ):
             raise ImportError(f"cuDNN needs {name}, which is not there. Install it: {_INSTALL}")
-    if not _loads("libcuda.so.1") and not _loads(Path(__file__).parents[1] / "_driver_stub.so"):
-        raise ImportError("vmem_jax is not installed whole: it has no _driver_stub.so.")
+    stub = Path(extension.load().__file__).with_name("_driver_stub.so")  # not here, if editable
+    if not _loads("libcuda.so.1") and not _loads(stub):
+        raise ImportError(f"vmem_jax is not installed whole: there is no {stub.name} in it.")
 
 
 def _loads(library: str | Path) -> bool:

@@ -5,7 +5,9 @@ SuperNeurons (Wang et al., PPoPP 2018, section 3.5) gives each convolution the f
 fits the memory which is free at its step, moDNN (Chen et al., DATE 2018, eq. 5) likewise. What is
 free follows from what is recomputed and moved. So the policy plans the rest several times, with
 every convolution held to a cap, from the least workspace to the fastest whatever it takes; then each
-gets the fastest that fits where it stands; and the fewest seconds of all win.
+gets the fastest that fits where it stands; and the fewest seconds of all win. The first of these
+plans leaves the rest the most memory; with every convolution as fast as can be it would take the
+least, so whatever comes close to that ends the search.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ class Convolving(AbstractPolicy):
 
     Attributes:
       inner: plans the rest.
-      caps: workspaces to try, as shares of what the budget leaves beside arguments and outputs; the
-        least possible and any are tried always.
+      caps: workspaces to try, as shares of what the budget leaves beside arguments and outputs,
+        between the least possible and any.
+      close: within this factor of the first plan with the fastest convolutions, nothing else is
+        tried.
     """
 
     name: ClassVar[str] = "convolving"
     inner: AbstractPolicy
     caps: tuple[float, ...] = (0.05, 0.2)
+    close: float = 1.001
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.inner.name)  # errors speak of the user's policy
@@ -47,7 +52,9 @@ class Convolving(AbstractPolicy):
         ways = costs.convolutions
         if not ways:
             return self.inner.plan(program, costs, budget)
+        fastest = {s: min(each, key=_by_seconds) for s, each in ways.items()}
         best: Plan | None = None
+        least: float | None = None
         error: BudgetError | None = None
         for chosen in self._held(program, ways, budget):
             less = with_convolutions(program, chosen.items())
@@ -60,9 +67,13 @@ class Convolving(AbstractPolicy):
                 if error is None or found.lowest_peak < error.lowest_peak:
                     error = found
                 continue
+            if least is None:
+                least = _with(program, costs, plan, fastest).predicted_seconds
             plan = _with(program, costs, plan, _raised(program, costs, plan, chosen))
             if best is None or plan.predicted_seconds < best.predicted_seconds:
                 best = plan
+            if best.predicted_seconds <= self.close * least:
+                break
         if best is not None:
             return best
         assert error is not None, "every attempt has a plan or an error"
