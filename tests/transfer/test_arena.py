@@ -106,16 +106,21 @@ def test_memory_that_another_process_has_pinned_is_not_there():
         print("pinned", flush=True)
         sys.stdin.read()
     """
-    with meanwhile(holder):
-        # More than is left beside the other process, less than is there without it. What else runs on
-        # this machine takes and frees memory too: nothing that was read before the start is compared.
-        left = nbytes()
-        wanted = (left + held // 2) // 256 * 256
-        with Arena(Layout((Slot(0, wanted),), wanted)) as arena:
-            with pytest.raises(HostMemoryError, match=r"available memory|memory limit") as error:
-                arena.pin(CPU)
-        assert error.value.limit_nbytes < wanted == error.value.nbytes
-    host_memory.check(wanted, lock_pages=False)  # it is there again
+    # What else runs on this machine takes and frees memory meanwhile, so it may be tried again.
+    for _ in range(4):
+        before = nbytes()
+        with meanwhile(holder):
+            left = nbytes()
+            wanted = (left + held // 2) // 256 * 256  # less than is there without the other process
+            with Arena(Layout((Slot(0, wanted),), wanted)) as arena:
+                with pytest.raises(
+                    HostMemoryError, match=r"available memory|memory limit"
+                ) as error:
+                    arena.pin(CPU)
+            assert error.value.limit_nbytes < wanted == error.value.nbytes
+        if before - left > held // 2:
+            return
+    pytest.fail(f"beside {held} pinned bytes there were {left}, and {before} before")
 
 
 def test_memory_that_the_system_refuses():
