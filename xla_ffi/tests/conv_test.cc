@@ -2,7 +2,6 @@
 // CPU (fake_cudnn.cc), and no CUDA. For the sanitizers, as transfer_test.cc.
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <random>
@@ -14,6 +13,7 @@
 #include "cuda_backend.h"
 #include "cudnn_geometry.h"
 #include "cudnn_library.h"
+#include "expect.h"
 #include "targets.h"
 
 // -- CUDA, as far as it is called: a stream that runs at once
@@ -39,14 +39,6 @@ int CudaBackend::DeviceOf(Stream) { return 0; }
 bool CudaBackend::IsCapturing(Stream) { return capturing; }
 
 namespace {
-
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (false)
 
 // -- XLA, as far as it is called
 

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <string>
@@ -15,17 +14,10 @@
 
 #include "cpu_backend.h"
 #include "engine.h"
+#include "expect.h"
 
 namespace vmem {
 namespace {
-
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (false)
 
 constexpr CpuLane* kMain = nullptr;  // this thread computes
 constexpr std::size_t kNbytes = 4096;
