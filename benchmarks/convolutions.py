@@ -23,7 +23,6 @@ import records
 from absl import app, flags
 
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.profiler import Profile, profile
 from vmem_jax.conv.slices import layouts, roles, whole
@@ -64,8 +63,7 @@ def profile_on(
     deadline: float = 300.0,
 ) -> Profile:
     """What cuDNN takes for `convolutions` on `device`; what is known already is not timed again."""
-    database = Database(identity_of(device.device_kind, str(cudnn.version())))
-    library = cudnn.Cudnn(device)
+    library, database = cudnn.Cudnn(device), cudnn.database(device)
     return profile(convolutions, BatchSizes(sizes), library, database, deadline=deadline)
 
 

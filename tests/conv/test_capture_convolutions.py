@@ -17,7 +17,7 @@ from vmem_jax.core.convolution import Pass
 
 
 def equations(layer: Layer, dtype=np.float32):
-    """(jaxpr of all three passes, its arguments, [(equation, the one that makes its kernel)])."""
+    """(jaxpr of all three passes, its arguments, its convolutions as `match` takes them)."""
     x, w, ct = layer.arrays(dtype)
 
     def passes(x, w, ct):
@@ -27,22 +27,18 @@ def equations(layer: Layer, dtype=np.float32):
     jaxpr = jax.make_jaxpr(passes)(x, w, ct)
     opened = compat.open_jaxpr(jaxpr)
     maker = {v: e for e in opened.eqns for v in e.outvars}
-    found = [
-        (e, maker.get(e.invars[1]))
-        for e in opened.eqns
-        if e.primitive.name == "conv_general_dilated"
-    ]
+    found = [(e, maker) for e in opened.eqns if e.primitive.name == "conv_general_dilated"]
     return opened, (x, w, ct), found
 
 
 def evaluate(opened, args, replace):
-    """The jaxpr with convolutions done by `replace(equation, its kernel's equation, *operands)`."""
+    """The jaxpr with convolutions done by `replace(equation, maker, *operands)`."""
     env = dict(zip(opened.invars, args, strict=True))
     maker = {v: e for e in opened.eqns for v in e.outvars}
     for e in opened.eqns:
         operands = [a.val if isinstance(a, compat.Literal) else env[a] for a in e.invars]
         if e.primitive.name == "conv_general_dilated":
-            outs = [replace(e, maker.get(e.invars[1]), *operands)]
+            outs = [replace(e, maker, *operands)]
         else:
             outs = e.primitive.bind(*operands, **e.params)
             outs = outs if e.primitive.multiple_results else [outs]
@@ -71,8 +67,8 @@ def test_micro_batches_give_the_same_numbers(layer, parts):
         opened, args, found = equations(layer, np.float64)
         called = []
 
-        def replace(eqn, kernel, lhs, rhs):
-            m = match(eqn, kernel)
+        def replace(eqn, maker, lhs, rhs):
+            m = match(eqn, maker)
             called.append(m.convolution.which)
             configuration = split(m.convolution.batch, parts)
             got = micro_convolution(m.convolution, configuration, *m.operands(lhs, rhs))
@@ -103,11 +99,10 @@ def only(f, *args):
 )
 def test_strict_is_what_has_no_tensor_cores(precision, strict):
     x, w = jnp.ones((2, 4, 4, 3)), jnp.ones((3, 3, 3, 5))
-    assert (
-        match(only(lambda x, w: conv(x, w, precision=precision), x, w)).convolution.strict is strict
-    )
+    of = lambda *args: match(only(lambda x, w: conv(x, w, precision=precision), *args), {})
+    assert of(x, w).convolution.strict is strict
     half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-    assert not match(only(lambda x, w: conv(x, w, precision=precision), *half)).convolution.strict
+    assert not of(*half).convolution.strict
 
 
 @pytest.mark.parametrize(
@@ -133,7 +128,7 @@ def test_strict_is_what_has_no_tensor_cores(precision, strict):
 )
 def test_what_cudnn_has_not_stays_xlas(f, args):
     eqns = compat.open_jaxpr(jax.make_jaxpr(f)(*args)).eqns
-    assert all(match(e) is None for e in eqns) and eqns
+    assert all(match(e, {}) is None for e in eqns) and eqns
 
 
 def test_flops_are_those_of_the_loops():

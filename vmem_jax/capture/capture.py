@@ -15,7 +15,6 @@ from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import Class, aligned, class_of, flops, is_array, nbytes, workspace
 from vmem_jax.capture.shards import Shards, follow_shards
-from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -179,6 +178,7 @@ def _step(
     maker: dict[Var, compat.JaxprEqn],
 ) -> Step:
     root = eqns[kernel.root]
+    matched = match(root, maker) if shards.device_count == 1 else None
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)
@@ -208,17 +208,8 @@ def _step(
         in_place=tuple(in_place),
         layer=layer_of(root),
         source=compat.user_line(root),
-        convolution=_convolution(root, maker) if shards.device_count == 1 else None,
+        convolution=None if matched is None else matched.convolution,
     )
-
-
-def _convolution(root: compat.JaxprEqn, maker: dict[Var, compat.JaxprEqn]) -> Convolution | None:
-    """What `root` convolves, if it does and a library may do it."""
-    if root.primitive.name != "conv_general_dilated":
-        return None
-    kernel = root.invars[1]
-    matched = match(root, None if isinstance(kernel, compat.Literal) else maker.get(kernel))
-    return None if matched is None else matched.convolution
 
 
 def _hosted(

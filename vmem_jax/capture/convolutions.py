@@ -8,13 +8,14 @@ in which samples and channels have changed places. cuDNN has a kernel for each.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax import lax
 
 from vmem_jax.core.convolution import Convolution, Pass
-from vmem_jax.jax_compat import JaxprEqn
+from vmem_jax.jax_compat import JaxprEqn, Literal, Var
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -61,11 +62,11 @@ class Matched:
         return result.transpose([order.index(d) for d in range(len(order))])
 
 
-def match(eqn: JaxprEqn, kernel: JaxprEqn | None = None) -> Matched | None:
+def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:
     """The pass that `eqn` is, or None where cuDNN has none for it, so that it stays XLA's.
 
     Args:
-      kernel: the equation that makes its last operand, if any.
+      maker: for each variable the equation that makes it; a kernel may be flipped by one.
     """
     if eqn.primitive.name != "conv_general_dilated":
         return None
@@ -87,7 +88,9 @@ def match(eqn: JaxprEqn, kernel: JaxprEqn | None = None) -> Matched | None:
         groups=params["feature_group_count"],
         batch_groups=params["batch_group_count"],
     )
-    flipped = kernel is not None and kernel.primitive.name == "rev"
+    kernel = eqn.invars[1]
+    made_by = None if isinstance(kernel, Literal) else maker.get(kernel)
+    flipped = made_by is not None and made_by.primitive.name == "rev"
     # A layer's samples come first in memory. Where they are the "channels", it is the gradient to w.
     if numbers.lhs_spec[1] == 0:
         which, channels = Pass.BACKWARD_FILTER, numbers.lhs_spec[0]

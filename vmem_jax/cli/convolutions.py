@@ -12,9 +12,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from vmem_jax.cli.options import bar
+from vmem_jax.cli.options import bar, not_timed
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.database import Database, identity_of
+from vmem_jax.conv.database import Database
 from vmem_jax.conv.layers import convolutions_of
 from vmem_jax.conv.profiler import Profile, profile
 from vmem_jax.errors import parse_size, show_nbytes
@@ -58,9 +58,7 @@ def run(arguments: argparse.Namespace, console: Console, jaxpr: Any, name: str) 
     if not counts:
         raise ValueError(f"{name} has no convolution that a library may do.")
     target: Any = arguments.target or jax.devices()[0]
-    device = target if arguments.target else target.device_kind
-    library = cudnn.Cudnn(target)
-    database = Database(identity_of(device, str(cudnn.version())))
+    library, database = cudnn.Cudnn(target), cudnn.database(target)
     with bar(console, "plans") as on_progress:
         found = profile(
             counts,
@@ -113,7 +111,4 @@ def _words(name: str, found: Profile, distinct: int) -> str:
         f"{name}: {distinct} distinct convolutions, {found.timed} ways timed now, {found.reused} "
         f"known before, in {found.seconds:.1f} s."
     )
-    for reason in found.untimed[:10]:
-        text += f"\nnot timed: {reason}"
-    more = len(found.untimed) - 10
-    return text + (f"\nnot timed: {more} more" if more > 0 else "")
+    return text + not_timed(found.untimed)

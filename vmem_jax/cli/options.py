@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -81,6 +81,12 @@ def job_of(arguments: argparse.Namespace) -> Job:
         optimizer=arguments.optimizer,
         head_width=arguments.head_width,
     )
+
+
+def not_timed(reasons: Sequence[str]) -> str:
+    """Lines for what was left out, and why: the first ten of `reasons`."""
+    lines = [*reasons[:10], *([f"{len(reasons) - 10} more"] if len(reasons) > 10 else [])]
+    return "".join(f"\nnot timed: {line}" for line in lines)
 
 
 def progress_of(console: Console) -> Progress:

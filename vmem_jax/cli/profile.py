@@ -19,6 +19,7 @@ from vmem_jax.cli.options import (
     bar,
     budget_of,
     job_of,
+    not_timed,
     positive,
 )
 from vmem_jax.jit import MEANS
@@ -162,8 +163,4 @@ def _profiled(name: str, found: StepProfile) -> str:
         text += "Error of the calibrated roofline: unknown, too little was measured."
     else:
         text += f"Median error of the calibrated roofline on the measured steps: {error:.0%}."
-    for reason in found.untimed[:10]:
-        text += f"\nnot timed: {reason}"
-    if len(found.untimed) > 10:
-        text += f"\nnot timed: {len(found.untimed) - 10} more"
-    return text
+    return text + not_timed(found.untimed)

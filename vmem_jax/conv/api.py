@@ -72,7 +72,7 @@ def conv_general_dilated(
         )
 
     [eqn] = compat.open_jaxpr(jax.make_jaxpr(stock)(lhs, rhs)).eqns
-    matched = match(eqn)
+    matched = match(eqn, {})
     if matched is None:
         shapes = " and ".join(f"{v.aval.dtype.name}{list(v.aval.shape)}" for v in eqn.invars)
         raise ValueError(

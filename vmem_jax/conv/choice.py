@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.core.costs import machine_for
@@ -56,7 +55,7 @@ def timed(device: jax.Device) -> Callable[[Convolution], list[Micro]]:
     Raises:
       ImportError: there is no cuDNN, or the extension was built without it.
     """
-    entries = Database(identity_of(device.device_kind, str(cudnn.version()))).load()
+    entries = cudnn.database(device).load()
     parts: dict[Convolution, list[Micro]] = {}
     for convolution, entry in entries.items():
         parts.setdefault(convolution.with_batch(0), []).extend(entry.timed)
@@ -84,16 +83,12 @@ def by_xla(convolution: Convolution) -> Micro:
 def slice_by_xla(convolution: Convolution) -> Micro:
     """The same where it is a part of a larger batch: the slices are there as well, copied."""
     micro = by_xla(convolution)
-    lhs, rhs, out = (
-        math.prod(shape) * jnp.dtype(convolution.dtype).itemsize for shape in _shapes(convolution)
-    )
+    lhs, rhs, out = map(math.prod, _shapes(convolution))
+    itemsize = jnp.dtype(convolution.dtype).itemsize
     if convolution.which == Pass.BACKWARD_FILTER:  # the part and the sum so far, in float32
-        wide = (
-            max(4, jnp.dtype(convolution.dtype).itemsize) // jnp.dtype(convolution.dtype).itemsize
-        )
-        copies = wide * (lhs + rhs + 2 * out)
+        copies = max(4, itemsize) * (lhs + rhs + 2 * out)
     else:
-        copies = lhs + out
+        copies = itemsize * (lhs + out)
     return dataclasses.replace(micro, workspace=micro.workspace + copies)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.devices import description
 from vmem_jax.conv.slices import layouts
 from vmem_jax.core.convolution import Convolution
@@ -152,6 +153,16 @@ class Cudnn:
         if isinstance(self.target, str):
             return math.nan
         return statistics.median(seconds(convolution, plan, self.target))
+
+
+def database(target: str | jax.Device) -> Database:
+    """What is known of the times of this version of cuDNN on a kind of GPU, or on the name of one.
+
+    Raises:
+      ImportError: as `version`.
+    """
+    device = target if isinstance(target, str) else target.device_kind
+    return Database(identity_of(device, str(version())))
 
 
 def version() -> int:

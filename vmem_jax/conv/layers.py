@@ -8,7 +8,7 @@ from typing import Any
 from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.primitives import inner_jaxprs
 from vmem_jax.core.convolution import Convolution
-from vmem_jax.jax_compat import Literal, open_jaxpr
+from vmem_jax.jax_compat import open_jaxpr
 
 
 def convolutions_of(jaxpr: Any) -> collections.Counter[Convolution]:
@@ -22,10 +22,7 @@ def convolutions_of(jaxpr: Any) -> collections.Counter[Convolution]:
     for eqn in open_jaxpr(jaxpr).eqns:
         for inner in inner_jaxprs(eqn):
             found.update(convolutions_of(inner))
-        if eqn.primitive.name == "conv_general_dilated":
-            kernel = eqn.invars[1]
-            known = None if isinstance(kernel, Literal) else producer.get(kernel)
-            if matched := match(eqn, known):
-                found[matched.convolution] += 1
+        if matched := match(eqn, producer):
+            found[matched.convolution] += 1
         producer.update((v, eqn) for v in eqn.outvars)
     return found

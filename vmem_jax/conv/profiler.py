@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from absl import logging
-
 from vmem_jax.conv.database import Database, Entry
 from vmem_jax.core.convolution import Convolution, Micro
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
@@ -118,11 +116,11 @@ def profile(
             timed += count
             untimed += left
             if time.monotonic() - kept > _KEEP_EVERY:
-                _keep(database, new)
+                database.keep(new)
                 new, kept = {}, time.monotonic()
     finally:  # before an interruption, too, but for the convolution that it fell into
         if new:
-            _keep(database, new)
+            database.keep(new)
     on_progress(len(work), len(work), "")
     of = lambda c: entries[c].timed if c in entries else ()
     micros = {c: tuple(m for part in of_c for m in useful(of(part))) for c, of_c in parts.items()}
@@ -189,10 +187,3 @@ def _time(
 
 def _reason(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _keep(database: Database, entries: Mapping[Convolution, Entry]) -> None:
-    try:
-        database.add(entries)
-    except OSError as error:
-        logging.warning("%s cannot be written, so nothing is kept: %s", database.path, error)

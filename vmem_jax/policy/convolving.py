@@ -52,11 +52,11 @@ class Convolving(AbstractPolicy):
         ways = costs.convolutions
         if not ways:
             return self.inner.plan(program, costs, budget)
-        fastest = {s: min(each, key=_by_seconds) for s, each in ways.items()}
+        held = self._held(program, ways, budget)
         best: Plan | None = None
         least: float | None = None
         error: BudgetError | None = None
-        for chosen in self._held(program, ways, budget):
+        for chosen in held:
             less = with_convolutions(program, chosen.items())
             seconds = costs_with_convolutions(chosen.items(), costs)
             try:
@@ -68,7 +68,7 @@ class Convolving(AbstractPolicy):
                     error = found
                 continue
             if least is None:
-                least = _with(program, costs, plan, fastest).predicted_seconds
+                least = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
             plan = _with(program, costs, plan, _raised(program, costs, plan, chosen))
             if best is None or plan.predicted_seconds < best.predicted_seconds:
                 best = plan
@@ -82,7 +82,7 @@ class Convolving(AbstractPolicy):
     def _held(
         self, program: Program, ways: Ways, budget: int | None
     ) -> list[dict[int, Configuration]]:
-        """The choices to begin with, each only once: the least workspaces, then larger caps."""
+        """The choices to begin with, each once: from the least workspaces to the fastest ways."""
         least = {s: min(each, key=_by_workspace) for s, each in ways.items()}
         fastest = {s: min(each, key=_by_seconds) for s, each in ways.items()}
         if budget is None:
@@ -105,7 +105,7 @@ def _raised(
     """`chosen`, with the fastest that fits into what is free wherever its step runs."""
     if plan.budget is None:
         return chosen
-    timeline = simulate_plan(program, _with(program, costs, plan, chosen), costs)
+    timeline = simulate_plan(program, _choosing(plan, chosen), costs)
     room: dict[int, int] = {}
     for s, live in zip(timeline.order, timeline.live_nbytes, strict=True):
         if s in chosen:
@@ -120,13 +120,18 @@ def _raised(
 
 def _with(program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configuration]) -> Plan:
     """`plan` with `chosen`, and what is predicted for it."""
-    divides = any(not way.is_xlas for way in chosen.values())
-    plan = dataclasses.replace(
-        plan, convolutions=tuple(sorted(chosen.items())), fenced=plan.fenced or divides
-    )
+    plan = _choosing(plan, chosen)
     timeline = simulate_plan(program, plan, costs)
     return dataclasses.replace(
         plan, predicted_peak=timeline.peak, predicted_seconds=timeline.seconds
+    )
+
+
+def _choosing(plan: Plan, chosen: dict[int, Configuration]) -> Plan:
+    """`plan` with `chosen`; what is predicted for it is not known yet."""
+    divides = any(not way.is_xlas for way in chosen.values())
+    return dataclasses.replace(
+        plan, convolutions=tuple(sorted(chosen.items())), fenced=plan.fenced or divides
     )
 
 

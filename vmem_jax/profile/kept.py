@@ -113,6 +113,13 @@ class Kept(abc.ABC, Generic[T]):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return self._distrust(f"is damaged ({type(error).__name__}: {error})")
 
+    def keep(self, value: T) -> None:
+        """`add`, but for a file that cannot be written: that is said, and nothing is kept."""
+        try:
+            self.add(value)
+        except OSError as error:
+            logging.warning("%s cannot be written, so nothing is kept: %s", self.path, error)
+
     def add(self, value: T) -> None:
         """Adds `value` to the file. Of what both have, the new holds; nothing else is lost.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-from absl import logging
 
 from vmem_jax.capture.capture import Captured
 from vmem_jax.core.costs import Costs, Machine, analytic, machine_for
@@ -35,7 +34,7 @@ def measured_machine(
     machine = None if refresh else store.load().machine
     if machine is None:
         machine = measure(device, on_progress=on_progress)
-        _keep(store, Measured(machine))
+        store.keep(Measured(machine))
     return machine
 
 
@@ -67,7 +66,7 @@ def measured_costs(
     finally:  # what was timed before an interruption is kept, too
         new = {key: timing for key, timing in timings.items() if key not in before}
         if new:
-            _keep(store, Measured(steps=new))
+            store.keep(Measured(steps=new))
 
 
 def known_costs(captured: Captured, device: jax.Device) -> Costs | None:
@@ -96,10 +95,3 @@ def costs_of(
     if profile is None and machine is None and (known := known_costs(captured, device)):
         return known
     return analytic(captured.program, machine or machine_for(device.device_kind))
-
-
-def _keep(store: Store, measured: Measured) -> None:
-    try:
-        store.add(measured)
-    except OSError as error:
-        logging.warning("%s cannot be written, so nothing is kept: %s", store.path, error)

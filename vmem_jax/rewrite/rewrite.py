@@ -127,11 +127,10 @@ class _Rewriter:
     def _emit(self, s: int, eqn: JaxprEqn, invars: list[Atom]) -> list[Var]:
         """Emits `eqn` of step `s`, a convolution by its configuration; returns its results."""
         if s in self.configurations and eqn.primitive.name == "conv_general_dilated":
-            kernel = eqn.invars[1]
-            known = None if isinstance(kernel, Literal) else self.maker.get(kernel)
-            if matched := match(eqn, known):
-                call = functools.partial(_divided, matched, self.configurations[s])
-                return self.calls.bind(call, invars, eqn)
+            matched = match(eqn, self.maker)
+            assert matched is not None, "a plan has configurations only of what capture matched"
+            call = functools.partial(_divided, matched, self.configurations[s])
+            return self.calls.bind(call, invars, eqn)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.equations.append(eqn.replace(invars=invars, outvars=outs))
         return outs
