@@ -169,10 +169,10 @@ void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use 
 // Before every run, and before it is recorded into a CUDA graph: a look-up after the first time.
 struct Initialize {
   template <class... Args>
-  ffi::Error operator()(cudaStream_t stream, Args... args) const {
+  ffi::Error operator()(cudaStream_t stream, std::int32_t device, Args... args) const {
     return Guard("micro_conv", [&] {
       const Call call = Decode(args...);
-      CudnnLease lease(CudaBackend::DeviceOf(stream));
+      CudnnLease lease(device);
       ForEachMicro(call, lease, stream, [](const Plan&, const ConvBuffers&) {});
     });
   }
@@ -180,10 +180,10 @@ struct Initialize {
 
 struct Execute {
   template <class... Args>
-  ffi::Error operator()(cudaStream_t stream, Args... args) const {
+  ffi::Error operator()(cudaStream_t stream, std::int32_t device, Args... args) const {
     return Guard("micro_conv", [&] {
       const Call call = Decode(args...);
-      CudnnLease lease(CudaBackend::DeviceOf(stream));
+      CudnnLease lease(device);
       ForEachMicro(call, lease, stream, [&](const Plan& plan, const ConvBuffers& buffers) {
         lease.Run(plan, buffers, stream);
       });
@@ -195,6 +195,7 @@ template <ffi::ExecutionStage stage>
 auto BindConv() {
   return ffi::Ffi::Bind<stage>()
       .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Ctx<ffi::DeviceOrdinal>()  // a stream that is being recorded does not tell
       .template Arg<ffi::AnyBuffer>()  // x, or y
       .template Arg<ffi::AnyBuffer>()  // w, or y
       .template Ret<ffi::AnyBuffer>()  // y, x or w

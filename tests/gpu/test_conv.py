@@ -169,7 +169,7 @@ def test_what_is_wrong_is_told(device):
     [plan] = configuration(convolution, (BATCH,), device).micros
     greedy = max(cudnn.plans(convolution, device), key=lambda p: p.workspace)
     cases = {
-        "have 8 samples and the batch has 12": dataclasses.replace(plan, batch=8),
+        "have 8 samples, the batch 12": dataclasses.replace(plan, batch=8),
         "bytes of workspace": Micro(BATCH, greedy.engine, greedy.knobs, 0, math.nan),
         "vmem_jax micro_conv": dataclasses.replace(plan, engine=100_000),
     }

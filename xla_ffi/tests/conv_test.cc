@@ -35,7 +35,6 @@ CudaEvent::~CudaEvent() {}
 CudaBackend::DeviceGuard::DeviceGuard(int) {}
 CudaBackend::DeviceGuard::~DeviceGuard() {}
 CudaBackend::Mark CudaBackend::NewMark(Stream) { return std::make_shared<CudaEvent>(); }
-int CudaBackend::DeviceOf(Stream) { return 0; }
 bool CudaBackend::IsCapturing(Stream) { return capturing; }
 
 namespace {
@@ -48,6 +47,11 @@ XLA_FFI_Error* MakeError(XLA_FFI_Error_Create_Args* args) {
 
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
   args->stream = nullptr;
+  return nullptr;
+}
+
+XLA_FFI_Error* GetDevice(XLA_FFI_DeviceOrdinal_Get_Args* args) {
+  args->device_ordinal = 0;
   return nullptr;
 }
 
@@ -109,6 +113,7 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
   api.XLA_FFI_Error_Create = MakeError;
   api.XLA_FFI_Stream_Get = GetStream;
+  api.XLA_FFI_DeviceOrdinal_Get = GetDevice;
 
   std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}};
   memory[2].assign(Count(result.dims) * SizeOf(result.dtype), 0x7F);  // what was there before
