@@ -1,7 +1,9 @@
 #!/bin/sh
 # The tables of docs/benchmarks.md, "Convolutions": run on one NVIDIA GPU, with the native extension.
 #   sh benchmarks/convolutions.sh rows.jsonl layers.jsonl [alexnet seven stem 3d vgg16 vgg16bf16 ...]
+# TIMING=60 bounds the seconds in which cuDNN's plans are timed, for each entry.
 set -e
+TIMING=${TIMING:-240}
 cd "$(dirname "$0")/.."
 out=$1 layers=$2
 shift 2
@@ -10,12 +12,13 @@ export PYTHONPATH
 commit() { echo ${COMMIT:+--commit="$COMMIT"}; }
 layer() {
   # shellcheck disable=SC2046  # options are words
-  python3 benchmarks/convolutions.py --layers="$1" --batch="$2" --limits="$3" --out="$layers" $(commit)
+  python3 benchmarks/convolutions.py --layers="$1" --batch="$2" --limits="$3" --seconds="$TIMING" \
+    --out="$layers" $(commit)
 }
 model() {
   # shellcheck disable=SC2046
   python3 benchmarks/run.py --model="$1" --batch="$2" --dtype="$3" --precision="$4" --budgets="$5" \
-    --policies=auto:recompute,auto:recompute+workspace --nocheckpoint --noexact --conv=240 \
+    --policies=auto:recompute,auto:recompute+workspace --nocheckpoint --noexact --conv="$TIMING" \
     --rounds=5 --out="$out" $(commit)
 }
 for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
