@@ -144,7 +144,11 @@ def main(argv: list[str]) -> None:
     kernels = of_layers(FLAGS.layers, FLAGS.batch, FLAGS.dtype, FLAGS.strict)
     limits = [None if limit == "none" else parse_size(limit, "--limits") for limit in FLAGS.limits]
     found = profile_on(jax.devices()[0], kernels.values(), FLAGS.sizes, FLAGS.seconds)
-    print(f"{found.timed} ways timed, {found.reused} known, in {found.seconds:.1f} s", flush=True)
+    print(
+        f"{found.timed} ways timed, {found.reused} known, {found.hopeless} hopeless, "
+        f"in {found.seconds:.1f} s",
+        flush=True,
+    )
     for reason in found.untimed:
         print(f"not timed: {reason}")
     about = {"machine": records.machine(), "versions": records.versions()}

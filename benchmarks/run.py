@@ -159,7 +159,10 @@ def measure() -> list[Record]:
         measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)
     if FLAGS.conv:
         found = profile_on(jax.devices()[0], convolutions_of(jaxpr), deadline=FLAGS.conv)
-        logging.info("%d ways timed, %d left out", found.timed, len(found.untimed))
+        logging.info(
+            "%d ways timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
+            *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),
+        )
     variants = [Variant("plain", None, _plain(work.step, shapes))]
     plain_need = variants[0].facts["need"]
     if FLAGS.checkpoint:

@@ -9,8 +9,11 @@ import pytest
 from helpers import SHAPES, unit_costs
 
 from vmem_jax import POLICIES, BudgetError
+from vmem_jax.core.convolution import XLA, Configuration, Micro
 from vmem_jax.core.costs import Link
+from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import simulate
+from vmem_jax.policy.convolving import Convolving
 from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
 
 PROGRAM = SHAPES["chain"]
@@ -83,3 +86,19 @@ def test_nothing_over_the_budget_is_returned():
     with pytest.raises(BudgetError) as caught:
         attempts(lambda plan: 1000, plain_need=HIGH + 1000)
     assert caught.value.lowest_peak > BUDGET
+
+
+def test_what_the_first_compiled_step_teaches_is_planned_with():
+    """A convolution turns out to have a workspace where the peak is; the next plan makes room."""
+    order = range(len(PROGRAM.steps))
+    s = simulate(PROGRAM, order, FAST).peak_at
+    own = Configuration((Micro(1, XLA, (), (HIGH - LOW) // 4, FAST.seconds[s]),))
+    learn = lambda costs, compiled: dataclasses.replace(costs, convolutions={s: (own,)})
+    there = lambda plan: dataclasses.replace(plan, convolutions=((s, own),))
+    compile_plan = lambda plan: compiled(simulate_plan(PROGRAM, there(plan), FAST).peak)
+    policy = Convolving(POLICIES["auto"](allow=("order", "recompute")))
+    found = prove(PROGRAM, policy, FAST, HIGH, compile_plan, learn=learn)
+    assert [a.costs.convolutions for a in found] == [{s: (own,)}] * len(found)
+    first, *_, last = found
+    assert first.need > HIGH == first.plan.predicted_peak
+    assert last.need == last.plan.predicted_peak <= HIGH  # nothing is taken off for no reason

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
-from vmem_jax.conv.choices import choices_of
+from vmem_jax.conv.choices import choices_of, learned
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
@@ -363,15 +363,18 @@ class BudgetedStep:
             policy = Streaming(policy, costs.link, moves=not still)
         elif still:
             costs = dataclasses.replace(costs, link=None)
-        if "workspace" in self._asked and self._plan is None:
-            choices = choices_of(self._name, program, costs, devices_of(traced.avals)[0], target)
-            costs, policy = dataclasses.replace(costs, convolutions=choices), Convolving(policy)
+        learn: Callable[..., Costs] = lambda costs, compiled: costs
+        convolves = any(step.convolution for step in program.steps)
+        if self._plan is None and (convolves or "workspace" in self._asked):
+            costs, policy = self._with_choices(traced, costs, target), Convolving(policy)
+            if target is None and devices_of(traced.avals)[0].platform == "gpu":
+                learn = functools.partial(learned, program)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target, transport)
         if self._plan is not None:
             self._plan.check_made_for(program)
             compiled = compile_plan(self._plan)
-            attempt = Attempt(self._plan, compiled, need_nbytes(compiled))
+            attempt = Attempt(self._plan, compiled, need_nbytes(compiled), costs)
             limit = budget if budget is not None else self._plan.budget
             if limit is not None and attempt.need > limit:
                 raise PlanError(
@@ -379,7 +382,7 @@ class BudgetedStep:
                     f"of {show_nbytes(limit)}. Plan again for this machine."
                 )
             return Entry(traced, limit, plain_need, costs, (attempt,), transport, policy)
-        attempts = prove(program, policy, costs, budget, compile_plan, plain_need)
+        attempts = prove(program, policy, costs, budget, compile_plan, plain_need, learn)
         best = attempts[-1]
         logging.info(
             "%s: %s of a budget of %s, predicted %s, after %d compiles",
@@ -389,7 +392,22 @@ class BudgetedStep:
             show_nbytes(best.plan.predicted_peak),
             len(attempts),
         )
-        return Entry(traced, budget, plain_need, costs, attempts, transport, policy)
+        return Entry(traced, budget, plain_need, best.costs, attempts, transport, policy)
+
+    def _with_choices(self, traced: Traced, costs: Costs, target: str | None) -> Costs:
+        """`costs` with what can do each convolution, where that is asked for, or is known."""
+        device, program = devices_of(traced.avals)[0], traced.captured.program
+        asked = "workspace" in self._asked
+        if not asked and (self._asked or target is not None or device.platform != "gpu"):
+            return costs
+        try:
+            choices = choices_of(self._name, program, costs, device, target)
+        except (ValueError, ImportError) as error:
+            if asked:
+                raise
+            logging.info("%s: no convolution is divided: %s", self._name, error)
+            return costs
+        return dataclasses.replace(costs, convolutions=choices)
 
     def _choose_transport(
         self, traced: Traced, costs: Costs, target: str | None, inlined: bool, asked: bool

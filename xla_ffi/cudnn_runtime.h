@@ -46,10 +46,11 @@ class CudnnLease {
 // Every plan for a device that is here.
 std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling);
 
-// The seconds of each of `count` runs of a plan, after one that is not counted, on a stream of its
-// own. The buffers' contents matter: a device is faster on zeros than on anything else.
+// The seconds of each of at most `count` runs of a plan, on a stream of its own: after one that is
+// not counted, and as many as `enough` seconds allow. If the first alone takes longer than that, it is
+// all there is. The buffers' contents matter: a device is faster on zeros than on anything else.
 std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
                              int device, const ConvBuffers& buffers, std::int64_t workspace,
-                             int count);
+                             int count, double enough);
 
 }  // namespace vmem

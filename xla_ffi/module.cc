@@ -174,11 +174,11 @@ std::vector<double> ConvTime(
     const std::tuple<Dims, Dims, Dims>& shapes, const std::tuple<Dims, Dims, Dims, Dims>& window,
     int device, std::int64_t engine, const Knobs& knobs,
     const std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>& buffers,
-    std::int64_t workspace, int count) {
+    std::int64_t workspace, int count, double enough) {
   auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
   const auto [x, w, y, scratch] = buffers;
   return TimePlan(GeometryOf(which, dtype, channels_last, shapes, window), engine, knobs, device,
-                  {at(x), at(w), at(y), at(scratch)}, workspace, count);
+                  {at(x), at(w), at(y), at(scratch)}, workspace, count, enough);
 }
 #endif
 
@@ -270,7 +270,8 @@ NB_MODULE(_xla_ffi, m) {
   m.def("conv_plans", &ConvPlans, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
         "device"_a, "compiling"_a);
   m.def("conv_time", &ConvTime, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
-        "device"_a, "engine"_a, "knobs"_a, "buffers"_a, "workspace"_a, "count"_a, unlocked);
+        "device"_a, "engine"_a, "knobs"_a, "buffers"_a, "workspace"_a, "count"_a, "enough"_a,
+        unlocked);
 #endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);
 }

@@ -125,7 +125,9 @@ def test_as_a_library_of_the_profiler():
     library = cudnn.Cudnn("h200")
     plans = library.plans(LAYERS["3x3"])
     assert plans == cudnn.plans(LAYERS["3x3"], "h200")
-    assert math.isnan(library.seconds(LAYERS["3x3"], plans[0]))  # there is nothing to time it on
+    assert math.isnan(
+        library.seconds(LAYERS["3x3"], plans[0], 1.0)
+    )  # there is nothing to time it on
 
 
 @pytest.mark.gpu_compile

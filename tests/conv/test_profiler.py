@@ -37,7 +37,7 @@ class Fake:
                 Way(0, 0, c.batch * 3.0),
             ]
         )
-        self.enumerated, self.timed, self.now = [], [], 0.0
+        self.enumerated, self.timed, self.patience, self.now = [], [], [], 0.0
 
     def monotonic(self):
         return self.now
@@ -46,8 +46,9 @@ class Fake:
         self.enumerated.append(convolution)
         return self.ways(convolution)
 
-    def seconds(self, convolution, plan):
+    def seconds(self, convolution, plan, patience):
         self.timed.append((convolution, plan.engine))
+        self.patience.append(patience)
         if isinstance(plan.takes, str):
             raise RuntimeError(plan.takes)
         self.now += plan.takes
@@ -100,31 +101,62 @@ def test_layers_share_what_differs_in_the_batch_alone(library, database):
     assert (more.timed, more.reused) == (2, 6)
 
 
-def test_undivided_first_then_the_most_work(library, database):
-    small = dataclasses.replace(convolution(8), features_out=8)
-    large = convolution(8)
+def test_a_small_batch_then_the_whole_then_the_most_work(library, database):
+    small = dataclasses.replace(convolution(16), features_out=8)
+    large = convolution(16)
     profile([small, large], POWERS, library, database, deadline=math.inf)
-    assert library.enumerated[:2] == [large, small]
-    rest = library.enumerated[2:]
+    assert library.enumerated[:2] == [large.with_batch(2), large]
+    assert library.enumerated[2:4] == [small.with_batch(2), small]
+    rest = library.enumerated[4:]
     assert [c.flops for c in rest] == sorted((c.flops for c in rest), reverse=True)
-    assert len(library.enumerated) == len(set(library.enumerated)) == 8
+    assert len(library.enumerated) == len(set(library.enumerated)) == 10
 
 
 def test_the_time_is_bounded_and_what_is_left_is_said(library, database):
     c = convolution(8)
-    found = profile([c], POWERS, library, database, deadline=10.0)
-    # 8 and 24 s for the whole batch; nothing begins after that
-    assert len(library.timed) == 2 and len(found.micros[c]) == 2
-    assert len(found.untimed) == 3 and all("time was up" in text for text in found.untimed)
+    found = profile([c], POWERS, library, database, deadline=12.5)
+    # 1 and 3 s for one sample, 8 and 24 s for the whole batch; nothing begins after that
+    assert len(library.timed) == 4 and len(found.micros[c]) == 4
+    assert len(found.untimed) == 2 and all("time was up" in text for text in found.untimed)
     assert any("batch 4" in text for text in found.untimed)
-    assert [m.batch for m in found.micros[c]] == [8, 8]
+    assert [m.batch for m in found.micros[c]] == [8, 8, 1, 1]
     # in the middle of a convolution, too
     found = profile([c], POWERS, library, database, deadline=3.0)
-    assert found.timed == 1 and found.reused == 2
+    assert found.timed == 1 and found.reused == 4
     assert "batch 4" in found.untimed[0] and "1 of 2: the time was up" in found.untimed[0]
     # in the end all is there, and nothing was timed twice
     found = profile([c], POWERS, library, database, deadline=math.inf)
     assert found.untimed == () and len(library.timed) == len(set(library.timed)) == 8
+
+
+# workspace and seconds of ways for one sample, and which are timed for 8 samples, then for 4
+HOPELESS = {
+    "useless": (((0, 1.0), (0, 9.0)), [0], [0]),
+    "slow but useful": (((0, 1.0), (0, 7.0)), [0, 1], [0, 1]),
+    "needs less": (((9, 1.0), (0, 29.0)), [0, 1], [0, 1]),
+    "needs less, but far too long": (((9, 1.0), (0, 31.0)), [0, 1], [0]),
+    "the first one is never lost": (((0, 31.0), (9, 1.0)), [0, 1], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_what_is_hopeless_with_few_samples_is_not_tried_with_many(case, library, database):
+    points, of_whole, of_half = HOPELESS[case]
+    library.ways = lambda c: [Way(n, w, t * c.batch) for n, (w, t) in enumerate(points)]
+    found = profile([convolution(8)], POWERS, library, database, deadline=math.inf)
+    timed = lambda batch: [engine for c, engine in library.timed if c.batch == batch]
+    assert (timed(1), timed(8), timed(4)) == ([0, 1], of_whole, of_half)
+    assert found.hopeless == 6 - sum(len(timed(batch)) for batch in (8, 4, 2))
+    assert found.untimed == ()
+    profile([convolution(8)], POWERS, library, database)
+    assert len(library.timed) == found.timed  # it is known that there is nothing more to time
+
+
+def test_patience_ends_where_another_is_faster(library, database):
+    points = [(5, 2.0), (3, 4.0), (5, 4.0), (0, 9.0)]
+    library.ways = lambda c: [Way(n, w, t) for n, (w, t) in enumerate(points)]
+    profile([convolution(4)], UNDIVIDED, library, database)
+    assert library.patience == [math.inf, math.inf, 3 * 2.0, math.inf]
 
 
 def test_no_time_is_no_timing(library, database):
@@ -214,7 +246,7 @@ def test_progress_is_told(library, database):
     said = []
     profile([convolution(2)], ALL, library, database, on_progress=lambda *args: said.append(args))
     assert [s[:2] for s in said] == [(0, 2), (1, 2), (2, 2)]
-    assert "batch 2" in said[0][2] and "batch 1" in said[1][2] and said[2][2] == ""
+    assert "batch 1" in said[0][2] and "batch 2" in said[1][2] and said[2][2] == ""
 
 
 def test_an_interruption_loses_little(library, database):
@@ -229,7 +261,7 @@ def test_an_interruption_loses_little(library, database):
     library.ways = ways
     with pytest.raises(Stop):
         profile([convolution(4)], POWERS, library, database)
-    assert set(database.load()) == {convolution(4)}
+    assert set(database.load()) == {convolution(1), convolution(4)}
 
 
 def test_a_directory_that_cannot_be_written_stops_nothing(library, tmp_path, caplog):

@@ -13,7 +13,16 @@ from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.loops import stacks
-from vmem_jax.capture.primitives import Class, aligned, class_of, flops, is_array, nbytes, workspace
+from vmem_jax.capture.primitives import (
+    Class,
+    aligned,
+    class_of,
+    computed_in,
+    flops,
+    is_array,
+    nbytes,
+    workspace,
+)
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
@@ -191,7 +200,6 @@ def _step(
         in_place = [(r, w) for w in writes for r in reads if sizes[r] == sizes[w]]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
-    operand: Any = root.invars[0].aval if root.invars else None
     return Step(
         reads=reads,
         writes=writes,
@@ -200,7 +208,7 @@ def _step(
         phase=phase,
         fusible=fusible,
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
-        dtype=str(operand.dtype) if not fusible and hasattr(operand, "dtype") else "",
+        dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
         nbytes=sum(sizes.values()),
         workspace=0 if fusible else workspace(root) + gathered,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from vmem_jax.capture.primitives import is_strict
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.jax_compat import JaxprEqn, Literal, Var
 
@@ -106,7 +107,7 @@ def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:
     convolution = Convolution(
         which=which,
         dtype=dtype,
-        strict=dtype == "float32" and lax.Precision.HIGHEST in _precision(params["precision"]),
+        strict=is_strict(eqn),
         channels_last=channels == lhs.ndim - 1,
         **found,
     )
@@ -218,7 +219,3 @@ def _laid_out(value: jax.Array, convolution: Convolution) -> jax.Array:
     if not convolution.channels_last:
         return value
     return value.transpose(0, *range(2, value.ndim), 1)
-
-
-def _precision(precision: Any) -> tuple[Any, ...]:
-    return precision if isinstance(precision, tuple) else (precision,)

@@ -129,12 +129,30 @@ def flops(eqn: JaxprEqn) -> int:
     return max(sizes, default=0)
 
 
+def is_strict(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` multiplies in float32 without tensor cores, which would round its operands."""
+    precision = eqn.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return _operand_dtype(eqn) == "float32" and jax.lax.Precision.HIGHEST in asked
+
+
+def computed_in(eqn: JaxprEqn) -> str:
+    """The dtype that `flops` are done in; "" where no rate of tensor cores holds for it."""
+    return "" if is_strict(eqn) else _operand_dtype(eqn)
+
+
+def _operand_dtype(eqn: JaxprEqn) -> str:
+    return str(getattr(eqn.invars[0].aval, "dtype", "")) if eqn.invars else ""
+
+
 def aligned(eqn: JaxprEqn) -> bool:
-    """Whether tensor cores take `eqn` as it is: channels in whole 16-byte vectors.
+    """Whether tensor cores take `eqn` as it is, or need not: channels in whole 16-byte vectors.
 
     cuDNN's tensor-core kernels want the channels (and cuBLAS's the inner dimensions) in multiples
     of 16 bytes; a 3-channel stem falls back to kernels that are an order of magnitude slower.
     """
+    if is_strict(eqn):
+        return True
     if eqn.primitive.name == "conv_general_dilated":
         lhs, rhs = (a.aval for a in eqn.invars)
         numbers = eqn.params["dimension_numbers"]

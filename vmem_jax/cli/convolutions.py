@@ -109,6 +109,6 @@ def _listed(database: Database, counts: Any) -> Table:
 def _words(name: str, found: Profile, distinct: int) -> str:
     text = (
         f"{name}: {distinct} distinct convolutions, {found.timed} ways timed now, {found.reused} "
-        f"known before, in {found.seconds:.1f} s."
+        f"known before, {found.hopeless} left out as hopeless, in {found.seconds:.1f} s."
     )
     return text + not_timed(found.untimed)

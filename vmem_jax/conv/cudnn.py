@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.devices import description
-from vmem_jax.conv.slices import layouts
+from vmem_jax.conv.scratch import Scratch
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.transfer import extension
 
@@ -105,11 +104,19 @@ def plans(
 
 
 def seconds(
-    convolution: Convolution, plan: Plan, device: jax.Device, count: int = 10
+    convolution: Convolution,
+    plan: Plan,
+    device: jax.Device,
+    count: int = 10,
+    enough: float = 0.05,
+    scratch: Scratch | None = None,
 ) -> tuple[float, ...]:
-    """What `count` runs of a plan take on `device`, each, on random data.
+    """What each of at most `count` runs of a plan takes on `device`, on random data.
 
-    The data and the workspace are JAX's, so they come out of the memory that it has reserved.
+    Args:
+      enough: seconds that all the runs together may take, but for the first of all, which is not
+        counted. If that one alone takes longer, it is all there is.
+      scratch: memory to use; by default some is taken for this call.
 
     Raises:
       ValueError: the device is no GPU, or JAX has the dtype turned off.
@@ -119,40 +126,37 @@ def seconds(
     where, module = _ordinal(device), _open()
     if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
         raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = layouts(convolution)
-    with jax.default_device(device):
-        buffers = [
-            jax.random.normal(key, shapes[role], convolution.dtype)
-            for key, role in zip(keys, ("x", "w", "y"), strict=True)
-        ]
-        buffers.append(jnp.zeros(max(plan.workspace, 1), jnp.uint8))
-    jax.block_until_ready(buffers)  # before cuDNN, which overwrites one that nobody else has seen
+    scratch = Scratch(device) if scratch is None else scratch
+    buffers = scratch.buffers(convolution, plan.workspace)
     found = module.conv_time(
         *_arguments(convolution),
         device=where,
         engine=plan.engine,
         knobs=list(plan.knobs),
-        buffers=tuple(buffer.unsafe_buffer_pointer() for buffer in buffers),
-        workspace=buffers[-1].nbytes,
+        buffers=buffers,
+        workspace=max(plan.workspace, 1),
         count=count,
+        enough=enough,
     )
     return tuple(found)
 
 
-@dataclasses.dataclass(frozen=True)
 class Cudnn:
     """cuDNN as a library of `conv/profiler.py`, on a GPU or on the name of one."""
 
-    target: str | jax.Device
+    def __init__(self, target: str | jax.Device) -> None:
+        self.target = target
+        self._scratch = None if isinstance(target, str) else Scratch(target)
 
     def plans(self, convolution: Convolution) -> tuple[Plan, ...]:
         return plans(convolution, self.target)
 
-    def seconds(self, convolution: Convolution, plan: Plan) -> float:
+    def seconds(self, convolution: Convolution, plan: Plan, patience: float) -> float:
         if isinstance(self.target, str):
             return math.nan
-        return statistics.median(seconds(convolution, plan, self.target))
+        enough = min(patience, 0.05)
+        times = seconds(convolution, plan, self.target, enough=enough, scratch=self._scratch)
+        return statistics.median(times)
 
 
 def database(target: str | jax.Device) -> Database:

@@ -3,6 +3,9 @@
 Every way is timed once for a device: what the database has is not timed again, and a micro-batch of
 64 is the same for all layers that differ in their batch alone. Of each size of micro-batch those are
 handed out that are faster than all of no more workspace; no fastest configuration needs another.
+
+Libraries have ways that take hundreds of times as long as their best, on whole batches seconds. A
+small micro-batch tells which these are; they are then left out where another makes them useless.
 """
 
 from __future__ import annotations
@@ -22,6 +25,15 @@ SECONDS = 90.0
 
 _KEEP_EVERY = 10.0
 """Seconds after which the database is written, lest a crash of the library takes all along."""
+
+_HOPELESS = 8.0
+"""As many times as long as another, with few samples: it will not be the faster one with more."""
+
+_HOPELESS_DIVIDED = 30.0
+"""The same where the other may need more workspace. The whole batch has what there is without any."""
+
+_PATIENCE = 3.0
+"""As many times as long as the fastest of no more workspace: one run has told enough."""
 
 Progress = Callable[[int, int, str], None]
 """Called with how many convolutions of one size are done, of how many, and which one is next."""
@@ -48,8 +60,11 @@ class Library(Protocol[P]):
         """All ways to do the whole of `convolution` in one call; those likely fast first."""
         ...
 
-    def seconds(self, convolution: Convolution, plan: P) -> float:
-        """What `plan` takes; nan where there is no device to time it on."""
+    def seconds(self, convolution: Convolution, plan: P, patience: float) -> float:
+        """What `plan` takes; nan where there is no device to time it on.
+
+        If a first run takes longer than `patience` seconds, nobody needs to know it better.
+        """
         ...
 
 
@@ -60,7 +75,8 @@ class Profile:
     Attributes:
       micros: for each convolution the micro-configurations to choose from, all timed.
       timed: how many were timed now; `reused` were before.
-      untimed: "convolution: how many, and why" for what was left out.
+      untimed: "convolution: how many, and why" for what was left out, but for
+      hopeless: how many ways were left out because others make them useless.
       seconds: that this took.
     """
 
@@ -69,6 +85,7 @@ class Profile:
     reused: int
     untimed: tuple[str, ...]
     seconds: float
+    hopeless: int = 0
 
 
 def profile(
@@ -84,8 +101,9 @@ def profile(
 ) -> Profile:
     """Times the ways of `library` to do `convolutions` that `database` lacks, and adds them there.
 
-    Undivided batches come first, so that every convolution has something to choose from, then the
-    micro-batches; both by operations, the most first.
+    Undivided batches come first, so that every convolution has something to choose from, each after
+    an eighth of it, which tells what is hopeless; then the other micro-batches. All by operations,
+    the most first.
 
     Args:
       deadline: seconds after which no further timing begins.
@@ -101,7 +119,8 @@ def profile(
     entries = {} if refresh else dict(database.load())
     reused = sum(len(entries[c].timed) for c in work if c in entries)
     work = [c for c in work if c not in entries or not entries[c].complete]
-    timed, untimed = 0, []
+    timed, hopeless, untimed = 0, 0, []
+    scouts = {part: _scout(of_c) for of_c in parts.values() for part in of_c}
     new: dict[Convolution, Entry] = {}
     kept = began
     try:
@@ -111,9 +130,12 @@ def profile(
                 continue
             on_progress(done, len(work), str(convolution))
             known = entries.get(convolution, Entry(()))
-            entry, count, left = _time(convolution, library, known, limit, is_up)
+            scout = scouts[convolution]
+            hints = entries.get(scout, Entry(())).timed if scout != convolution else ()
+            hope = _Hope(hints, divided=convolution not in parts)
+            entry, count, left = _time(convolution, library, known, limit, is_up, hope)
             new[convolution] = entries[convolution] = entry
-            timed += count
+            timed, hopeless = timed + count, hopeless + hope.lost
             untimed += left
             if time.monotonic() - kept > _KEEP_EVERY:
                 database.keep(new)
@@ -124,7 +146,7 @@ def profile(
     on_progress(len(work), len(work), "")
     of = lambda c: entries[c].timed if c in entries else ()
     micros = {c: tuple(m for part in of_c for m in useful(of(part))) for c, of_c in parts.items()}
-    return Profile(micros, timed, reused, tuple(untimed), time.monotonic() - began)
+    return Profile(micros, timed, reused, tuple(untimed), time.monotonic() - began, hopeless)
 
 
 def useful(micros: Iterable[Micro]) -> tuple[Micro, ...]:
@@ -139,8 +161,40 @@ def useful(micros: Iterable[Micro]) -> tuple[Micro, ...]:
 def _ordered(parts: Mapping[Convolution, Sequence[Convolution]]) -> list[Convolution]:
     """What is to be timed, each once, in the order of its turn."""
     flops = lambda c: -c.flops
-    divided = {part for of_c in parts.values() for part in of_c} - parts.keys()
-    return [*sorted(parts, key=flops), *sorted(divided, key=lambda c: (flops(c), str(c)))]
+    first: dict[Convolution, None] = {}
+    for whole in sorted(parts, key=flops):
+        first |= dict.fromkeys((_scout(parts[whole]), whole))
+    rest = {part for of_c in parts.values() for part in of_c} - first.keys()
+    return [*first, *sorted(rest, key=lambda c: (flops(c), str(c)))]
+
+
+def _scout(parts: Sequence[Convolution]) -> Convolution:
+    """The size that is timed first: of so few samples that the worst ways do not take long."""
+    most = max(part.batch for part in parts)
+    return min(parts, key=lambda part: abs(part.batch - most / 8))
+
+
+class _Hope:
+    """Which ways are worth timing, by what was seen of a smaller micro-batch."""
+
+    def __init__(self, seen: Iterable[Micro], divided: bool) -> None:
+        self._seconds = {(m.engine, m.knobs): m.seconds for m in seen}
+        self._divided = divided
+        self.lost = 0
+
+    def is_lost(self, way: Micro, timed: Iterable[Micro]) -> bool:
+        """Whether one that was `timed` makes `way` useless; counted."""
+        mine = self._seconds.get((way.engine, way.knobs))
+        if mine is None:
+            return False
+        least = lambda some: min(
+            (self._seconds.get((m.engine, m.knobs), math.inf) for m in some), default=math.inf
+        )
+        timed = list(timed)
+        lost = mine > _HOPELESS * least(m for m in timed if m.workspace <= way.workspace)
+        lost |= self._divided and mine > _HOPELESS_DIVIDED * least(timed)
+        self.lost += lost
+        return lost
 
 
 def _time(
@@ -149,6 +203,7 @@ def _time(
     known: Entry,
     limit: int | None,
     is_up: Callable[[], bool],
+    hope: _Hope,
 ) -> tuple[Entry, int, list[str]]:
     """What is then known of `convolution`, how many ways were timed, and what was left out."""
     micros = {(m.engine, m.knobs): m for m in known.timed}
@@ -164,22 +219,27 @@ def _time(
         knobs = tuple(sorted(plan.knobs))
         if (plan.engine, knobs) in micros:
             continue
-        seconds, why = math.nan, ""
+        micro = Micro(convolution.batch, plan.engine, knobs, plan.workspace, math.nan)
+        timed = [m for m in micros.values() if not math.isnan(m.seconds)]
+        why = ""
         if limit is not None and plan.workspace > limit:
             why = "the workspace is over the limit"
         elif is_up():
             why = "the time was up"
-        else:
+        elif not hope.is_lost(micro, timed):
+            rivals = (m.seconds for m in timed if m.workspace <= plan.workspace)
             try:
-                seconds = library.seconds(convolution, plan)
+                seconds = library.seconds(
+                    convolution, plan, _PATIENCE * min(rivals, default=math.inf)
+                )
             except RuntimeError as error:
                 why = _reason(error)
             else:
                 why = "there is no device" if math.isnan(seconds) else ""
-        count += not why
+                micro = dataclasses.replace(micro, seconds=seconds)
+                count += not why
         if why:
             left[why] = left.get(why, 0) + 1
-        micro = Micro(convolution.batch, plan.engine, knobs, plan.workspace, seconds)
         micros[micro.engine, micro.knobs] = micro
     untimed = [f"{convolution}: {n} of {len(plans)}: {why}" for why, n in left.items()]
     return Entry(tuple(micros.values()), complete=not left), count, untimed

@@ -38,6 +38,18 @@ def simulate_plan(program: Program, plan: Plan, costs: Costs) -> Timeline:
     return simulate(planned_program(program, plan), plan.order, costs, plan.transfers)
 
 
+def restated(plan: Plan, costs: Costs) -> Plan:
+    """`plan` with what `costs` has of the workspaces of its convolutions, XLA's own included.
+
+    What is predicted is left as it was.
+    """
+    convolutions = dict(plan.convolutions)
+    for s, ways in costs.convolutions.items():
+        calls = convolutions[s].calls if s in convolutions else ways[0].calls
+        convolutions |= ((s, way) for way in ways if way.calls == calls)
+    return dataclasses.replace(plan, convolutions=tuple(sorted(convolutions.items())))
+
+
 def with_convolutions(program: Program, convolutions: Convolutions) -> Program:
     """`program` with the workspaces of `convolutions`."""
     steps = list(program.steps)

@@ -65,7 +65,8 @@ class Step:
       phase: forward, backward or update.
       fusible: an elementwise chain (or a reduction at the end of one), not a library kernel.
       flops: floating-point operations.
-      dtype: the dtype that `flops` are done in, "bfloat16".
+      dtype: the dtype that `flops` are done in, "bfloat16"; "" where they are no products, or are in
+        float32 without tensor cores.
       nbytes: memory traffic in bytes, reads and writes.
       workspace: bytes that are live only while the step runs.
       pure: whether it may be executed again with the same result and no effect.

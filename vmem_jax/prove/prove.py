@@ -3,6 +3,9 @@
 Only the compiler knows the peak. At most four compiles, typically one or two; the fastest by
 prediction that fits is kept, and nothing over the budget is ever returned. If plans that move
 buffers or divide convolutions do not fit, the last try does neither.
+
+What XLA's own convolutions take is not known before XLA has chosen their algorithms, so it is read
+from the first compiled step, and the next plan is made with it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from absl import logging
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import planned_program, simulate_plan
+from vmem_jax.core.planned import planned_program, restated, simulate_plan
 from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
@@ -34,12 +37,14 @@ class Attempt:
       plan: the plan; its `budget` is what it was planned for, at or below the user's.
       compiled: the compiled step.
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
+      costs: what the plan was made from, with what its compiled step has taught since.
       plan_seconds: seconds that planning took.
     """
 
     plan: Plan
     compiled: Any
     need: int
+    costs: Costs
     plan_seconds: float = 0.0
 
     @property
@@ -70,6 +75,7 @@ def prove(
     budget: int | None,
     compile_plan: Callable[[Plan], Any],
     plain_need: int | None = None,
+    learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
 ) -> tuple[Attempt, ...]:
     """Returns the attempts, the best last: it fits, by the compiler's own figures.
 
@@ -77,21 +83,23 @@ def prove(
       budget: bytes, or None for no limit.
       compile_plan: Plan -> compiled step; called at most `MOST_COMPILES` times.
       plain_need: bytes that the untouched program needs, where that is known.
+      learn: what a compiled step teaches about what convolutions take.
 
     Raises:
       BudgetError: no attempt fits, or the policy has no plan to try.
     """
     attempts: list[Attempt] = []
-    target, means = budget, costs  # what is planned for, and with
+    target, fewer = budget, False  # what is planned for, and with
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
+        means = _fewer(costs) if fewer else costs
         last = len(attempts) == MOST_COMPILES - 1
         plan: Plan | None = None
-        if last and _fewer(means) != means and any(map(_uses_more, attempts)):
+        if last and not fewer and any(map(_uses_more, attempts)):
             # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
-                plan = policy.plan(program, _fewer(means), budget)
-                means, target = _fewer(means), budget
+                plan = policy.plan(program, _fewer(costs), budget)
+                fewer, target = True, budget
         try:
             plan = plan or policy.plan(program, means, target)
         except BudgetError as error:
@@ -99,32 +107,34 @@ def prove(
             # compiler may pack better than predicted, and it tells the true lowest peak.
             lowest = error.lowest_plan
             if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
-                if _fewer(means) == means or not any(map(_uses_more, attempts)):
+                if fewer or not any(map(_uses_more, attempts)):
                     break
-                means, target = _fewer(means), budget
+                fewer, target = True, budget
                 continue
             plan = lowest
         seconds = time.perf_counter() - start
         compiled = compile_plan(plan)
         # what was planned for may be lower; the budget that the plan is proved for is the user's
         plan = dataclasses.replace(plan, budget=budget)
-        attempt = Attempt(plan, compiled, need_nbytes(compiled), seconds)
+        costs = learn(costs, compiled)
+        attempt = Attempt(plan, compiled, need_nbytes(compiled), costs, seconds)
         attempts.append(attempt)
         logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))
         if budget is None or target is None or attempt.need <= budget or not plan.fenced:
             break
-        # The compiler's excess over the prediction, taken off what is planned for; a little more
-        # each time, since freeing other values moves the peak.
-        excess = max(attempt.need - plan.predicted_peak, 0)
+        # The compiler's excess over what would now be predicted, taken off what is planned for; a
+        # little more each time, since freeing other values moves the peak.
+        predicted = simulate_plan(program, restated(plan, costs), costs).peak
+        excess = max(attempt.need - predicted, 0)
         step = attempt.need - budget
-        target = min(budget - excess, plan.predicted_peak - step)
+        target = min(budget - excess, predicted - step)
         target -= (len(attempts) - 1) * (budget // 100)
     fits = lambda attempt: budget is None or attempt.need <= budget
     untouched = not program.hosted  # the plain step has what is hosted on the device
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
         plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
         compiled = compile_plan(plan)
-        attempts.append(Attempt(plan, compiled, need_nbytes(compiled)))
+        attempts.append(Attempt(plan, compiled, need_nbytes(compiled), costs))
     fitting = [a for a in attempts if fits(a)]
     if not fitting:
         raise _cannot_fit(program, policy, costs, budget or 0, attempts)
@@ -134,16 +144,18 @@ def prove(
 
 def _fewer(means: Costs) -> Costs:
     """What is left to plan with, where nothing moves and every convolution is XLA's own."""
-    return dataclasses.replace(means, link=None, convolutions={})
+    own = {s: ways[:1] for s, ways in means.convolutions.items()}
+    return dataclasses.replace(means, link=None, convolutions=own)
 
 
 def _uses_more(attempt: Attempt) -> bool:
     """Whether its plan uses what is left out then."""
-    return attempt.plan.moves or bool(attempt.plan.convolutions)
+    return attempt.plan.moves or bool(attempt.plan.divided)
 
 
 def _same(a: Plan, b: Plan) -> bool:
-    facts = lambda plan: (plan.order, plan.transfers, plan.looped, plan.convolutions)
+    calls = lambda plan: [(s, way.calls) for s, way in plan.divided]
+    facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan))
     return facts(a) == facts(b)
 
 
@@ -170,8 +182,9 @@ def _cannot_fit(
         except BudgetError as error:
             return error
     lowest = min(attempts, key=lambda a: a.need)
-    timeline = simulate_plan(program, lowest.plan, costs)
-    program = planned_program(program, lowest.plan)
+    plan = restated(lowest.plan, costs)
+    timeline = simulate_plan(program, plan, costs)
+    program = planned_program(program, plan)
     return BudgetError(
         policy=policy.name,
         budget=budget,

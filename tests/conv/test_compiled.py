@@ -1,0 +1,107 @@
+"""What XLA's own convolutions take, as read from a compiled step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from vmem_jax.capture import capture
+from vmem_jax.conv.choices import learned
+from vmem_jax.conv.compiled import own_workspaces
+from vmem_jax.conv.layers import convolutions_of
+from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
+from vmem_jax.core.costs import analytic, machine_for
+
+LAYER = Convolution(
+    which=Pass.FORWARD,
+    dtype="float32",
+    strict=True,
+    batch=8,
+    features_in=3,
+    features_out=64,
+    size=(32, 32),
+    kernel=(3, 3),
+    strides=(1, 1),
+    padding=((1, 1), (1, 1)),
+    dilation=(1, 1),
+)
+# As XLA writes them; operands are defined elsewhere, results are tuples with the workspace.
+TEXT = """
+  %x = f32[8,32,32,{c}]{{3,2,1,0}} parameter(0)
+  w.1 = f32[{k},3,3,{c}]{{3,2,1,0}} transpose(%kernel), dimensions={{3,0,1,2}}
+  %dy.2 = f32[8,32,32,{k}]{{3,2,1,0}} get-tuple-element(%other), index=0
+  %b = f32[64]{{0}} parameter(1)
+  %conv.1 = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[1000]{{0}}) custom-call(%x, w.1, %b), CUDNN$convBias"
+  %conv.2 = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[3000]{{0}}) custom-call(%x, w.1), CUDNN$convForward"
+  ROOT %dw = (f32[{k},3,3,{c}]{{3,2,1,0}}, u8[20]{{0}}) custom-call(%x, %dy.2), CUDNN$convFilter"
+  %gemm = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[77]{{0}}) custom-call(%x, w.1), target="__cublas$gemm"
+""".replace("CUDNN", 'window={{size=3x3 pad=1_1x1_1}}, custom_call_target="__cudnn')
+
+
+@pytest.mark.parametrize(("c", "k"), [(3, 64), (4, 64), (8, 64)], ids=["plain", "4", "8"])
+def test_the_most_of_the_calls_with_the_sizes_of_a_convolution(c, k):
+    filters = dataclasses.replace(LAYER, which=Pass.BACKWARD_FILTER)
+    other = dataclasses.replace(LAYER, features_out=65)
+    found = own_workspaces(TEXT.format(c=c, k=k), [LAYER, filters, other])
+    assert found == {LAYER: 3000, filters: 20}
+
+
+def conv(x, w, strides=1, padding="SAME"):
+    spec = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (strides,) * 2, padding, dimension_numbers=spec)
+
+
+def layers(params, x):
+    for strides, w in zip((2, 1, 2), params, strict=True):
+        x = jax.nn.relu(conv(x, w, strides) + 1)
+    return (x**2).sum()
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_every_convolution_is_found_in_what_xla_compiles(dtype, precision):
+    """Padding that is uneven, channels that are padded, biases that are fused: all are found."""
+    from vmem_jax.prove.targets import target
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    params = [shape(7, 7, 3, 32), shape(3, 3, 32, 64), shape(3, 3, 64, 64)]
+    step = jax.jit(jax.grad(layers))
+    with jax.default_matmul_precision(precision):
+        convolutions = set(convolutions_of(step.trace(params, shape(8, 33, 32, 3)).jaxpr))
+        leaves, tree = jax.tree.flatten((params, shape(8, 33, 32, 3)))
+        shardings = target("h200").shardings([None] * len(leaves))
+        described = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            for a, s in zip(leaves, shardings, strict=True)
+        ]
+        text = step.lower(*jax.tree.unflatten(tree, described)).compile().as_text()
+    assert len(convolutions) == 3 + 3 + 2
+    assert own_workspaces(text, convolutions).keys() == convolutions
+
+
+class Compiled:
+    def as_text(self):
+        return TEXT.format(c=3, k=64)
+
+
+def test_what_is_learned_takes_the_place_of_what_was_thought():
+    x, w = jnp.zeros((8, 32, 32, 3)), jnp.zeros((3, 3, 3, 64))
+    with jax.default_matmul_precision("highest"):
+        program = capture(jax.jit(conv).trace(x, w).jaxpr).program
+    [s] = [s for s, step in enumerate(program.steps) if step.convolution]
+    costs = analytic(program, machine_for("NVIDIA H200"))
+    [own] = learned(program, costs, Compiled()).convolutions[s]
+    assert own.is_xlas and (own.workspace, own.seconds) == (3000, costs.seconds[s])
+    ways = [
+        Configuration((Micro(8, engine, (), workspace, seconds),))
+        for engine, workspace, seconds in ((-1, 9000, 1.0), (1, 2000, 2.0), (2, 4000, 3.0))
+    ]
+    costs = dataclasses.replace(costs, convolutions={s: tuple(ways)})
+    own, *others = learned(program, costs, Compiled()).convolutions[s]
+    assert own.is_xlas and (own.workspace, own.seconds) == (3000, 1.0)
+    assert others == ways[1:2]  # the other is worse in both

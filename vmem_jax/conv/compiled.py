@@ -1,0 +1,83 @@
+"""compiled: what XLA's own convolutions take in a step that it compiled for a GPU.
+
+XLA calls cuDNN through custom calls whose second result is the workspace, as large as the algorithm
+needs that its autotuner found fastest. Which convolution of a program such a call does is told by
+sizes alone: XLA may do a gradient to x as a forward convolution, fuse a bias into it, or add
+channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable
+
+from vmem_jax.conv.slices import roles
+from vmem_jax.core.convolution import Convolution
+
+_DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \(?\w+\[([\d,]*)\]", re.MULTILINE)
+_CALLED = re.compile(
+    r"= \(\w+\[(?P<result>[\d,]*)\][^()]*, u8\[(?P<workspace>\d*)\][^()]*\) "
+    r"custom-call\((?P<operands>[^)]*)\).*custom_call_target=\"__cudnn\$conv"
+)
+
+_PADDED = (1, 4, 8)
+"""XLA makes the channels a multiple of one of these, where that makes a convolution faster."""
+
+_Sizes = tuple[int, tuple[int, ...]]
+"""Elements of the result, and of both operands, the smaller first."""
+
+
+def own_workspaces(text: str, convolutions: Iterable[Convolution]) -> dict[Convolution, int]:
+    """Bytes of workspace of those of `convolutions` that XLA does in a compiled step; the most of it.
+
+    Args:
+      text: the step as `as_text()` gives it after compilation.
+    """
+    found: dict[_Sizes, int] = {}
+    elements = {m[1]: _elements(m[2]) for m in _DEFINED.finditer(text)}
+    for line in text.splitlines():
+        call = _CALLED.search(line) if "__cudnn$conv" in line else None
+        if call is None:
+            continue
+        operands = [name.strip().rpartition("%")[2] for name in call["operands"].split(",")]
+        if len(operands) < 2 or any(name not in elements for name in operands[:2]):
+            continue
+        sizes = _elements(call["result"]), tuple(sorted(elements[name] for name in operands[:2]))
+        found[sizes] = max(found.get(sizes, 0), int(call["workspace"] or 1))
+    workspaces = {}
+    for convolution in convolutions:
+        seen = [found[sizes] for sizes in _sizes(convolution) if sizes in found]
+        if seen:
+            workspaces[convolution] = seen[0]
+    return workspaces
+
+
+def _sizes(convolution: Convolution) -> list[_Sizes]:
+    """As it stands first, then with more channels, and with padding that is part of x.
+
+    It is where it is uneven: all of it, or what one side has more of.
+    """
+    c = convolution
+    spaces = [c.size]
+    if any(low != high for low, high in c.padding):
+        for more in (sum, lambda sides: max(sides) - min(sides)):
+            spaces.append(tuple(n + more(p) for n, p in zip(c.size, c.padding, strict=True)))
+    units = _PADDED if c.groups == 1 else _PADDED[:1]
+    up = lambda channels, unit: -(-channels // unit) * unit
+    found = []
+    for space, unit_in, unit_out in itertools.product(spaces, units, units):
+        features_in, features_out = up(c.features_in, unit_in), up(c.features_out, unit_out)
+        elements = {
+            "x": c.batch * features_in * math.prod(space),
+            "w": features_out * (features_in // c.groups) * math.prod(c.kernel),
+            "y": c.batch * features_out * math.prod(c.out),
+        }
+        *operands, result = (elements[role] for role in roles(c.which))
+        found.append((result, tuple(sorted(operands))))
+    return found
+
+
+def _elements(dimensions: str) -> int:
+    return math.prod(int(n) for n in dimensions.split(",") if n)
