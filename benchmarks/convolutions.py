@@ -3,28 +3,31 @@
     python benchmarks/convolutions.py --layers=alexnet --limits=64MiB,512MiB --out=rows.jsonl
 
 Every plan that cuDNN has is timed by itself, for micro-batches of the sizes asked for. What WR then
-chooses, with micro-batches and without, and what XLA does by itself, is run as a whole, by turns, on
-random data. Rows hold both the sum that was expected and what it took.
+chooses, with micro-batches and without, what XLA does by itself, and what it does of as many samples
+at a time in a loop ("map"), is run as a whole, by turns, on random data; forward passes also with a
+bias and a ReLU after them. Rows hold both the sum that was expected and what it took.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import records
 from absl import app, flags
+from jax import lax
 
-from vmem_jax.conv import cudnn
+from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.primitive import micro_convolution
-from vmem_jax.conv.profiler import Profile, profile
 from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import Configuration, Convolution, Pass
 from vmem_jax.errors import WorkspaceError, parse_size, show_nbytes
@@ -54,17 +57,6 @@ LAYERS: dict[str, dict[str, tuple]] = {
 }
 
 FLAGS = flags.FLAGS
-
-
-def profile_on(
-    device: jax.Device,
-    convolutions: Iterable[Convolution],
-    sizes: str = BatchSizes.POWER_OF_TWO.value,
-    deadline: float = 300.0,
-) -> Profile:
-    """What cuDNN takes for `convolutions` on `device`; what is known already is not timed again."""
-    library, database = cudnn.Cudnn(device), cudnn.database(device)
-    return profile(convolutions, BatchSizes(sizes), library, database, deadline=deadline)
 
 
 def of_layers(name: str, batch: int, dtype: str, strict: bool) -> dict[str, Convolution]:
@@ -104,37 +96,74 @@ def time_by_turns(calls: dict[str, Any], operands: tuple, rounds: int) -> dict[s
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int | None]) -> list:
-    """A row for each limit, with micro-batches and without, and one for XLA."""
+def by_map(convolution: Convolution, samples: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """XLA's own, so many samples at a time, by `lax.map`; for gradients to w by `lax.scan`."""
+    part = convolution.with_batch(samples)
+    cut = lambda x: x.reshape(-1, samples, *x.shape[1:])
+    if convolution.which != Pass.BACKWARD_FILTER:
+        y = lax.map(lambda some: whole(part, some, rhs), cut(lhs))
+        return y.reshape(-1, *y.shape[2:])
+    add = lambda total, both: (total + whole(part, *both), None)
+    zeros = jnp.zeros(layouts(convolution)["w"], lhs.dtype)
+    return lax.scan(add, zeros, (cut(lhs), cut(rhs)))[0]
+
+
+def with_relu(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`call`, then a bias and a ReLU, which XLA fuses into its own convolutions."""
+    return lambda lhs, rhs, bias: jax.nn.relu(call(lhs, rhs) + bias)
+
+
+def arms_of(name: str, convolution: Convolution, micros: Any, limits: list[int | None]) -> list:
+    """(how, limit, configuration or None, call of both operands); a call may stand there twice."""
+    arms: list[tuple[str, int | None, Configuration | None, Callable[..., Any]]] = []
+    own = functools.partial(whole, convolution)
+    arms.append(("xla", None, None, own))
+    calls: dict[Configuration, Callable[..., Any]] = {}
     undivided = [m for m in micros if m.batch == convolution.batch]
-    chosen: dict[tuple[str, int | None], Configuration] = {}
     for limit in limits:
         for how, some in (("undivided", undivided), ("divided", micros)):
             try:
-                chosen[how, limit] = reuse(convolution, some, limit)
+                way = reuse(convolution, some, limit)
             except WorkspaceError as error:
                 print(f"{name}: {how}: {error}")
+                continue
+            call = functools.partial(micro_convolution, convolution, way)
+            arms.append((how, limit, way, calls.setdefault(way, call)))
+        samples = max(m.batch for m in way.micros)
+        if samples < convolution.batch and convolution.batch % samples == 0:
+            arms.append(("map", limit, None, functools.partial(by_map, convolution, samples)))
+    return arms
+
+
+def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int | None]) -> list:
+    """A row for each arm; those of forward passes once more with a bias and a ReLU after them."""
     first, second, _ = roles(convolution.which)
     shapes = layouts(convolution)
-    keys = jax.random.split(jax.random.key(0))
-    draw = lambda key, role: jax.random.normal(key, shapes[role], convolution.dtype)
-    operands = draw(keys[0], first), draw(keys[1], second)
-    calls: dict[Any, Any] = {"xla": jax.jit(functools.partial(whole, convolution))}
-    for way in set(chosen.values()):
-        calls[way] = jax.jit(functools.partial(micro_convolution, convolution, way))
-    took = time_by_turns(calls, operands, FLAGS.rounds)
-    compiled = calls["xla"].lower(*operands).compile()
-    facts = {"kernel": name, "convolution": str(convolution)}
-    rows: list[dict[str, Any]] = [
-        {**facts, "how": "xla", "limit": None, "seconds": took["xla"]}
-        | {"workspace": compiled.memory_analysis().temp_size_in_bytes}
-    ]
-    for (how, limit), way in chosen.items():
-        rows.append(
-            {**facts, "how": how, "limit": limit, "seconds": took[way]}
-            | {"expected": way.seconds, "workspace": way.workspace}
-            | {"micros": [[m.batch, m.engine] for m in way.micros]}
-        )
+    draw = lambda key, shape: jax.random.normal(jax.random.key(key), shape, convolution.dtype)
+    operands = draw(0, shapes[first]), draw(1, shapes[second])
+    rows: list[dict[str, Any]] = []
+    for relu in (False, True) if convolution.which == Pass.FORWARD else (False,):
+        bias = (draw(2, (convolution.features_out,) if convolution.channels_last else ()),)
+        given = operands + bias * relu
+        arms = arms_of(name, convolution, micros, limits)
+        distinct = {call: with_relu(call) if relu else call for *_, call in arms}
+        jitted = {call: jax.jit(run) for call, run in distinct.items()}
+        took = time_by_turns(jitted, given, FLAGS.rounds)
+        for how, limit, way, call in arms:
+            compiled = jitted[call].lower(*given).compile()
+            row = {
+                "kernel": name,
+                "convolution": str(convolution),
+                "how": how,
+                "relu": relu,
+                "limit": limit,
+                "seconds": took[call],
+                "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+            }
+            if way is not None:
+                row |= {"expected": way.seconds, "workspace": way.workspace}
+                row |= {"micros": [[m.batch, m.engine] for m in way.micros]}
+            rows.append(row)
     return rows
 
 
@@ -143,7 +172,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     kernels = of_layers(FLAGS.layers, FLAGS.batch, FLAGS.dtype, FLAGS.strict)
     limits = [None if limit == "none" else parse_size(limit, "--limits") for limit in FLAGS.limits]
-    found = profile_on(jax.devices()[0], kernels.values(), FLAGS.sizes, FLAGS.seconds)
+    sizes = BatchSizes(FLAGS.sizes)
+    found = profile_on(jax.devices()[0], kernels.values(), sizes, FLAGS.seconds)
     print(
         f"{found.timed} ways timed, {found.reused} known, {found.hopeless} hopeless, "
         f"in {found.seconds:.1f} s",
@@ -159,16 +189,18 @@ def main(argv: list[str]) -> None:
             rows.append(row | about)
     totals: dict[tuple, float] = {}
     for row in rows:
-        key = row["how"], row["limit"]
+        key = row["how"], row["relu"], row["limit"]
         totals[key] = totals.get(key, 0.0) + row["seconds"]
-        expected = f"{row.get('expected', math.nan) * 1e3:8.3f}"
+        runs = [f"{len(list(g))} × {m}" for m, g in itertools.groupby(row.get("micros", []))]
         print(
-            f"{row['kernel']:28s} {row['how']:10s} {row['limit'] or '':>12} "
-            f"{row['seconds'] * 1e3:8.3f} ms, expected {expected}, "
-            f"{show_nbytes(row['workspace'])}, {row.get('micros', '')}"
+            f"{row['kernel']:28s} {row['how']:10s}{'+relu ' if row['relu'] else '      '}"
+            f"{row['limit'] or '':>12} {row['seconds'] * 1e3:8.3f} ms, "
+            f"expected {row.get('expected', math.nan) * 1e3:8.3f}, "
+            f"{show_nbytes(row['temporaries'])}, {', '.join(runs)}"
         )
-    for (how, limit), seconds in totals.items():
-        print(f"all {len(kernels)} kernels, {how}, limit {limit}: {seconds * 1e3:.2f} ms")
+    for (how, relu, limit), seconds in totals.items():
+        what = "forward kernels with bias and ReLU" if relu else f"all {len(kernels)} kernels"
+        print(f"{what}, {how}, limit {limit}: {seconds * 1e3:.2f} ms")
     if FLAGS.out:
         with Path(FLAGS.out).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -23,7 +23,7 @@ model() {
 }
 for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
   case $each in
-    alexnet) layer alexnet 256 8MiB,64MiB,512MiB,none ;;
+    alexnet) layer alexnet 256 64MiB,512MiB,none ;;
     seven) layer seven 256 512MiB,none ;;
     stem) layer stem 256 20MiB,none ;;
     3d) layer 3d 16 64MiB,none ;;

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import records
 from absl import app, flags, logging
-from convolutions import profile_on
 from records import Record
 
 import vmem_jax
 from vmem_jax.capture import capture
+from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.layers import convolutions_of
 from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.models import job

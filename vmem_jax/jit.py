@@ -74,7 +74,7 @@ def jit(
         pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
         when they are read, and what takes their place in the state is returned there), "workspace"
         (convolutions in micro-batches, so that they take less). By default all that are of use here:
-        "offload" on a GPU with measured times (`profile`); "workspace" only where it is named.
+        "offload" and "workspace" on a GPU with measured times (`profile`).
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
@@ -85,7 +85,8 @@ def jit(
       machine: what to reckon time with (default: the device's, from its name, and what
         `vmem-jax profile` or `profile=True` measured on it before).
       profile: `True` times the distinct steps on the device on the first call, as far as that was
-        not done before: up to 90 s. `False` ignores what was measured, too. By default nothing is
+        not done before: up to 90 s; on a GPU with our extension also what cuDNN has for the step's
+        convolutions, up to 90 s more. `False` ignores what was measured, too. By default nothing is
         timed, and what was is used.
       tune: time some of the first calls for each set of shapes, which makes those wait for their
         results. Where that differs from the prediction by more than 5 %, plan once more from the
@@ -368,7 +369,9 @@ class BudgetedStep:
         if self._plan is None and (convolves or "workspace" in self._asked):
             costs, policy = self._with_choices(traced, costs, target), Convolving(policy)
             if target is None and devices_of(traced.avals)[0].platform == "gpu":
-                learn = functools.partial(learned, program)
+                learn = functools.partial(
+                    learned, program, devices_of(traced.avals)[0], self._profile
+                )
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target, transport)
         if self._plan is not None:
@@ -401,7 +404,7 @@ class BudgetedStep:
         if not asked and (self._asked or target is not None or device.platform != "gpu"):
             return costs
         try:
-            choices = choices_of(self._name, program, costs, device, target)
+            choices = choices_of(self._name, program, costs, device, target, self._profile)
         except (ValueError, ImportError) as error:
             if asked:
                 raise

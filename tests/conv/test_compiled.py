@@ -10,11 +10,13 @@ import pytest
 from jax import lax
 
 from vmem_jax.capture import capture
+from vmem_jax.conv import cudnn
 from vmem_jax.conv.choices import learned
 from vmem_jax.conv.compiled import own_workspaces
+from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.layers import convolutions_of
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
-from vmem_jax.core.costs import analytic, machine_for
+from vmem_jax.core.costs import Source, analytic, machine_for
 
 LAYER = Convolution(
     which=Pass.FORWARD,
@@ -89,19 +91,34 @@ class Compiled:
         return TEXT.format(c=3, k=64)
 
 
-def test_what_is_learned_takes_the_place_of_what_was_thought():
+class H200:
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+
+def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_path):
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cudnn, "version", lambda: 91900)
     x, w = jnp.zeros((8, 32, 32, 3)), jnp.zeros((3, 3, 3, 64))
     with jax.default_matmul_precision("highest"):
         program = capture(jax.jit(conv).trace(x, w).jaxpr).program
     [s] = [s for s, step in enumerate(program.steps) if step.convolution]
     costs = analytic(program, machine_for("NVIDIA H200"))
-    [own] = learned(program, costs, Compiled()).convolutions[s]
+    learn = lambda costs: learned(program, H200, None, costs, Compiled()).convolutions[s]
+    [own] = learn(costs)
     assert own.is_xlas and (own.workspace, own.seconds) == (3000, costs.seconds[s])
     ways = [
         Configuration((Micro(8, engine, (), workspace, seconds),))
         for engine, workspace, seconds in ((-1, 9000, 1.0), (1, 2000, 2.0), (2, 4000, 3.0))
     ]
     costs = dataclasses.replace(costs, convolutions={s: tuple(ways)})
-    own, *others = learned(program, costs, Compiled()).convolutions[s]
+    own, *others = learn(costs)
     assert own.is_xlas and (own.workspace, own.seconds) == (3000, 1.0)
     assert others == ways[1:2]  # the other is worse in both
+    # what was timed tells how long XLA's takes: as long as what needs no more than it does
+    timed = Entry(tuple(Micro(8, e, (), w, t) for e, w, t in ((5, 2999, 1.5), (6, 3001, 0.5))))
+    Database(identity_of("NVIDIA H200", "91900")).add({LAYER: timed})
+    own, *_ = learn(costs)
+    assert (own.workspace, own.seconds) == (3000, 1.5)
+    measured = dataclasses.replace(costs, sources=(Source.MEASURED,) * len(costs.seconds))
+    own, *_ = learn(measured)
+    assert (own.workspace, own.seconds) == (3000, 1.0)

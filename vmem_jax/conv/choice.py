@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from vmem_jax.conv import cudnn
+from vmem_jax.conv.known import known
 from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.core.costs import machine_for
@@ -38,8 +37,8 @@ def choose(convolution: Convolution, limit: int | None) -> Configuration:
     device = jax.devices()[0]
     if device.platform == "gpu":
         with contextlib.suppress(ImportError):  # no extension, or one without cuDNN
-            if known := timed(device)(convolution):
-                return reuse(convolution, known, limit)
+            if ways := known(device)(convolution):
+                return reuse(convolution, ways, limit)
     micros = [by_xla(convolution)]
     for batch in batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO):
         if micros[-1].workspace <= limit and convolution.batch % micros[-1].batch == 0:
@@ -47,19 +46,6 @@ def choose(convolution: Convolution, limit: int | None) -> Configuration:
         if batch < convolution.batch:
             micros.append(slice_by_xla(convolution.with_batch(batch)))
     return reuse(convolution, micros, limit)
-
-
-def timed(device: jax.Device) -> Callable[[Convolution], list[Micro]]:
-    """What the database of `device` has of a convolution, of all sizes of micro-batches.
-
-    Raises:
-      ImportError: there is no cuDNN, or the extension was built without it.
-    """
-    entries = cudnn.database(device).load()
-    parts: dict[Convolution, list[Micro]] = {}
-    for convolution, entry in entries.items():
-        parts.setdefault(convolution.with_batch(0), []).extend(entry.timed)
-    return lambda c: [m for m in parts.get(c.with_batch(0), []) if m.batch <= c.batch]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 
-from vmem_jax.conv.choice import by_xla, slice_by_xla, timed
+from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import own_workspaces
+from vmem_jax.conv.known import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.program import Program
@@ -23,25 +25,32 @@ _MOST_PARTS = 32
 
 
 def choices_of(
-    name: str, program: Program, costs: Costs, device: jax.Device, target: str | None = None
+    name: str,
+    program: Program,
+    costs: Costs,
+    device: jax.Device,
+    target: str | None = None,
+    profile: bool | None = None,
 ) -> Choices:
     """For every convolution of `program` its desirable set on `device`, after XLA's own.
 
     On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
-    of the whole batch whatever its workspace, since that is what XLA's autotuner takes; a convolution
-    of which the whole batch was not timed stays XLA's. On a CPU they are XLA's own convolution, whole
-    and of powers of two of samples, down to a thirty-second of the batch, with the workspace that
-    the compiler says and the seconds of a roofline. Seconds are scaled so that XLA's own has those of
-    `costs`, unless these are less well known.
+    of the whole batch whatever its workspace, since that is what XLA's autotuner takes, until a
+    compiled step tells (`learned`); a convolution of which the whole batch was not timed stays XLA's.
+    On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to a
+    thirty-second of the batch, with the workspace that the compiler says and the seconds of a
+    roofline, scaled so that the whole has those of `costs`.
 
     Args:
       name: of the step, for errors.
       target: a card that is not there, by name.
+      profile: whether to time on a GPU what is not known; None takes what is known, False nothing.
 
     Raises:
       ValueError: there is no convolution that can be divided, or nothing is known of them.
+      ImportError: on a GPU, there is no cuDNN, or the extension was built without it.
     """
-    found = {s: step.convolution for s, step in enumerate(program.steps) if step.convolution}
+    found = convolutions_in(program)
     refuse = lambda why: ValueError(
         f'`{name}` cannot divide convolutions: {why}. Leave "workspace" out of `allow`.'
     )
@@ -49,38 +58,72 @@ def choices_of(
         raise refuse(f"what they take on {target!r} can be measured on that card alone")
     if not found:
         raise refuse("it has none on one device, of one float dtype and at most three dimensions")
-    known = timed(device) if device.platform == "gpu" else _by_slices
+    on_gpu = device.platform == "gpu"
+    if profile and on_gpu:
+        profile_on(device, found.values())
+    ways_of = _by_slices if not on_gpu else known(device) if profile is not False else lambda c: []
     choices: Choices = {}
     for s, convolution in found.items():
-        micros = known(convolution)
+        micros = ways_of(convolution)
         whole = [m for m in micros if m.batch == convolution.batch]
         if not whole:
             continue
         fastest = min(whole, key=lambda m: (m.seconds, m.workspace))
-        known_well = costs.sources and costs.sources[s] in (Source.MEASURED, Source.SCALED)
-        trust_costs = known_well or device.platform != "gpu"
-        scale = costs.seconds[s] / fastest.seconds if trust_costs else 1.0
-        ways = [way.scaled(scale) for way in front(micros, convolution.batch)]
-        choices[s] = _after_own(convolution, fastest.workspace, scale * fastest.seconds, ways)
+        ways = front(micros, convolution.batch)
+        seconds = fastest.seconds
+        if not on_gpu or _was_timed(costs, s):
+            seconds = costs.seconds[s]
+        if not on_gpu:
+            ways = tuple(way.scaled(seconds / fastest.seconds) for way in ways)
+        choices[s] = _after_own(convolution, fastest.workspace, seconds, ways)
     if not choices:
         raise refuse(
-            f"none of its {len(set(found.values()))} was measured on {device.device_kind}: run "
-            "`vmem-jax profile --conv` there first"
+            f"none of its {len(set(found.values()))} was measured on {device.device_kind}: use "
+            "`profile=True`, or run `vmem-jax profile --conv` there first"
         )
     return choices
 
 
-def learned(program: Program, costs: Costs, compiled: Any) -> Costs:
-    """`costs` with the workspaces that XLA's own convolutions have in a step compiled for a GPU."""
-    found = {s: step.convolution for s, step in enumerate(program.steps) if step.convolution}
+def learned(
+    program: Program, device: jax.Device, profile: bool | None, costs: Costs, compiled: Any
+) -> Costs:
+    """`costs` with the workspaces that XLA's own convolutions have in a step compiled for `device`.
+
+    Where a step was not timed by itself, it takes as long as the fastest known way that needs no
+    larger workspace than XLA's own: what XLA does not take, it does not have.
+    """
+    found = convolutions_in(program)
     workspaces = own_workspaces(compiled.as_text(), set(found.values()))
+    ways_of: Known = lambda c: []
+    if profile is not False:
+        with contextlib.suppress(ImportError):
+            ways_of = known(device)
     choices = dict(costs.convolutions)
     for s, convolution in found.items():
-        if convolution in workspaces:
-            own, *others = choices.get(s) or (None,)
-            seconds = costs.seconds[s] if own is None else own.seconds
-            choices[s] = _after_own(convolution, workspaces[convolution], seconds, others)
+        if convolution not in workspaces:
+            continue
+        workspace = workspaces[convolution]
+        own, *others = choices.get(s) or (None,)
+        seconds = costs.seconds[s] if own is None else own.seconds
+        if not _was_timed(costs, s):
+            within = [
+                m.seconds
+                for m in ways_of(convolution)
+                if m.batch == convolution.batch and m.workspace <= workspace
+            ]
+            seconds = min(within, default=seconds)
+        choices[s] = _after_own(convolution, workspace, seconds, others)
     return dataclasses.replace(costs, convolutions=choices)
+
+
+def convolutions_in(program: Program) -> dict[int, Convolution]:
+    """The steps of `program` that are convolutions."""
+    steps = enumerate(program.steps)
+    return {s: step.convolution for s, step in steps if step.convolution is not None}
+
+
+def _was_timed(costs: Costs, s: int) -> bool:
+    return bool(costs.sources) and costs.sources[s] in (Source.MEASURED, Source.SCALED)
 
 
 def _after_own(

@@ -21,6 +21,9 @@ from vmem_jax.core.convolution import Convolution
 from vmem_jax.transfer import extension
 
 _RUNTIME_COMPILATION = 0  # among cuDNN's behaviour notes
+_ENOUGH = 0.025
+"""Seconds to time a plan for. It decides how long profiling a model takes: there are thousands."""
+
 _INSTALL = 'pip install "vmem_jax[gpu-compile]"'
 
 
@@ -108,7 +111,7 @@ def seconds(
     plan: Plan,
     device: jax.Device,
     count: int = 10,
-    enough: float = 0.05,
+    enough: float = _ENOUGH,
     scratch: Scratch | None = None,
 ) -> tuple[float, ...]:
     """What each of at most `count` runs of a plan takes on `device`, on random data.
@@ -154,7 +157,7 @@ class Cudnn:
     def seconds(self, convolution: Convolution, plan: Plan, patience: float) -> float:
         if isinstance(self.target, str):
             return math.nan
-        enough = min(patience, 0.05)
+        enough = min(patience, _ENOUGH)
         times = seconds(convolution, plan, self.target, enough=enough, scratch=self._scratch)
         return statistics.median(times)
 

@@ -98,12 +98,14 @@ def where_peak(program: Program, timeline: Timeline) -> str:
 def what_holds(
     program: Program, order: Sequence[int], position: int, transfers: Sequence[Transfer] = ()
 ) -> str:
-    """For people: bytes by kind at `position`, and the three largest buffers there."""
+    """For people: bytes by kind at `position`, the workspace there, and the largest buffers."""
     if position < 0:
         return ""
     live = live_at(program, order, position, transfers)
     kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
     kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
+    if workspace := program.steps[order[position]].workspace:
+        kinds.append(f"workspace {show_nbytes(workspace)}")
     largest = sorted(live, key=lambda b: -program.buffers[b].nbytes)[:3]
     names = [
         f"{program.buffers[b].label} {show_nbytes(program.buffers[b].nbytes)}" for b in largest

@@ -185,6 +185,14 @@ def _cannot_fit(
     plan = restated(lowest.plan, costs)
     timeline = simulate_plan(program, plan, costs)
     program = planned_program(program, plan)
+    peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
+    advice = ""
+    if peak is not None and peak.convolution and lowest.need - peak.workspace <= budget:
+        advice = (
+            "Without the workspace of that convolution it would fit: time what else can do it, with "
+            "`profile=True` or `vmem-jax profile --conv`, and leave `allow` out or let it name "
+            '"workspace"; or ask for a larger `budget`.'
+        )
     return BudgetError(
         policy=policy.name,
         budget=budget,
@@ -192,4 +200,5 @@ def _cannot_fit(
         at=where_peak(program, timeline),
         holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
         compiled=True,
+        advice=advice,
     )
