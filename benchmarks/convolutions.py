@@ -83,16 +83,22 @@ def of_layers(name: str, batch: int, dtype: str, strict: bool) -> dict[str, Conv
     return found
 
 
-def time_by_turns(calls: dict[str, Any], operands: tuple, rounds: int) -> dict[str, float]:
-    """The median seconds of each call; they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def time_by_turns(calls: dict[Any, Any], operands: tuple, rounds: int) -> dict[Any, float]:
+    """The median seconds of a run of each call; they take turns, of at most some 0.1 s each."""
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+
+    def run(call: Any, times: int) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready([call(*operands) for _ in range(times)])
+        return (time.perf_counter() - began) / times
+
     for call in calls.values():
-        jax.block_until_ready([call(*operands) for _ in range(3)])
+        run(call, 1)  # compiles
+    times = {name: max(1, min(5, int(0.1 / run(call, 1)))) for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
-            began = time.perf_counter()
-            jax.block_until_ready([call(*operands) for _ in range(5)])
-            seconds[name].append((time.perf_counter() - began) / 5)
+            if len(seconds[name]) < 2 or sum(seconds[name]) < 1:
+                seconds[name].append(run(call, times[name]))
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 

@@ -88,22 +88,24 @@ std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bo
 }
 
 std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
-                             int device, const ConvBuffers& buffers, std::int64_t workspace,
-                             int count, double enough) {
+                             int device, const std::vector<ConvBuffers>& sets,
+                             std::int64_t workspace, int count, double enough) {
   CudaBackend::DeviceGuard guard(device);
   CudnnLease lease(device);
   Stream stream;
   // not one of those that calls use, which are kept
   const Plan plan = MakePlan(geometry, ConvDevice::Here(lease.handle()), engine, knobs);
+  if (sets.empty()) throw Error(Code::kInvalidArgument, "there are no buffers");
   if (plan.workspace > workspace) {
     throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(plan.workspace) +
                                             " bytes of workspace. Got " +
                                             std::to_string(workspace) + ".");
   }
+  std::size_t runs = 0;
   auto run = [&](int times) {
     std::vector<CudaBackend::Mark> marks{CudaBackend::NewMark(stream.get())};
     for (int i = 0; i < times; ++i) {
-      lease.Run(plan, buffers, stream.get());
+      lease.Run(plan, sets.at(runs++ % sets.size()), stream.get());
       marks.push_back(CudaBackend::NewMark(stream.get()));
     }
     VMEM_CHECK_CUDA(cudaStreamSynchronize(stream.get()));

@@ -48,9 +48,10 @@ std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bo
 
 // The seconds of each of at most `count` runs of a plan, on a stream of its own: after one that is
 // not counted, and as many as `enough` seconds allow. If the first alone takes longer than that, it is
-// all there is. The buffers' contents matter: a device is faster on zeros than on anything else.
+// all there is. Runs take the sets of buffers in turn, so that none finds its own in the cache. Their
+// contents matter: a device is faster on zeros than on anything else.
 std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
-                             int device, const ConvBuffers& buffers, std::int64_t workspace,
-                             int count, double enough);
+                             int device, const std::vector<ConvBuffers>& sets,
+                             std::int64_t workspace, int count, double enough);
 
 }  // namespace vmem

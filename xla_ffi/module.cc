@@ -1,11 +1,13 @@
 // The only nanobind file: names to functions, no logic. Devices are pairs (platform, ordinal).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -168,17 +170,18 @@ nb::list ConvPlans(const std::string& which, const std::string& dtype, bool chan
   return result;
 }
 
-// `buffers` are the addresses of x, w, y and the workspace; what is computed is overwritten.
+// `sets` are the addresses of x, w, y and the workspace, each; what is computed is overwritten.
 std::vector<double> ConvTime(
     const std::string& which, const std::string& dtype, bool channels_last,
     const std::tuple<Dims, Dims, Dims>& shapes, const std::tuple<Dims, Dims, Dims, Dims>& window,
     int device, std::int64_t engine, const Knobs& knobs,
-    const std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>& buffers,
-    std::int64_t workspace, int count, double enough) {
+    const std::vector<std::array<std::uintptr_t, 4>>& sets, std::int64_t workspace, int count,
+    double enough) {
   auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
-  const auto [x, w, y, scratch] = buffers;
+  std::vector<ConvBuffers> buffers;
+  for (const auto& [x, w, y, scratch] : sets) buffers.push_back({at(x), at(w), at(y), at(scratch)});
   return TimePlan(GeometryOf(which, dtype, channels_last, shapes, window), engine, knobs, device,
-                  {at(x), at(w), at(y), at(scratch)}, workspace, count, enough);
+                  buffers, workspace, count, enough);
 }
 #endif
 
@@ -270,7 +273,7 @@ NB_MODULE(_xla_ffi, m) {
   m.def("conv_plans", &ConvPlans, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
         "device"_a, "compiling"_a);
   m.def("conv_time", &ConvTime, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
-        "device"_a, "engine"_a, "knobs"_a, "buffers"_a, "workspace"_a, "count"_a, "enough"_a,
+        "device"_a, "engine"_a, "knobs"_a, "sets"_a, "workspace"_a, "count"_a, "enough"_a,
         unlocked);
 #endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);

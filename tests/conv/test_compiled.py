@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from vmem_jax.capture import capture
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.choices import learned
-from vmem_jax.conv.compiled import own_workspaces
+from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.layers import convolutions_of
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
@@ -37,19 +38,22 @@ TEXT = """
   w.1 = f32[{k},3,3,{c}]{{3,2,1,0}} transpose(%kernel), dimensions={{3,0,1,2}}
   %dy.2 = f32[8,32,32,{k}]{{3,2,1,0}} get-tuple-element(%other), index=0
   %b = f32[64]{{0}} parameter(1)
-  %conv.1 = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[1000]{{0}}) custom-call(%x, w.1, %b), CUDNN$convBias"
-  %conv.2 = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[3000]{{0}}) custom-call(%x, w.1), CUDNN$convForward"
-  ROOT %dw = (f32[{k},3,3,{c}]{{3,2,1,0}}, u8[20]{{0}}) custom-call(%x, %dy.2), CUDNN$convFilter"
+  %conv.1 = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[1000]{{0}}) custom-call(%x, w.1, %b), CUDNN$convBias:9
+  %conv.2 = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[3000]{{0}}) custom-call(%x, w.1, %b), CUDNN$convBias:9
+  ROOT %dw = (f32[{k},3,3,{c}]{{3,2,1,0}}, u8[20]{{0}}) custom-call(%x, %dy.2), CUDNN$convFilter:7
   %gemm = (f32[8,32,32,{k}]{{3,2,1,0}}, u8[77]{{0}}) custom-call(%x, w.1), target="__cublas$gemm"
-""".replace("CUDNN", 'window={{size=3x3 pad=1_1x1_1}}, custom_call_target="__cudnn')
+"""
+TEXT = TEXT.replace("CUDNN", 'window={{size=3x3 pad=1_1x1_1}}, custom_call_target="__cudnn')
+TEXT = re.sub(r":(\d)\n", r'", backend_config={{"algorithm":{{"algo_id":"\1"}}}}\n', TEXT)
 
 
 @pytest.mark.parametrize(("c", "k"), [(3, 64), (4, 64), (8, 64)], ids=["plain", "4", "8"])
 def test_the_most_of_the_calls_with_the_sizes_of_a_convolution(c, k):
     filters = dataclasses.replace(LAYER, which=Pass.BACKWARD_FILTER)
     other = dataclasses.replace(LAYER, features_out=65)
-    found = own_workspaces(TEXT.format(c=c, k=k), [LAYER, filters, other])
-    assert found == {LAYER: 3000, filters: 20}
+    found = own_convolutions(TEXT.format(c=c, k=k), [LAYER, filters, other])
+    assert found == {LAYER: Own(3000), filters: Own(20)}
+    assert [found[c].engine for c in (LAYER, filters)] == [None, 7]
 
 
 def conv(x, w, strides=1, padding="SAME"):
@@ -83,12 +87,15 @@ def test_every_convolution_is_found_in_what_xla_compiles(dtype, precision):
         ]
         text = step.lower(*jax.tree.unflatten(tree, described)).compile().as_text()
     assert len(convolutions) == 3 + 3 + 2
-    assert own_workspaces(text, convolutions).keys() == convolutions
+    assert own_convolutions(text, convolutions).keys() == convolutions
 
 
+@dataclasses.dataclass
 class Compiled:
+    text: str = TEXT.format(c=3, k=64)
+
     def as_text(self):
-        return TEXT.format(c=3, k=64)
+        return self.text
 
 
 class H200:
@@ -119,6 +126,12 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
     Database(identity_of("NVIDIA H200", "91900")).add({LAYER: timed})
     own, *_ = learn(costs)
     assert (own.workspace, own.seconds) == (3000, 1.5)
+    # the one that XLA chose, where it is among them
+    same = Entry((Micro(8, 9, (), 3000, 1.7), Micro(8, 8, (), 3000, 1.6)))
+    Database(identity_of("NVIDIA H200", "91900")).add({LAYER: same})
+    text = TEXT.replace("convBias", "convForward").format(c=3, k=64).replace("u8[1000]", "u8[3000]")
+    found = learned(program, H200, None, costs, Compiled(text)).convolutions[s]
+    assert found[0].seconds == 1.7
     measured = dataclasses.replace(costs, sources=(Source.MEASURED,) * len(costs.seconds))
     own, *_ = learn(measured)
     assert (own.workspace, own.seconds) == (3000, 1.0)

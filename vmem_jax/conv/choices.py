@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from vmem_jax.conv.choice import by_xla, slice_by_xla
-from vmem_jax.conv.compiled import own_workspaces
+from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.known import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.costs import Costs, Source
@@ -87,33 +87,33 @@ def choices_of(
 def learned(
     program: Program, device: jax.Device, profile: bool | None, costs: Costs, compiled: Any
 ) -> Costs:
-    """`costs` with the workspaces that XLA's own convolutions have in a step compiled for `device`.
+    """`costs` with what XLA's own convolutions are in a step compiled for `device`.
 
-    Where a step was not timed by itself, it takes as long as the fastest known way that needs no
-    larger workspace than XLA's own: what XLA does not take, it does not have.
+    A step that was not timed by itself takes as long as what XLA chose, where that was timed here;
+    else as long as the fastest that needs no larger workspace.
     """
     found = convolutions_in(program)
-    workspaces = own_workspaces(compiled.as_text(), set(found.values()))
+    owns = own_convolutions(compiled.as_text(), set(found.values()))
     ways_of: Known = lambda c: []
     if profile is not False:
         with contextlib.suppress(ImportError):
             ways_of = known(device)
     choices = dict(costs.convolutions)
     for s, convolution in found.items():
-        if convolution not in workspaces:
+        if convolution not in owns:
             continue
-        workspace = workspaces[convolution]
-        own, *others = choices.get(s) or (None,)
-        seconds = costs.seconds[s] if own is None else own.seconds
+        before, *others = choices.get(s) or (None,)
+        seconds = costs.seconds[s] if before is None else before.seconds
         if not _was_timed(costs, s):
-            within = [
-                m.seconds
-                for m in ways_of(convolution)
-                if m.batch == convolution.batch and m.workspace <= workspace
-            ]
-            seconds = min(within, default=seconds)
-        choices[s] = _after_own(convolution, workspace, seconds, others)
+            seconds = _seconds_of(owns[convolution], convolution, ways_of(convolution), seconds)
+        choices[s] = _after_own(convolution, owns[convolution].workspace, seconds, others)
     return dataclasses.replace(costs, convolutions=choices)
+
+
+def _seconds_of(own: Own, convolution: Convolution, micros: list[Micro], default: float) -> float:
+    within = [m for m in micros if m.batch == convolution.batch and m.workspace <= own.workspace]
+    same = [m for m in within if (m.engine, m.workspace) == (own.engine, own.workspace)]
+    return min((m.seconds for m in same or within), default=default)
 
 
 def convolutions_in(program: Program) -> dict[int, Convolution]:

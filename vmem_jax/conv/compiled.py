@@ -8,6 +8,7 @@ channels.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -19,7 +20,8 @@ from vmem_jax.core.convolution import Convolution
 _DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \(?\w+\[([\d,]*)\]", re.MULTILINE)
 _CALLED = re.compile(
     r"= \(\w+\[(?P<result>[\d,]*)\][^()]*, u8\[(?P<workspace>\d*)\][^()]*\) "
-    r"custom-call\((?P<operands>[^)]*)\).*custom_call_target=\"__cudnn\$conv"
+    r"custom-call\((?P<operands>[^)]*)\).*custom_call_target=\"__cudnn\$conv(?P<kind>\w+)\""
+    r"(?:.*\"algo_id\":\"?(?P<engine>-?\d+))?"
 )
 
 _PADDED = (1, 4, 8)
@@ -29,13 +31,27 @@ _Sizes = tuple[int, tuple[int, ...]]
 """Elements of the result, and of both operands, the smaller first."""
 
 
-def own_workspaces(text: str, convolutions: Iterable[Convolution]) -> dict[Convolution, int]:
-    """Bytes of workspace of those of `convolutions` that XLA does in a compiled step; the most of it.
+@dataclasses.dataclass(frozen=True, order=True)
+class Own:
+    """What XLA's own convolution is in a compiled step.
+
+    Attributes:
+      workspace: bytes.
+      engine: cuDNN's index of what does it; None where a bias is fused into it, since the engines for
+        that are others.
+    """
+
+    workspace: int
+    engine: int | None = dataclasses.field(default=None, compare=False)
+
+
+def own_convolutions(text: str, convolutions: Iterable[Convolution]) -> dict[Convolution, Own]:
+    """Those of `convolutions` that XLA does in a compiled step; of several the one that takes most.
 
     Args:
       text: the step as `as_text()` gives it after compilation.
     """
-    found: dict[_Sizes, int] = {}
+    found: dict[_Sizes, Own] = {}
     elements = {m[1]: _elements(m[2]) for m in _DEFINED.finditer(text)}
     for line in text.splitlines():
         call = _CALLED.search(line) if "__cudnn$conv" in line else None
@@ -45,13 +61,13 @@ def own_workspaces(text: str, convolutions: Iterable[Convolution]) -> dict[Convo
         if len(operands) < 2 or any(name not in elements for name in operands[:2]):
             continue
         sizes = _elements(call["result"]), tuple(sorted(elements[name] for name in operands[:2]))
-        found[sizes] = max(found.get(sizes, 0), int(call["workspace"] or 1))
-    workspaces = {}
-    for convolution in convolutions:
-        seen = [found[sizes] for sizes in _sizes(convolution) if sizes in found]
-        if seen:
-            workspaces[convolution] = seen[0]
-    return workspaces
+        known = call["engine"] and "Bias" not in call["kind"]
+        own = Own(int(call["workspace"] or 1), int(call["engine"]) if known else None)
+        found[sizes] = max(found.get(sizes, own), own)
+    seen = {c: [found[sizes] for sizes in _sizes(c) if sizes in found] for c in convolutions}
+    return {
+        convolution: of_its_sizes[0] for convolution, of_its_sizes in seen.items() if of_its_sizes
+    }
 
 
 def _sizes(convolution: Convolution) -> list[_Sizes]:

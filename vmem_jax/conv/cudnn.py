@@ -130,13 +130,12 @@ def seconds(
     if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
         raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
     scratch = Scratch(device) if scratch is None else scratch
-    buffers = scratch.buffers(convolution, plan.workspace)
     found = module.conv_time(
         *_arguments(convolution),
         device=where,
         engine=plan.engine,
         knobs=list(plan.knobs),
-        buffers=buffers,
+        sets=scratch.sets(convolution, plan.workspace, count + 1),
         workspace=max(plan.workspace, 1),
         count=count,
         enough=enough,

@@ -29,8 +29,10 @@ _KEEP_EVERY = 10.0
 _HOPELESS = 8.0
 """As many times as long as another, with few samples: it will not be the faster one with more."""
 
-_HOPELESS_DIVIDED = 30.0
-"""The same where the other may need more workspace. The whole batch has what there is without any."""
+_FAR_SLOWER = 30.0
+"""As many times as long as one that may need more workspace. Such a way serves where there is hardly
+any, so only for whole batches, and nobody needs its time exactly: it is that of the fewer samples,
+times as many as there are more."""
 
 _PATIENCE = 3.0
 """As many times as long as the fastest of no more workspace: one run has told enough."""
@@ -175,26 +177,33 @@ def _scout(parts: Sequence[Convolution]) -> Convolution:
 
 
 class _Hope:
-    """Which ways are worth timing, by what was seen of a smaller micro-batch."""
+    """Which ways are worth timing, by what was seen of another number of samples."""
 
     def __init__(self, seen: Iterable[Micro], divided: bool) -> None:
-        self._seconds = {(m.engine, m.knobs): m.seconds for m in seen}
+        self._seen = {(m.engine, m.knobs): m for m in seen}
         self._divided = divided
         self.lost = 0
 
-    def is_lost(self, way: Micro, timed: Iterable[Micro]) -> bool:
+    def is_lost(self, way: Micro, timed: Sequence[Micro]) -> bool:
         """Whether one that was `timed` makes `way` useless; counted."""
-        mine = self._seconds.get((way.engine, way.knobs))
-        if mine is None:
-            return False
-        least = lambda some: min(
-            (self._seconds.get((m.engine, m.knobs), math.inf) for m in some), default=math.inf
-        )
-        timed = list(timed)
-        lost = mine > _HOPELESS * least(m for m in timed if m.workspace <= way.workspace)
-        lost |= self._divided and mine > _HOPELESS_DIVIDED * least(timed)
+        rivals = [m for m in timed if m.workspace <= way.workspace]
+        lost = self._times_slower(way, rivals) > _HOPELESS
+        lost |= self._divided and self._times_slower(way, timed) > _FAR_SLOWER
         self.lost += lost
         return lost
+
+    def seconds(self, way: Micro, timed: Sequence[Micro]) -> float | None:
+        """What `way` takes by its samples, where that is too long to be seen; else None."""
+        if self._times_slower(way, timed) <= _FAR_SLOWER:
+            return None
+        seen = self._seen[way.engine, way.knobs]
+        return seen.seconds * way.batch / seen.batch
+
+    def _times_slower(self, way: Micro, others: Iterable[Micro]) -> float:
+        mine = self._seen.get((way.engine, way.knobs))
+        theirs = [self._seen.get((m.engine, m.knobs)) for m in others]
+        fastest = min((m.seconds for m in theirs if m is not None), default=math.inf)
+        return 0.0 if mine is None else mine.seconds / fastest
 
 
 def _time(
@@ -228,10 +237,9 @@ def _time(
             why = "the time was up"
         elif not hope.is_lost(micro, timed):
             rivals = (m.seconds for m in timed if m.workspace <= plan.workspace)
+            patience = _PATIENCE * min(rivals, default=math.inf)
             try:
-                seconds = library.seconds(
-                    convolution, plan, _PATIENCE * min(rivals, default=math.inf)
-                )
+                seconds = hope.seconds(micro, timed) or library.seconds(convolution, plan, patience)
             except RuntimeError as error:
                 why = _reason(error)
             else:

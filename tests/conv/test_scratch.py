@@ -1,0 +1,56 @@
+"""Where plans are timed: buffers that are apart, in memory that is there, more than a cache holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convolutions import convolution
+
+from vmem_jax.conv import scratch as module
+from vmem_jax.conv.scratch import Scratch
+from vmem_jax.conv.slices import layouts, roles
+from vmem_jax.core.convolution import Pass
+
+
+def test_random_values_are_drawn_in_few_sizes():
+    sizes = {module._eighths(n) for n in range(1 << 10, 1 << 20, 97)}
+    assert len(sizes) <= 10 * 8 + 1
+    assert all(n <= module._eighths(n) <= 1.25 * n for n in (3, 100, 12345, 1 << 33))
+
+
+@pytest.mark.parametrize("which", Pass)
+@pytest.mark.parametrize(("batch", "count"), [(1, 4), (64, 3)])
+def test_sets_are_apart_and_fill_the_cache(which, batch, count, monkeypatch):
+    c = dataclasses.replace(convolution(batch), which=which, features_in=4, features_out=8)
+    shapes = layouts(c)
+    nbytes = {role: 4 * math.prod(shape) for role, shape in shapes.items()}
+    monkeypatch.setattr(module, "_CACHES", 5 * sum(nbytes.values()) // 2 if batch == 64 else 10**9)
+    scratch = Scratch(jax.devices("cpu")[0])
+    found = scratch.sets(c, 1000, 4)
+    assert len(found) == count
+    *operands, result = roles(which)
+    taken = [(found[0][3], found[0][3] + 1000)]
+    for *addresses, workspace in found:
+        assert workspace == found[0][3]
+        at = dict(zip("xwy", addresses, strict=True))
+        taken += [(at[role], at[role] + nbytes[role]) for role in at]
+        assert all(at[role] % 256 == found[0]["xwy".index(role)] % 256 for role in at)
+    taken.sort()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
+    values, written = scratch._values["float32"], scratch._bytes
+    spans = {
+        role: (array.unsafe_buffer_pointer(), array.unsafe_buffer_pointer() + array.nbytes)
+        for role, array in [*((role, values) for role in operands), (result, written)]
+    }
+    for addresses in found:
+        for role, address in zip("xwy", addresses, strict=False):
+            low, high = spans[role]
+            assert low <= address and address + nbytes[role] <= high
+    assert np.std(values) > 0.9 and jnp.unique(values[:100]).size > 90
+    assert scratch.sets(c, 10, 4)[0][0] == found[0][0]  # nothing new is taken for less
