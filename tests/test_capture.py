@@ -121,6 +121,24 @@ def test_relu_keeps_no_mask():
     assert not any("bool" in b.label for b in found.program.buffers)
 
 
+@pytest.mark.parametrize(
+    ("after", "passes"),
+    [
+        (lambda y, b: y, 0),
+        (lambda y, b: y + b, 2),
+        (lambda y, b: jax.nn.relu(y + b), 2),
+        (lambda y, b: jnp.tanh(y), 0),
+    ],
+    ids=["nothing", "bias", "bias and relu", "not by the library"],
+)
+def test_what_a_library_kernel_does_besides_saves_a_pass_over_its_result(after, passes):
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
+    fun = lambda x, w, b: after(conv(x, w), b)
+    found = program(fun, jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3)), jnp.ones((4, 8, 8)))
+    [step] = [step for step in found.steps if step.convolution]
+    assert step.epilogue_nbytes == passes * 4 * 2 * 4 * 8 * 8
+
+
 def test_merged_repeated_equations():
     found = program(lambda x, w: (x @ w) * jnp.sin(x @ w), X, W)
     assert ops(found).count("dot_general") == 1

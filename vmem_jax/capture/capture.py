@@ -217,7 +217,12 @@ def _step(
         layer=layer_of(root),
         source=compat.user_line(root),
         convolution=None if matched is None else matched.convolution,
+        epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
     )
+
+
+def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:
+    return class_of(root) is Class.HEAVY and kernel.writes != tuple(root.outvars)
 
 
 def _hosted(

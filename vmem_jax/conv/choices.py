@@ -13,7 +13,7 @@ from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.known import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
-from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.costs import Costs, Source, machine_for
 from vmem_jax.core.program import Program
 from vmem_jax.policy.workspace_division import front
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
@@ -37,6 +37,7 @@ def choices_of(
     On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
     of the whole batch whatever its workspace, since that is what XLA's autotuner takes, until a
     compiled step tells (`learned`); a convolution of which the whole batch was not timed stays XLA's.
+    All others take longer by what XLA's own does besides, in the same kernel.
     On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to a
     thirty-second of the batch, with the workspace that the compiler says and the seconds of a
     roofline, scaled so that the whole has those of `costs`.
@@ -59,6 +60,7 @@ def choices_of(
     if not found:
         raise refuse("it has none on one device, of one float dtype and at most three dimensions")
     on_gpu = device.platform == "gpu"
+    bandwidth = machine_for(device.device_kind).bandwidth
     if profile and on_gpu:
         profile_on(device, found.values())
     ways_of = _by_slices if not on_gpu else known(device) if profile is not False else lambda c: []
@@ -73,7 +75,10 @@ def choices_of(
         seconds = fastest.seconds
         if not on_gpu or _was_timed(costs, s):
             seconds = costs.seconds[s]
-        if not on_gpu:
+        if on_gpu:
+            besides = program.steps[s].epilogue_nbytes / bandwidth
+            ways = tuple(way.longer(besides) for way in ways)
+        else:
             ways = tuple(way.scaled(seconds / fastest.seconds) for way in ways)
         choices[s] = _after_own(convolution, fastest.workspace, seconds, ways)
     if not choices:

@@ -169,6 +169,11 @@ class Configuration:
         """Of all one after the other."""
         return sum(m.seconds for m in self.micros)
 
+    def longer(self, seconds: float) -> Configuration:
+        """The same, taking so much longer."""
+        *others, last = self.micros
+        return Configuration((*others, dataclasses.replace(last, seconds=last.seconds + seconds)))
+
     def scaled(self, factor: float) -> Configuration:
         """The same, taking `factor` times as long."""
         each = (dataclasses.replace(m, seconds=m.seconds * factor) for m in self.micros)

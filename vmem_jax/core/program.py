@@ -75,6 +75,8 @@ class Step:
       source: the user's source line, "model.py:41".
       aligned: whether tensor cores take its shapes as they are.
       convolution: what it convolves, where that can be done in micro-batches.
+      epilogue_nbytes: memory traffic in bytes that is saved because the library kernel does more than
+        its product, a bias or a ReLU for instance. What convolves in its place must not forget it.
     """
 
     reads: tuple[int, ...]
@@ -93,6 +95,7 @@ class Step:
     source: str
     aligned: bool = True
     convolution: Convolution | None = None
+    epilogue_nbytes: int = 0
 
     @property
     def where(self) -> str:
