@@ -12,8 +12,8 @@ export PYTHONPATH
 commit() { echo ${COMMIT:+--commit="$COMMIT"}; }
 layer() {
   # shellcheck disable=SC2046  # options are words
-  python3 benchmarks/convolutions.py --layers="$1" --batch="$2" --limits="$3" --seconds="$TIMING" \
-    --out="$layers" $(commit)
+  python3 benchmarks/convolutions.py --layers="$1" --batch="$2" --limits="$3" --dtype="$4" \
+    --seconds="$TIMING" --out="$layers" $(commit)
 }
 model() {
   # shellcheck disable=SC2046
@@ -23,10 +23,10 @@ model() {
 }
 for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
   case $each in
-    alexnet) layer alexnet 256 64MiB,512MiB,none ;;
-    seven) layer seven 256 512MiB,none ;;
-    stem) layer stem 256 20MiB,none ;;
-    3d) layer 3d 16 64MiB,none ;;
+    alexnet) layer alexnet 256 64MiB,512MiB,none float32 ;;
+    seven) layer seven 256 512MiB,none float32 ;;
+    stem) layer stem 256 20MiB,none float32; layer stem 256 20MiB,none bfloat16 ;;
+    3d) layer 3d 16 64MiB,none float32 ;;
     vgg16) model vgg16 256 float32 highest 0.5,0.4,12GiB ;;
     vgg16bf16) model vgg16 256 bfloat16 "" 0.5,0.3 ;;
     resnet18) model resnet18 128 float32 highest 0.5 ;;
