@@ -26,10 +26,11 @@ import records
 from absl import app, flags
 from jax import lax
 
+from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles, whole
-from vmem_jax.core.convolution import Configuration, Convolution, Pass
+from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Pass
 from vmem_jax.errors import WorkspaceError, parse_size, show_nbytes
 from vmem_jax.policy.workspace_reuse import BatchSizes, reuse
 
@@ -60,7 +61,7 @@ FLAGS = flags.FLAGS
 
 
 def of_layers(name: str, batch: int, dtype: str, strict: bool) -> dict[str, Convolution]:
-    """Every pass of every layer, but for the gradient to the images."""
+    """Every pass of every layer, but for the gradient to the images; the first also with a bias."""
     found = {}
     for layer, (c, size, k, kernel, stride, padding) in LAYERS[name].items():
         n = len(size)
@@ -80,6 +81,8 @@ def of_layers(name: str, batch: int, dtype: str, strict: bool) -> dict[str, Conv
                 padding=((padding, padding),) * n,
                 dilation=(1,) * n,
             )
+        forward = found[f"{layer} {Pass.FORWARD}"]
+        found[f"{layer} with bias and ReLU"] = forward.with_epilogue(Epilogue.BIAS_RELU)
     return found
 
 
@@ -119,57 +122,64 @@ def with_relu(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda lhs, rhs, bias: jax.nn.relu(call(lhs, rhs) + bias)
 
 
-def arms_of(name: str, convolution: Convolution, micros: Any, limits: list[int | None]) -> list:
-    """(how, limit, configuration or None, call of both operands); a call may stand there twice."""
-    arms: list[tuple[str, int | None, Configuration | None, Callable[..., Any]]] = []
-    own = functools.partial(whole, convolution)
-    arms.append(("xla", None, None, own))
+Arm = tuple[str, int | None, Configuration | None, Callable[..., Any]]
+"""How, the limit, what was chosen, and a call of the operands, which may stand in several arms."""
+
+
+def arms_of(
+    name: str, convolution: Convolution, micros: Any, limits: list[int | None]
+) -> list[Arm]:
+    """XLA's own, our call undivided and in micro-batches, and XLA's in a loop."""
+    behind = with_relu if convolution.epilogue else lambda call: call
+    ours = fused_convolution if convolution.epilogue else micro_convolution
+    arms: list[Arm] = [("xla", None, None, behind(functools.partial(whole, convolution)))]
     calls: dict[Configuration, Callable[..., Any]] = {}
     undivided = [m for m in micros if m.batch == convolution.batch]
     for limit in limits:
+        samples = convolution.batch
         for how, some in (("undivided", undivided), ("divided", micros)):
             try:
                 way = reuse(convolution, some, limit)
             except WorkspaceError as error:
                 print(f"{name}: {how}: {error}")
                 continue
-            call = functools.partial(micro_convolution, convolution, way)
-            arms.append((how, limit, way, calls.setdefault(way, call)))
-        samples = max(m.batch for m in way.micros)
+            call = calls.setdefault(way, functools.partial(ours, convolution, way))
+            arms.append((how, limit, way, call))
+            samples = max(m.batch for m in way.micros)
         if samples < convolution.batch and convolution.batch % samples == 0:
-            arms.append(("map", limit, None, functools.partial(by_map, convolution, samples)))
+            loop = functools.partial(by_map, convolution, samples)
+            arms.append(("map", limit, None, behind(loop)))
     return arms
 
 
 def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int | None]) -> list:
-    """A row for each arm; those of forward passes once more with a bias and a ReLU after them."""
+    """A row for each arm."""
     first, second, _ = roles(convolution.which)
     shapes = layouts(convolution)
     draw = lambda key, shape: jax.random.normal(jax.random.key(key), shape, convolution.dtype)
-    operands = draw(0, shapes[first]), draw(1, shapes[second])
+    operands = [draw(0, shapes[first]), draw(1, shapes[second])]
+    if convolution.epilogue:
+        operands.append(draw(2, (convolution.features_out,)))
+    arms = arms_of(name, convolution, micros, limits)
+    jitted = {call: jax.jit(call) for *_, call in arms}
+    took = time_by_turns(jitted, tuple(operands), FLAGS.rounds)
     rows: list[dict[str, Any]] = []
-    for relu in (False, True) if convolution.which == Pass.FORWARD else (False,):
-        bias = (draw(2, (convolution.features_out,) if convolution.channels_last else ()),)
-        given = operands + bias * relu
-        arms = arms_of(name, convolution, micros, limits)
-        distinct = {call: with_relu(call) if relu else call for *_, call in arms}
-        jitted = {call: jax.jit(run) for call, run in distinct.items()}
-        took = time_by_turns(jitted, given, FLAGS.rounds)
-        for how, limit, way, call in arms:
-            compiled = jitted[call].lower(*given).compile()
-            row = {
-                "kernel": name,
-                "convolution": str(convolution),
-                "how": how,
-                "relu": relu,
-                "limit": limit,
-                "seconds": took[call],
-                "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-            }
-            if way is not None:
-                row |= {"expected": way.seconds, "workspace": way.workspace}
-                row |= {"micros": [[m.batch, m.engine] for m in way.micros]}
-            rows.append(row)
+    for how, limit, way, call in arms:
+        compiled = jitted[call].lower(*operands).compile()
+        row = {
+            "kernel": name,
+            "convolution": str(convolution),
+            "how": how,
+            "relu": bool(convolution.epilogue),
+            "limit": limit,
+            "seconds": took[call],
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        }
+        if way is not None:
+            row |= {"expected": way.seconds, "workspace": way.workspace}
+            runs = itertools.groupby(way.micros)
+            row |= {"micros": [[len(list(g)), m.batch, m.engine] for m, g in runs]}
+        rows.append(row)
     return rows
 
 
@@ -197,7 +207,7 @@ def main(argv: list[str]) -> None:
     for row in rows:
         key = row["how"], row["relu"], row["limit"]
         totals[key] = totals.get(key, 0.0) + row["seconds"]
-        runs = [f"{len(list(g))} × {m}" for m, g in itertools.groupby(row.get("micros", []))]
+        runs = [f"{n} × {batch} ({engine})" for n, batch, engine in row.get("micros", [])]
         print(
             f"{row['kernel']:28s} {row['how']:10s}{'+relu ' if row['relu'] else '      '}"
             f"{row['limit'] or '':>12} {row['seconds'] * 1e3:8.3f} ms, "
@@ -205,7 +215,7 @@ def main(argv: list[str]) -> None:
             f"{show_nbytes(row['temporaries'])}, {', '.join(runs)}"
         )
     for (how, relu, limit), seconds in totals.items():
-        what = "forward kernels with bias and ReLU" if relu else f"all {len(kernels)} kernels"
+        what = "forward kernels with bias and ReLU" if relu else "all kernels without"
         print(f"{what}, {how}, limit {limit}: {seconds * 1e3:.2f} ms")
     if FLAGS.out:
         with Path(FLAGS.out).open("a") as file:

@@ -23,7 +23,7 @@ from records import Record
 import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.conv.known import profile_on
-from vmem_jax.conv.layers import convolutions_of
+from vmem_jax.conv.layers import kernels_of
 from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.models import job
 from vmem_jax.profile.measured import measured_costs
@@ -158,7 +158,7 @@ def measure() -> list[Record]:
     if FLAGS.profile:
         measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)
     if FLAGS.conv:
-        found = profile_on(jax.devices()[0], convolutions_of(jaxpr), deadline=FLAGS.conv)
+        found = profile_on(jax.devices()[0], kernels_of(jaxpr), deadline=FLAGS.conv)
         logging.info(
             "%d ways timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
             *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),

@@ -88,8 +88,27 @@ void CheckMicros(const Call& call) {
   }
 }
 
-Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuffer> result,
-            ffi::Result<ffi::AnyBuffer> workspace, std::string_view which, bool channels_last,
+// The bias is an operand only where there is one.
+void BindBias(Call& call, ffi::RemainingArgs more) {
+  const std::size_t count = call.whole.epilogue.bias ? 1 : 0;
+  if (more.size() != count) {
+    throw Error(Code::kInvalidArgument, std::to_string(more.size()) + " more operands, and " +
+                                            std::to_string(count) + " in the epilogue");
+  }
+  if (count == 0) return;
+  const auto bias = more.get<ffi::AnyBuffer>(0);
+  if (!bias.has_value()) throw Error(Code::kInvalidArgument, "the bias is no buffer");
+  if (TypeOf(bias->element_type()) != call.whole.dtype ||
+      static_cast<std::int64_t>(bias->element_count()) != call.whole.w[0]) {
+    throw Error(Code::kInvalidArgument, "the bias is one value of the same type for each of " +
+                                            std::to_string(call.whole.w[0]) + " channels");
+  }
+  call.buffers.bias = bias->untyped_data();
+}
+
+Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::RemainingArgs more,
+            ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> workspace,
+            std::string_view which, std::string_view epilogue, bool channels_last,
             Integers strides, Integers padding_low, Integers padding_high, Integers dilation,
             bool partials, Integers micros) {
   Call call;
@@ -100,6 +119,7 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuf
 
   ConvGeometry& whole = call.whole;
   whole.pass = ConvPassOf(std::string(which));
+  whole.epilogue = ConvEpilogueOf(std::string(epilogue));
   whole.dtype = TypeOf(result->element_type());
   whole.channels_last = channels_last;
   whole.strides = Dims(strides.begin(), strides.end());
@@ -136,6 +156,7 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::Result<ffi::AnyBuf
   bind(data ? x : filter ? w : y, made, result->untyped_data());
 
   whole.Check();
+  BindBias(call, more);
   CheckMicros(call);
   return call;
 }
@@ -198,9 +219,11 @@ auto BindConv() {
       .template Ctx<ffi::DeviceOrdinal>()  // a stream that is being recorded does not tell
       .template Arg<ffi::AnyBuffer>()  // x, or y
       .template Arg<ffi::AnyBuffer>()  // w, or y
+      .RemainingArgs()                 // a bias, or none
       .template Ret<ffi::AnyBuffer>()  // y, x or w
       .template Ret<ffi::AnyBuffer>()  // workspace
       .template Attr<std::string_view>("which")
+      .template Attr<std::string_view>("epilogue")
       .template Attr<bool>("channels_last")
       .template Attr<Integers>("strides")
       .template Attr<Integers>("padding_low")

@@ -31,6 +31,13 @@ cudnnDataType_t ConvTypeOf(const std::string& dtype) {
   Refuse("values of type " + dtype);
 }
 
+ConvEpilogue ConvEpilogueOf(const std::string& name) {
+  if (name.empty()) return {};
+  if (name == "bias") return {true, false};
+  if (name == "bias and relu") return {true, true};
+  Refuse("there is no epilogue \"" + name + "\"");
+}
+
 void ConvGeometry::Check() const {
   const std::size_t rank = x.size();
   if (rank < kSpace + 1 || rank > kSpace + 3) {
@@ -44,6 +51,9 @@ void ConvGeometry::Check() const {
     for (std::int64_t dim : *dims) {
       if (dim <= 0) Refuse("a dimension of " + std::to_string(dim));
     }
+  }
+  if (pass != ConvPass::kForward && epilogue.bias) {
+    Refuse("only a forward pass has an epilogue");
   }
   if (x[0] != y[0]) Refuse("x and y have different batches");
   if (w[0] != y[1]) Refuse("w and y have different output channels");
@@ -110,7 +120,8 @@ bool ConvGeometry::CanAccumulate() const {
 
 void ConvGeometry::AppendTo(Dims& key) const {
   key.insert(key.end(), {static_cast<std::int64_t>(pass), static_cast<std::int64_t>(dtype),
-                         channels_last, accumulate, static_cast<std::int64_t>(x.size())});
+                         channels_last, epilogue.bias, epilogue.relu, accumulate,
+                         static_cast<std::int64_t>(x.size())});
   for (const Dims* each : {&x, &w, &y, &strides, &padding_low, &padding_high, &dilation}) {
     key.insert(key.end(), each->begin(), each->end());
   }

@@ -18,12 +18,23 @@ enum class ConvPass { kForward, kBackwardData, kBackwardFilter };
 ConvPass ConvPassOf(const std::string& name);
 cudnnDataType_t ConvTypeOf(const std::string& dtype);
 
+// What a forward pass does to its result before it writes it, in this order. cuDNN has no kernels
+// for a ReLU without a bias.
+struct ConvEpilogue {
+  bool bias = false;  // adds one value for each channel
+  bool relu = false;
+};
+
+// "", "bias" or "bias and relu"
+ConvEpilogue ConvEpilogueOf(const std::string& name);
+
 struct ConvGeometry {
   ConvPass pass = ConvPass::kForward;
   cudnnDataType_t dtype = CUDNN_DATA_FLOAT;
   bool channels_last = true;
   Dims x, w, y;  // of one call; w: K, C of one group, space
   Dims strides, padding_low, padding_high, dilation;
+  ConvEpilogue epilogue;
   bool accumulate = false;  // the result is added to what is there
 
   // Throws Error if the shapes do not belong together: cuDNN would write past the end of a buffer.

@@ -23,7 +23,11 @@ static_assert(CUDNN_NUMERICAL_NOTE_TYPE_COUNT <= kMostNotes);
 constexpr std::int64_t kAlignment = 16;
 
 struct Graph {
-  Descriptor x, w, y, convolution, operation, graph;
+  std::vector<Descriptor> parts;  // that `operations` are made of
+  std::vector<Descriptor> operations;
+  Descriptor graph;
+
+  const Descriptor& Keep(Descriptor part) { return parts.emplace_back(std::move(part)); }
 };
 
 // `unit` is what slices of the tensor begin at multiples of, in bytes.
@@ -35,6 +39,20 @@ Descriptor MakeTensor(std::int64_t id, const ConvGeometry& geometry, const Dims&
   tensor.Set(CUDNN_ATTR_TENSOR_STRIDES, geometry.StridesOf(dims));
   tensor.Set(CUDNN_ATTR_TENSOR_UNIQUE_ID, id);
   tensor.Set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, std::gcd(kAlignment, unit));
+  tensor.Finalize();
+  return tensor;
+}
+
+// One between two operations, of the shape of y, that is never in memory.
+Descriptor MakeVirtual(std::int64_t id, const ConvGeometry& geometry, cudnnDataType_t dtype) {
+  const bool is_virtual = true;
+  Descriptor tensor(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
+  tensor.Set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &dtype);
+  tensor.Set(CUDNN_ATTR_TENSOR_DIMENSIONS, geometry.y);
+  tensor.Set(CUDNN_ATTR_TENSOR_STRIDES, geometry.StridesOf(geometry.y));
+  tensor.Set(CUDNN_ATTR_TENSOR_UNIQUE_ID, id);
+  tensor.Set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, kAlignment);
+  tensor.Set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, 1, &is_virtual);
   tensor.Finalize();
   return tensor;
 }
@@ -89,6 +107,24 @@ void SetScales(Descriptor& operation, const OperationNames& names, cudnnBackendA
   operation.Set(names.beta, type, 1, &beta);
 }
 
+// An operation by element on `x`, and on `b` if there is one.
+Descriptor MakePointwise(cudnnPointwiseMode_t mode, cudnnDataType_t computed_in,
+                         const Descriptor& x, const Descriptor* b, const Descriptor& y,
+                         Graph& graph) {
+  Descriptor pointwise(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
+  pointwise.Set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, 1, &mode);
+  pointwise.Set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, 1, &computed_in);
+  pointwise.Finalize();
+  Descriptor operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
+  operation.Set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, pointwise);
+  operation.Set(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x);
+  if (b != nullptr) operation.Set(CUDNN_ATTR_OPERATION_POINTWISE_BDESC, *b);
+  operation.Set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y);
+  operation.Finalize();
+  graph.Keep(std::move(pointwise));
+  return operation;
+}
+
 Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
   const ConvGeometry g = given.Widened();
   const bool twice = g.dtype == CUDNN_DATA_DOUBLE;
@@ -96,36 +132,54 @@ Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
   const cudnnConvolutionMode_t mode = CUDNN_CROSS_CORRELATION;
 
   Graph made;
-  made.x = MakeTensor(kIdOfX, g, g.x, g.SampleBytes(g.x));
-  made.w = MakeTensor(kIdOfW, g, g.w, g.w[0] * g.SampleBytes(g.w));
-  made.y = MakeTensor(kIdOfY, g, g.y, g.SampleBytes(g.y));
+  made.parts.reserve(16);  // so that references to them hold
+  const Descriptor& x = made.Keep(MakeTensor(kIdOfX, g, g.x, g.SampleBytes(g.x)));
+  const Descriptor& w = made.Keep(MakeTensor(kIdOfW, g, g.w, g.w[0] * g.SampleBytes(g.w)));
+  const Descriptor& y = made.Keep(MakeTensor(kIdOfY, g, g.y, g.SampleBytes(g.y)));
+  const auto [bias, relu] = g.epilogue;
+  const Descriptor& convolved = bias ? made.Keep(MakeVirtual('c', g, computed_in)) : y;
 
-  made.convolution = Descriptor(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR);
-  Descriptor& convolution = made.convolution;
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, static_cast<std::int64_t>(g.strides.size()));
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &computed_in);
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_CONV_MODE, CUDNN_TYPE_CONVOLUTION_MODE, 1, &mode);
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, g.padding_low);
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, g.padding_high);
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_DILATIONS, g.dilation);
-  convolution.Set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, g.strides);
-  convolution.Finalize();
+  const Descriptor& convolution =
+      made.Keep(Descriptor(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR));
+  Descriptor& set = made.parts.back();
+  set.Set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, static_cast<std::int64_t>(g.strides.size()));
+  set.Set(CUDNN_ATTR_CONVOLUTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &computed_in);
+  set.Set(CUDNN_ATTR_CONVOLUTION_CONV_MODE, CUDNN_TYPE_CONVOLUTION_MODE, 1, &mode);
+  set.Set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, g.padding_low);
+  set.Set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, g.padding_high);
+  set.Set(CUDNN_ATTR_CONVOLUTION_DILATIONS, g.dilation);
+  set.Set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, g.strides);
+  set.Finalize();
 
   const OperationNames& names = NamesOf(g.pass);
-  made.operation = Descriptor(names.operation);
-  made.operation.Set(names.x, made.x);
-  made.operation.Set(names.w, made.w);
-  made.operation.Set(names.y, made.y);
-  made.operation.Set(names.convolution, convolution);
+  Descriptor operation(names.operation);
+  operation.Set(names.x, x);
+  operation.Set(names.w, w);
+  operation.Set(names.y, convolved);
+  operation.Set(names.convolution, convolution);
   if (twice) {
-    SetScales<double>(made.operation, names, CUDNN_TYPE_DOUBLE, g.accumulate);
+    SetScales<double>(operation, names, CUDNN_TYPE_DOUBLE, g.accumulate);
   } else {
-    SetScales<float>(made.operation, names, CUDNN_TYPE_FLOAT, g.accumulate);
+    SetScales<float>(operation, names, CUDNN_TYPE_FLOAT, g.accumulate);
   }
-  made.operation.Finalize();
+  operation.Finalize();
+  made.operations.push_back(std::move(operation));
+  if (bias) {
+    Dims one(g.y.size(), 1);
+    one[1] = g.y[1];
+    const auto nbytes = static_cast<std::int64_t>(g.ItemSize()) * g.y[1];
+    const Descriptor& b = made.Keep(MakeTensor(kIdOfBias, g, one, nbytes));
+    const Descriptor& added = relu ? made.Keep(MakeVirtual('a', g, computed_in)) : y;
+    made.operations.push_back(
+        MakePointwise(CUDNN_POINTWISE_ADD, computed_in, convolved, &b, added, made));
+    if (relu) {
+      made.operations.push_back(
+          MakePointwise(CUDNN_POINTWISE_RELU_FWD, computed_in, added, nullptr, y, made));
+    }
+  }
 
   made.graph = Descriptor(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
-  made.graph.Set(CUDNN_ATTR_OPERATIONGRAPH_OPS, made.operation);
+  made.graph.Set(CUDNN_ATTR_OPERATIONGRAPH_OPS, made.operations);
   if (device.handle != nullptr) {
     made.graph.Set(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, 1, &device.handle);
   }

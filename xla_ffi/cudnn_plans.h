@@ -51,5 +51,6 @@ Plan MakePlan(const ConvGeometry& geometry, const ConvDevice& device, std::int64
 constexpr std::int64_t kIdOfX = 'x';
 constexpr std::int64_t kIdOfW = 'w';
 constexpr std::int64_t kIdOfY = 'y';
+constexpr std::int64_t kIdOfBias = 'b';
 
 }  // namespace vmem

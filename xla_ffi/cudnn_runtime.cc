@@ -70,10 +70,13 @@ std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvGeometry& geometry, st
 }
 
 void CudnnLease::Run(const Plan& plan, const ConvBuffers& buffers, cudaStream_t stream) {
-  const void* pointers[] = {buffers.x, buffers.w, buffers.y};
+  const bool bias = buffers.bias != nullptr;
+  const void* pointers[] = {buffers.x, buffers.w, buffers.y, buffers.bias};
+  Dims ids{kIdOfX, kIdOfW, kIdOfY};
+  if (bias) ids.push_back(kIdOfBias);
   Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
-  pack.Set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, 3, pointers);
-  pack.Set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Dims{kIdOfX, kIdOfW, kIdOfY});
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, bias ? 4 : 3, pointers);
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, ids);
   pack.Set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &buffers.workspace);
   pack.Finalize();
   CudaBackend::DeviceGuard guard(device_);

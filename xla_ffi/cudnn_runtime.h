@@ -19,6 +19,7 @@ struct ConvBuffers {
   void* w = nullptr;
   void* y = nullptr;
   void* workspace = nullptr;
+  void* bias = nullptr;  // if the epilogue has one
 };
 
 // A device's handle, which one thread at a time may use, for as long as it holds this.

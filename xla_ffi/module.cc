@@ -128,11 +128,13 @@ nb::dict Capsules(const Targets& targets) {
 }
 
 #ifdef VMEM_JAX_CUDNN
-ConvGeometry GeometryOf(const std::string& which, const std::string& dtype, bool channels_last,
+ConvGeometry GeometryOf(const std::string& which, const std::string& epilogue,
+                        const std::string& dtype, bool channels_last,
                         const std::tuple<Dims, Dims, Dims>& shapes,
                         const std::tuple<Dims, Dims, Dims, Dims>& window) {
   ConvGeometry geometry;
   geometry.pass = ConvPassOf(which);
+  geometry.epilogue = ConvEpilogueOf(epilogue);
   geometry.dtype = ConvTypeOf(dtype);
   geometry.channels_last = channels_last;
   std::tie(geometry.x, geometry.w, geometry.y) = shapes;
@@ -144,14 +146,15 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& dtype, bool
 
 // `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
 // no driver that could load what is compiled.
-nb::list ConvPlans(const std::string& which, const std::string& dtype, bool channels_last,
+nb::list ConvPlans(const std::string& which, const std::string& epilogue,
+                   const std::string& dtype, bool channels_last,
                    const std::tuple<Dims, Dims, Dims>& shapes,
                    const std::tuple<Dims, Dims, Dims, Dims>& window,
                    const std::variant<int, std::string>& device, bool compiling) {
   std::vector<PlanInfo> plans;
   {
     nb::gil_scoped_release release;
-    const ConvGeometry geometry = GeometryOf(which, dtype, channels_last, shapes, window);
+    const ConvGeometry geometry = GeometryOf(which, epilogue, dtype, channels_last, shapes, window);
     plans = device.index() == 0
                 ? FindPlansHere(geometry, std::get<int>(device), compiling)
                 : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), false);
@@ -170,17 +173,21 @@ nb::list ConvPlans(const std::string& which, const std::string& dtype, bool chan
   return result;
 }
 
-// `sets` are the addresses of x, w, y and the workspace, each; what is computed is overwritten.
+// `sets` are the addresses of x, w, y, the workspace and the bias (0: none), each; what is computed
+// is overwritten.
 std::vector<double> ConvTime(
-    const std::string& which, const std::string& dtype, bool channels_last,
+    const std::string& which, const std::string& epilogue, const std::string& dtype,
+    bool channels_last,
     const std::tuple<Dims, Dims, Dims>& shapes, const std::tuple<Dims, Dims, Dims, Dims>& window,
     int device, std::int64_t engine, const Knobs& knobs,
-    const std::vector<std::array<std::uintptr_t, 4>>& sets, std::int64_t workspace, int count,
+    const std::vector<std::array<std::uintptr_t, 5>>& sets, std::int64_t workspace, int count,
     double enough) {
   auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
   std::vector<ConvBuffers> buffers;
-  for (const auto& [x, w, y, scratch] : sets) buffers.push_back({at(x), at(w), at(y), at(scratch)});
-  return TimePlan(GeometryOf(which, dtype, channels_last, shapes, window), engine, knobs, device,
+  for (const auto& [x, w, y, scratch, bias] : sets) {
+    buffers.push_back({at(x), at(w), at(y), at(scratch), at(bias)});
+  }
+  return TimePlan(GeometryOf(which, epilogue, dtype, channels_last, shapes, window), engine, knobs, device,
                   buffers, workspace, count, enough);
 }
 #endif
@@ -270,10 +277,10 @@ NB_MODULE(_xla_ffi, m) {
       "poison_source"_a, "skip_waits"_a, "stale_seconds"_a);
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
-  m.def("conv_plans", &ConvPlans, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
-        "device"_a, "compiling"_a);
-  m.def("conv_time", &ConvTime, "which"_a, "dtype"_a, "channels_last"_a, "shapes"_a, "window"_a,
-        "device"_a, "engine"_a, "knobs"_a, "sets"_a, "workspace"_a, "count"_a, "enough"_a,
+  m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
+        "shapes"_a, "window"_a, "device"_a, "compiling"_a);
+  m.def("conv_time", &ConvTime, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
+        "shapes"_a, "window"_a, "device"_a, "engine"_a, "knobs"_a, "sets"_a, "workspace"_a, "count"_a, "enough"_a,
         unlocked);
 #endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);

@@ -52,8 +52,7 @@ def test_the_most_of_the_calls_with_the_sizes_of_a_convolution(c, k):
     filters = dataclasses.replace(LAYER, which=Pass.BACKWARD_FILTER)
     other = dataclasses.replace(LAYER, features_out=65)
     found = own_convolutions(TEXT.format(c=c, k=k), [LAYER, filters, other])
-    assert found == {LAYER: Own(3000), filters: Own(20)}
-    assert [found[c].engine for c in (LAYER, filters)] == [None, 7]
+    assert found == {LAYER: Own(3000, 9, fused=True), filters: Own(20, 7)}
 
 
 def conv(x, w, strides=1, padding="SAME"):
@@ -126,7 +125,7 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
     Database(identity_of("NVIDIA H200", "91900")).add({LAYER: timed})
     own, *_ = learn(costs)
     assert (own.workspace, own.seconds) == (3000, 1.5)
-    # the one that XLA chose, where it is among them
+    # the one that XLA chose, where it is among them, of those that have the epilogue or have not
     same = Entry((Micro(8, 9, (), 3000, 1.7), Micro(8, 8, (), 3000, 1.6)))
     Database(identity_of("NVIDIA H200", "91900")).add({LAYER: same})
     text = TEXT.replace("convBias", "convForward").format(c=3, k=64).replace("u8[1000]", "u8[3000]")

@@ -16,7 +16,7 @@ from vmem_jax.conv.cudnn import Note
 from vmem_jax.conv.devices import DEVICES
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles
-from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
+from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
 from vmem_jax.prove.targets import target
 from vmem_jax.transfer import extension
 
@@ -121,6 +121,21 @@ def test_every_described_device(machine):
 
 @pytest.mark.gpu_compile
 @built
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("epilogue", [e for e in Epilogue if e])
+def test_plans_with_an_epilogue(epilogue, strict):
+    """There are some, by engines of their own, and none is compiled when it is made."""
+    alone = dataclasses.replace(LAYERS["3x3"], strict=strict)
+    fused = cudnn.plans(alone.with_epilogue(epilogue), "h200")
+    assert fused and not any(plan.compiled for plan in fused)
+    assert {p.engine for p in fused} != {p.engine for p in cudnn.plans(alone, "h200")}
+    backward = dataclasses.replace(alone, which=Pass.BACKWARD_DATA, epilogue=epilogue)
+    with pytest.raises(ValueError, match="only a forward pass has an epilogue"):
+        cudnn.plans(backward, "h200")
+
+
+@pytest.mark.gpu_compile
+@built
 def test_as_a_library_of_the_profiler():
     library = cudnn.Cudnn("h200")
     plans = library.plans(LAYERS["3x3"])
@@ -207,7 +222,7 @@ def test_the_call_understands_what_it_is_given(which):
 @built
 def test_shapes_that_do_not_belong_together_are_refused():
     c, module = LAYERS["3x3"], extension.load()
-    which, dtype, last, (x, w, y), window = cudnn._arguments(c)
+    *names, last, (x, w, y), window = cudnn._arguments(c)
     wrong = {
         "another size": (x, w, (*y[:-1], y[-1] + 1)),
         "different batches": (x, w, (y[0] - 1, *y[1:])),
@@ -217,7 +232,7 @@ def test_shapes_that_do_not_belong_together_are_refused():
     }
     for why, shapes in wrong.items():
         with pytest.raises(ValueError, match=why):
-            module.conv_plans(which, dtype, last, shapes, window, device=0, compiling=False)
+            module.conv_plans(*names, last, shapes, window, device=0, compiling=False)
 
 
 def test_unknown_targets_say_what_there_is():

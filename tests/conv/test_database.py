@@ -11,7 +11,7 @@ import pytest
 from convolutions import convolution
 
 from vmem_jax.conv.database import Database, Entry, identity_of
-from vmem_jax.core.convolution import XLA, Convolution, Micro, Pass
+from vmem_jax.core.convolution import XLA, Convolution, Epilogue, Micro, Pass
 from vmem_jax.core.costs import MACHINES
 from vmem_jax.profile.store import Measured, Store
 
@@ -62,6 +62,7 @@ def test_every_field_is_part_of_the_key(database):
         "dilation": (2, 2),
         "groups": 4,
         "channels_last": True,
+        "epilogue": Epilogue.BIAS_RELU,
     }
     assert other.keys() == {f.name for f in dataclasses.fields(Convolution)}
     keys = [FORWARD, *(dataclasses.replace(FORWARD, **{k: v}) for k, v in other.items())]

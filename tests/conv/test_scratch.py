@@ -15,7 +15,7 @@ from convolutions import convolution
 from vmem_jax.conv import scratch as module
 from vmem_jax.conv.scratch import Scratch
 from vmem_jax.conv.slices import layouts, roles
-from vmem_jax.core.convolution import Pass
+from vmem_jax.core.convolution import Epilogue, Pass
 
 
 def test_random_values_are_drawn_in_few_sizes():
@@ -36,8 +36,8 @@ def test_sets_are_apart_and_fill_the_cache(which, batch, count, monkeypatch):
     assert len(found) == count
     *operands, result = roles(which)
     taken = [(found[0][3], found[0][3] + 1000)]
-    for *addresses, workspace in found:
-        assert workspace == found[0][3]
+    for *addresses, workspace, bias in found:
+        assert (workspace, bias) == (found[0][3], 0)
         at = dict(zip("xwy", addresses, strict=True))
         taken += [(at[role], at[role] + nbytes[role]) for role in at]
         assert all(at[role] % 256 == found[0]["xwy".index(role)] % 256 for role in at)
@@ -52,5 +52,7 @@ def test_sets_are_apart_and_fill_the_cache(which, batch, count, monkeypatch):
         for role, address in zip("xwy", addresses, strict=False):
             low, high = spans[role]
             assert low <= address and address + nbytes[role] <= high
+    biased = c.with_epilogue(Epilogue.BIAS)
+    assert all(w == bias for _, w, _, _, bias in scratch.sets(biased, 1000, 4))
     assert np.std(values) > 0.9 and jnp.unique(values[:100]).size > 90
     assert scratch.sets(c, 10, 4)[0][0] == found[0][0]  # nothing new is taken for less

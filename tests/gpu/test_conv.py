@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from vmem_jax.conv import cudnn
+from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles, whole
-from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
+from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
 from vmem_jax.transfer import extension
 
 pytestmark = pytest.mark.gpu
@@ -137,6 +138,28 @@ def test_every_plan(name, which, device):
         if not error(result, expected) < STRICT:  # NaN is wrong, too
             wrong.append((plan, error(result, expected)))
     assert not wrong
+
+
+@pytest.mark.parametrize("kind", ["float32", "strict", "bfloat16", "float16"])
+@pytest.mark.parametrize("epilogue", [e for e in Epilogue if e])
+@pytest.mark.parametrize("name", ["3x3", "stem", "groups"])
+def test_with_an_epilogue(name, epilogue, kind, device):
+    """Every plan of one size, and micro-batches of several."""
+    convolution = layer(name, Pass.FORWARD, kind).with_epilogue(epilogue)
+    lhs, rhs = operands(convolution)
+    bias = np.linspace(-3, 3, convolution.features_out).astype(lhs.dtype)
+    spread = () if convolution.channels_last else (1,) * len(convolution.size)
+    expected = reference(convolution, lhs, rhs) + np.float64(bias).reshape(-1, *spread)
+    if epilogue == Epilogue.BIAS_RELU:
+        expected = np.maximum(expected, 0)
+    allowed = STRICT if kind == "strict" else TOLERANCE[convolution.dtype]
+    found = plans_of(convolution.with_batch(6), device)
+    assert found
+    chosen = [configuration(convolution, (6, 6), device, i) for i in range(len(found))]
+    for way in (*chosen, configuration(convolution, (5, 1, 6), device)):
+        call = functools.partial(fused_convolution, convolution, way)
+        result = jax.jit(call)(*jax.device_put((lhs, rhs, bias), device))
+        assert error(result, expected) < allowed, way
 
 
 def test_a_result_that_was_there_before_is_not_added_to(device):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.convolutions import match
+from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
@@ -188,6 +188,11 @@ def _step(
 ) -> Step:
     root = eqns[kernel.root]
     matched = match(root, maker) if shards.device_count == 1 else None
+    convolution = None if matched is None else matched.convolution
+    if matched is not None:
+        behind = match_epilogue(matched, kernel.equations, kernel.root, eqns, maker)
+        if behind is not None:
+            convolution = matched.convolution.with_epilogue(behind.epilogue)
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)
@@ -216,7 +221,7 @@ def _step(
         in_place=tuple(in_place),
         layer=layer_of(root),
         source=compat.user_line(root),
-        convolution=None if matched is None else matched.convolution,
+        convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
     )
 

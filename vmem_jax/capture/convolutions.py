@@ -8,15 +8,17 @@ in which samples and channels have changed places. cuDNN has a kernel for each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from vmem_jax.capture.primitives import is_strict
-from vmem_jax.core.convolution import Convolution, Pass
-from vmem_jax.jax_compat import JaxprEqn, Literal, Var
+from vmem_jax.core.convolution import Convolution, Epilogue, Pass
+from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -61,6 +63,77 @@ class Matched:
             result = result.swapaxes(0, 1)  # the equation has x's channels where samples stand
         order = numbers.out_spec
         return result.transpose([order.index(d) for d in range(len(order))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """What a kernel does after its convolution, where cuDNN can do it in one.
+
+    Attributes:
+      epilogue: what it is.
+      equations: indices of the convolution and of what makes up its epilogue, in order.
+      bias: the K values that are added.
+    """
+
+    epilogue: Epilogue
+    equations: tuple[int, ...]
+    bias: Atom
+
+
+def match_epilogue(
+    matched: Matched,
+    kernel: Sequence[int],
+    root: int,
+    eqns: Sequence[JaxprEqn],
+    maker: Mapping[Var, JaxprEqn],
+) -> Behind | None:
+    """What equations `kernel` do after their convolution `root`, if it is what cuDNN can do, and all.
+
+    Args:
+      kernel: indices into `eqns`, in order.
+      maker: for each variable the equation that makes it.
+    """
+    if matched.convolution.which != Pass.FORWARD:
+        return None
+    out = eqns[root].outvars[0]
+    found: Behind | None = None
+    for i in kernel:
+        eqn = eqns[i]
+        if i <= root or not any(atom is out for atom in eqn.invars):
+            continue
+        others = [atom for atom in eqn.invars if atom is not out]
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        if found is None and name in ("add", "add_any") and others:
+            axis, features = matched.numbers.out_spec[1], matched.convolution.features_out
+            bias = _bias_of(others[0], axis, features, maker)
+            if bias is None:
+                return None
+            found = Behind(Epilogue.BIAS, (root, i), bias)
+        elif found is not None and found.epilogue == Epilogue.BIAS and _is_relu(name, others):
+            found = Behind(Epilogue.BIAS_RELU, (*found.equations, i), found.bias)
+        else:
+            return None
+    return found
+
+
+def _is_relu(name: str, others: Sequence[Atom]) -> bool:
+    [zero] = others or [None]
+    return name == "max" and isinstance(zero, Literal) and not np.any(zero.val)
+
+
+def _bias_of(atom: Atom, axis: int, features: int, maker: Mapping[Var, JaxprEqn]) -> Atom | None:
+    """The values, one for each of `features`, that are spread along every axis but `axis`."""
+    while math.prod(atom.aval.shape) != features:
+        eqn = None if isinstance(atom, Literal) else maker.get(atom)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return None
+        spread = eqn.params["broadcast_dimensions"]
+        if axis not in spread:
+            return None
+        axis, atom = spread.index(axis), eqn.invars[0]
+        if atom.aval.shape[axis] != features:
+            return None
+    return atom if atom.aval.shape[axis : axis + 1] == (features,) else None
 
 
 def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:

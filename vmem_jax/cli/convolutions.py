@@ -15,7 +15,7 @@ from rich.table import Table
 from vmem_jax.cli.options import bar, not_timed
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.database import Database
-from vmem_jax.conv.layers import convolutions_of
+from vmem_jax.conv.layers import convolutions_of, kernels_of
 from vmem_jax.conv.profiler import Profile, profile
 from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.policy.workspace_division import front
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, console: Console, jaxpr: Any, name: str) 
     library, database = cudnn.Cudnn(target), cudnn.database(target)
     with bar(console, "plans") as on_progress:
         found = profile(
-            counts,
+            kernels_of(jaxpr),
             sizes,
             library,
             database,
@@ -91,7 +91,7 @@ def _show(
         if directory:
             Path(directory).mkdir(parents=True, exist_ok=True)
             plot(convolution, ways, Path(directory) / f"{i:03d}.svg")
-    console.print(totals_table(chosen, counts))
+    console.print(totals_table({c: chosen[c] for c in counts if c in chosen}, counts))
 
 
 def _listed(database: Database, counts: Any) -> Table:

@@ -19,13 +19,15 @@ TARGET = extension.PREFIX + "micro_conv"
 def by_cudnn(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *bias: jax.Array,
     convolution: Convolution,
     configuration: Configuration,
     limit: int | None = None,
     target: str = TARGET,
 ) -> jax.Array:
     """The micro-batches of `configuration`, all by engines of cuDNN; operands as for `in_slices`.
+
+    With the epilogue of `convolution`, if it has one; `bias` is then of shape (K,), or none.
 
     The workspace is a result of the call, so that the compiler counts it. Gradients to w in 16 bits
     come one for each micro-batch and are added in float32 here: cuDNN has no kernel from such
@@ -53,7 +55,7 @@ def by_cudnn(
         jax.ShapeDtypeStruct((configuration.workspace,), "uint8"),
     )
     call = jax.ffi.ffi_call(target, results)
-    result, _ = call(lhs, rhs, **attributes(convolution, configuration, partials))
+    result, _ = call(lhs, rhs, *bias, **attributes(convolution, configuration, partials))
     return result.astype(jnp.float32).sum(0).astype(lhs.dtype) if partials else result
 
 
@@ -67,6 +69,7 @@ def attributes(c: Convolution, configuration: Configuration, partials: bool) -> 
     pads: Iterable[tuple[int, int]] = c.padding
     return {
         "which": str(c.which),
+        "epilogue": str(c.epilogue),
         "channels_last": c.channels_last,
         "strides": integers(c.strides),
         "padding_low": integers(low for low, _ in pads),

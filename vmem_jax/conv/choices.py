@@ -37,7 +37,7 @@ def choices_of(
     On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
     of the whole batch whatever its workspace, since that is what XLA's autotuner takes, until a
     compiled step tells (`learned`); a convolution of which the whole batch was not timed stays XLA's.
-    All others take longer by what XLA's own does besides, in the same kernel.
+    Ways that leave out what XLA's own does besides, in the same kernel, take longer by that.
     On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to a
     thirty-second of the batch, with the workspace that the compiler says and the seconds of a
     roofline, scaled so that the whole has those of `costs`.
@@ -62,25 +62,26 @@ def choices_of(
     on_gpu = device.platform == "gpu"
     bandwidth = machine_for(device.device_kind).bandwidth
     if profile and on_gpu:
-        profile_on(device, found.values())
+        profile_on(device, [v for c in found.values() for v in c.variants])
     ways_of = _by_slices if not on_gpu else known(device) if profile is not False else lambda c: []
     choices: Choices = {}
     for s, convolution in found.items():
-        micros = ways_of(convolution)
-        whole = [m for m in micros if m.batch == convolution.batch]
+        besides = program.steps[s].epilogue_nbytes / bandwidth if on_gpu else 0.0
+        ways: list[Configuration] = []
+        whole: list[tuple[float, int]] = []
+        for variant in convolution.variants if on_gpu else convolution.variants[:1]:
+            micros, more = ways_of(variant), 0.0 if variant.epilogue else besides
+            of_all = (m for m in micros if m.batch == convolution.batch)
+            whole += ((m.seconds, m.workspace) for m in of_all)
+            for way in front(micros, convolution.batch):
+                ways.append(dataclasses.replace(way, epilogue=variant.epilogue).longer(more))
         if not whole:
             continue
-        fastest = min(whole, key=lambda m: (m.seconds, m.workspace))
-        ways = front(micros, convolution.batch)
-        seconds = fastest.seconds
-        if not on_gpu or _was_timed(costs, s):
-            seconds = costs.seconds[s]
-        if on_gpu:
-            besides = program.steps[s].epilogue_nbytes / bandwidth
-            ways = tuple(way.longer(besides) for way in ways)
-        else:
-            ways = tuple(way.scaled(seconds / fastest.seconds) for way in ways)
-        choices[s] = _after_own(convolution, fastest.workspace, seconds, ways)
+        fastest, workspace = min(whole)
+        seconds = costs.seconds[s] if not on_gpu or _was_timed(costs, s) else fastest
+        if not on_gpu:
+            ways = [way.scaled(seconds / fastest) for way in ways]
+        choices[s] = _after_own(convolution, workspace, seconds, _improving(ways))
     if not choices:
         raise refuse(
             f"none of its {len(set(found.values()))} was measured on {device.device_kind}: use "
@@ -110,15 +111,26 @@ def learned(
         before, *others = choices.get(s) or (None,)
         seconds = costs.seconds[s] if before is None else before.seconds
         if not _was_timed(costs, s):
-            seconds = _seconds_of(owns[convolution], convolution, ways_of(convolution), seconds)
+            seconds = _seconds_of(owns[convolution], convolution, ways_of, seconds)
         choices[s] = _after_own(convolution, owns[convolution].workspace, seconds, others)
     return dataclasses.replace(costs, convolutions=choices)
 
 
-def _seconds_of(own: Own, convolution: Convolution, micros: list[Micro], default: float) -> float:
-    within = [m for m in micros if m.batch == convolution.batch and m.workspace <= own.workspace]
+def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: float) -> float:
+    variant = convolution.variants[-1 if own.fused else 0]
+    whole = [m for m in ways_of(variant) if m.batch == convolution.batch]
+    within = [m for m in whole if m.workspace <= own.workspace]
     same = [m for m in within if (m.engine, m.workspace) == (own.engine, own.workspace)]
     return min((m.seconds for m in same or within), default=default)
+
+
+def _improving(ways: Iterable[Configuration]) -> list[Configuration]:
+    """Of ascending workspace those that are faster than all before."""
+    found: list[Configuration] = []
+    for way in sorted(ways, key=lambda way: (way.workspace, way.seconds)):
+        if not found or way.seconds < found[-1].seconds:
+            found.append(way)
+    return found
 
 
 def convolutions_in(program: Program) -> dict[int, Convolution]:

@@ -37,12 +37,13 @@ class Own:
 
     Attributes:
       workspace: bytes.
-      engine: cuDNN's index of what does it; None where a bias is fused into it, since the engines for
-        that are others.
+      engine: cuDNN's index of what does it; −1 where that is not told.
+      fused: whether its epilogue is done by it, too. The engines for that are others.
     """
 
     workspace: int
-    engine: int | None = dataclasses.field(default=None, compare=False)
+    engine: int = -1
+    fused: bool = False
 
 
 def own_convolutions(text: str, convolutions: Iterable[Convolution]) -> dict[Convolution, Own]:
@@ -61,8 +62,8 @@ def own_convolutions(text: str, convolutions: Iterable[Convolution]) -> dict[Con
         if len(operands) < 2 or any(name not in elements for name in operands[:2]):
             continue
         sizes = _elements(call["result"]), tuple(sorted(elements[name] for name in operands[:2]))
-        known = call["engine"] and "Bias" not in call["kind"]
-        own = Own(int(call["workspace"] or 1), int(call["engine"]) if known else None)
+        fused = "Bias" in call["kind"]
+        own = Own(int(call["workspace"] or 1), int(call["engine"] or -1), fused)
         found[sizes] = max(found.get(sizes, own), own)
     seen = {c: [found[sizes] for sizes in _sizes(c) if sizes in found] for c in convolutions}
     return {

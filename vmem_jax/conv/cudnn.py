@@ -184,7 +184,7 @@ def _arguments(c: Convolution) -> tuple[Any, ...]:
     low, high = (tuple(side) for side in zip(*c.padding, strict=True))
     shapes = (c.x_shape, c.w_shape, c.y_shape)
     window = (c.strides, low, high, c.dilation)
-    return str(c.which), c.dtype, c.channels_last, shapes, window
+    return str(c.which), str(c.epilogue), c.dtype, c.channels_last, shapes, window
 
 
 def _ordinal(device: jax.Device) -> int:

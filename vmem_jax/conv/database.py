@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vmem_jax.core.convolution import XLA, Convolution, Micro, Pass
+from vmem_jax.core.convolution import XLA, Convolution, Epilogue, Micro, Pass
 from vmem_jax.profile.kept import Identity, Kept, positive
 
 
@@ -47,7 +47,7 @@ class Database(Kept[Entries]):
     """The file of one device and version of cuDNN. Any number of processes may use it at once."""
 
     kind = "database of convolutions"
-    schema = 1
+    schema = 2
     folder = "convolutions"
 
     def nothing(self) -> Entries:
@@ -121,6 +121,7 @@ def _convolution_from(fields: Any) -> Convolution:
         dilation=tuple(_whole(n, 1) for n in fields["dilation"]),
         groups=_whole(fields["groups"], 1),
         channels_last=bool(fields["channels_last"]),
+        epilogue=Epilogue(fields["epilogue"]),
     )
     dimensions = {len(n) for n in (found.size, found.kernel, found.strides, found.padding)}
     if fields.keys() != dataclasses.asdict(found).keys() or dimensions != {len(found.dilation)}:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+from vmem_jax.capture import capture
 from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.primitives import inner_jaxprs
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.jax_compat import open_jaxpr
 
 
+def kernels_of(jaxpr: Any) -> list[Convolution]:
+    """What there is to time for a step: every convolution alone, and with its epilogue."""
+    steps = capture(jaxpr).program.steps
+    fused = [step.convolution for step in steps if step.convolution is not None]
+    every = [*convolutions_of(jaxpr), *(v for c in fused for v in c.variants)]
+    return list(dict.fromkeys(every))
+
+
 def convolutions_of(jaxpr: Any) -> collections.Counter[Convolution]:
-    """Every convolution of `jaxpr` that a library may do, in the order of the first of each.
+    """Every convolution of `jaxpr` that a library may do, in the order of the first of each, alone.
 
     What stands in a loop, a branch or a call counts once. On several devices the sizes are those of
     all together.

@@ -17,8 +17,8 @@ _CACHES = 256 << 20
 """Bytes that no GPU's cache holds: an H200's has 50 MB, a B200's 126. A micro-batch that finds its
 operands there runs faster than one in a step."""
 
-Addresses = tuple[int, int, int, int]
-"""Of x, w, y and the workspace."""
+Addresses = tuple[int, int, int, int, int]
+"""Of x, w, y, the workspace and the bias; 0 where there is none."""
 
 
 class Scratch:
@@ -36,7 +36,7 @@ class Scratch:
     def sets(self, convolution: Convolution, workspace: int, most: int) -> list[Addresses]:
         """Sets of buffers: as many as are together larger than any cache, but at most `most`.
 
-        The result's are bytes to write. The workspace is the same in all.
+        The result's are bytes to write. The workspace is the same in all; the bias is what begins w.
         """
         shapes, itemsize = layouts(convolution), jnp.dtype(convolution.dtype).itemsize
         *operands, result = roles(convolution.which)
@@ -50,7 +50,8 @@ class Scratch:
         for i in range(count):
             at = {first: values + i * read * itemsize, result: written + i * made}
             at[second] = at[first] + sizes[first] * itemsize
-            found.append((at["x"], at["w"], at["y"], written + count * made))
+            bias = at["w"] if convolution.epilogue else 0
+            found.append((at["x"], at["w"], at["y"], written + count * made, bias))
         return found
 
     def _drawn(self, count: int, dtype: str) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import Any
 
 
 class Pass(enum.StrEnum):
@@ -18,6 +19,18 @@ class Pass(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD_DATA = "backward data"
     BACKWARD_FILTER = "backward filter"
+
+
+class Epilogue(enum.StrEnum):
+    """What a forward pass does to its result before it writes it.
+
+    BIAS: adds one value for each channel.
+    BIAS_RELU: adds it, and takes the maximum with zero. (cuDNN has nothing for that alone.)
+    """
+
+    NONE = ""
+    BIAS = "bias"
+    BIAS_RELU = "bias and relu"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class Convolution:
       dilation: of w.
       groups: of channels; C for a depthwise convolution.
       channels_last: the layout in memory, NHWC (w: KHWC) where true, NCHW (w: KCHW) where false.
+      epilogue: what a forward pass does besides.
     """
 
     which: Pass
@@ -56,6 +70,7 @@ class Convolution:
     dilation: tuple[int, ...]
     groups: int = 1
     channels_last: bool = True
+    epilogue: Epilogue = Epilogue.NONE
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -105,11 +120,22 @@ class Convolution:
             text += f", dilation {times(self.dilation)}"
         if self.groups != 1:
             text += f", {self.groups} groups"
-        return text if self.channels_last else f"{text}, channels first"
+        text += "" if self.channels_last else ", channels first"
+        return f"{text}, then {self.epilogue}" if self.epilogue else text
+
+    @property
+    def variants(self) -> tuple[Convolution, ...]:
+        """What may do it: a kernel of the convolution alone, and one that does its epilogue, too."""
+        alone = self.with_epilogue(Epilogue.NONE)
+        return (alone, self) if self.epilogue else (alone,)
 
     def with_batch(self, batch: int) -> Convolution:
         """The same convolution of another number of samples."""
         return dataclasses.replace(self, batch=batch)
+
+    def with_epilogue(self, epilogue: Epilogue) -> Convolution:
+        """The same convolution, and `epilogue` after it."""
+        return dataclasses.replace(self, epilogue=epilogue)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,9 +166,14 @@ class Configuration:
     """A way to do a whole convolution: micro-configurations that run one after the other.
 
     They share one workspace, so it is as large as the largest needs (µ-cuDNN, section III-A).
+
+    Attributes:
+      micros: in order; together they have all samples.
+      epilogue: what each of them does besides.
     """
 
     micros: tuple[Micro, ...]
+    epilogue: Epilogue = Epilogue.NONE
 
     @property
     def batch(self) -> int:
@@ -150,9 +181,9 @@ class Configuration:
         return sum(m.batch for m in self.micros)
 
     @property
-    def calls(self) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
+    def calls(self) -> tuple[Any, ...]:
         """What is called: samples, engine and knobs of each, whatever they were seen to take."""
-        return tuple((m.batch, m.engine, m.knobs) for m in self.micros)
+        return self.epilogue, *((m.batch, m.engine, m.knobs) for m in self.micros)
 
     @property
     def is_xlas(self) -> bool:
@@ -172,9 +203,10 @@ class Configuration:
     def longer(self, seconds: float) -> Configuration:
         """The same, taking so much longer."""
         *others, last = self.micros
-        return Configuration((*others, dataclasses.replace(last, seconds=last.seconds + seconds)))
+        longer = dataclasses.replace(last, seconds=last.seconds + seconds)
+        return dataclasses.replace(self, micros=(*others, longer))
 
     def scaled(self, factor: float) -> Configuration:
         """The same, taking `factor` times as long."""
         each = (dataclasses.replace(m, seconds=m.seconds * factor) for m in self.micros)
-        return Configuration(tuple(each))
+        return dataclasses.replace(self, micros=tuple(each))

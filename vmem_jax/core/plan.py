@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vmem_jax.core.convolution import Configuration, Micro
+from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 4
+FORMAT = 5
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -130,8 +130,8 @@ class Plan:
                 "transfers": transfers,
                 "looped": list(self.looped),
                 "convolutions": [
-                    [s, [dataclasses.astuple(m) for m in configuration.micros]]
-                    for s, configuration in self.convolutions
+                    [s, way.epilogue, [dataclasses.astuple(m) for m in way.micros]]
+                    for s, way in self.convolutions
                 ],
             }
         )
@@ -195,7 +195,8 @@ class Plan:
         transfers = tuple(Transfer(*t) for t in values["transfers"])
         order, looped = tuple(values["order"]), tuple(values["looped"])
         convolutions = tuple(
-            (s, Configuration(tuple(map(_micro, micros)))) for s, micros in values["convolutions"]
+            (s, Configuration(tuple(map(_micro, micros)), Epilogue(epilogue)))
+            for s, epilogue, micros in values["convolutions"]
         )
         parts = {"order": order, "transfers": transfers, "looped": looped}
         return cls(**{**values, **parts, "convolutions": convolutions})
@@ -228,11 +229,11 @@ class Plan:
             raise PlanError(f"this plan is not valid for its step: {broken[0]}")
 
 
-def _is_configured(pair: Any) -> bool:
-    """Whether `pair` is a saved step and its configuration."""
+def _is_configured(saved: Any) -> bool:
+    """Whether `saved` is a step and its configuration."""
     try:
-        s, micros = pair
-        return type(s) is int and bool([_micro(m) for m in micros])
+        s, epilogue, micros = saved
+        return type(s) is int and bool([_micro(m) for m in micros]) and epilogue in list(Epilogue)
     except (TypeError, ValueError):
         return False
 

@@ -6,6 +6,7 @@ a mistake in one is caught by the other.
 
 from __future__ import annotations
 
+from vmem_jax.core.convolution import Epilogue
 from vmem_jax.core.looped import stacks
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_program
@@ -80,6 +81,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
                 f"{name} has micro-batches of {configuration.batch} samples, and a batch of "
                 f"{convolution.batch}"
             ]
+        if configuration.epilogue not in (Epilogue.NONE, convolution.epilogue):
+            return [f"{name} has no {configuration.epilogue} behind it, as its configuration has"]
         if s in dict(plan.convolutions[:i]):
             return [f"{name} has two configurations"]
         if not plan.fenced and not configuration.is_xlas:

@@ -46,7 +46,7 @@ def steps_table(program: Program, plan: Plan) -> Table:
             continue
         table.add_row(
             program.steps[s].layer or program.steps[s].source or "(no layer)",
-            convolution.which.value,
+            ", ".join(filter(None, (convolution.which.value, way.epilogue))),
             "XLA" if way.is_xlas else ", ".join(dict.fromkeys(map(_doer, way.micros))),
             _division(way),
             show_nbytes(way.workspace),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,8 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
-from vmem_jax.capture.convolutions import Matched, match
+from vmem_jax.capture.convolutions import Behind, Matched, match, match_epilogue
+from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.fences import fences
@@ -107,29 +109,58 @@ class _Rewriter:
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else local[atom]
 
+        fused = self._behind(s)
+        together = () if fused is None else fused.equations
         for i in step.equations:
             eqn = self.opened.eqns[i]
+            if i in together[:-1]:
+                continue
             if eqn.outvars and all(v in local for v in eqn.outvars):
                 continue  # a view of what the step reads, read itself
-            invars = [read(a) for a in eqn.invars]
+            inputs = list(eqn.invars)
+            if fused is not None and i == together[-1]:
+                inputs = [*self.opened.eqns[together[0]].invars, fused.bias]
+            invars = [read(a) for a in inputs]
             key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
             outs = None if eqn.effects else self.done.get(key)
             if self.loops is not None and self.loops.has(eqn):
                 outs = self.loops.emit(eqn, invars)
             elif outs is None:
-                outs = self._emit(s, eqn, invars)
+                outs = self._emit(s, eqn, invars, fused if i in together else None)
                 self.done[key] = outs
             local.update(zip(eqn.outvars, outs, strict=True))
         for b in step.writes:
             v = self.variables[b]
             self.current[v] = local[v]
 
-    def _emit(self, s: int, eqn: JaxprEqn, invars: list[Atom]) -> list[Var]:
-        """Emits `eqn` of step `s`, a convolution by its configuration; returns its results."""
-        if s in self.configurations and eqn.primitive.name == "conv_general_dilated":
-            matched = match(eqn, self.maker)
-            assert matched is not None, "a plan has configurations only of what capture matched"
+    def _behind(self, s: int) -> Behind | None:
+        """What the calls of step `s` do after its convolution; None where they do nothing."""
+        if s not in self.configurations or not self.configurations[s].epilogue:
+            return None
+        eqns, equations = self.opened.eqns, self.program.steps[s].equations
+        [root] = [i for i in equations if eqns[i].primitive.name == "conv_general_dilated"]
+        return match_epilogue(self._matched(eqns[root]), equations, root, eqns, self.maker)
+
+    def _matched(self, eqn: JaxprEqn) -> Matched:
+        matched = match(eqn, self.maker)
+        assert matched is not None, "a plan has configurations only of what capture matched"
+        return matched
+
+    def _emit(self, s: int, eqn: JaxprEqn, invars: list[Atom], behind: Behind | None) -> list[Var]:
+        """Emits `eqn` of step `s`, a convolution by its configuration; returns its results.
+
+        Args:
+          behind: `eqn` is the end of it; `invars` are then those of the convolution, and the bias.
+        """
+        if behind is not None:
+            matched = self._matched(self.opened.eqns[behind.equations[0]])
+            matched = dataclasses.replace(
+                matched, convolution=matched.convolution.with_epilogue(behind.epilogue)
+            )
             call = functools.partial(_divided, matched, self.configurations[s])
+            return self.calls.bind(call, invars, eqn)
+        if s in self.configurations and eqn.primitive.name == "conv_general_dilated":
+            call = functools.partial(_divided, self._matched(eqn), self.configurations[s])
             return self.calls.bind(call, invars, eqn)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.equations.append(eqn.replace(invars=invars, outvars=outs))
@@ -151,8 +182,17 @@ class _Rewriter:
 
 
 def _divided(
-    matched: Matched, configuration: Configuration, lhs: jax.Array, rhs: jax.Array
+    matched: Matched,
+    configuration: Configuration,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *bias: jax.Array,
 ) -> jax.Array:
     """A convolution by `configuration`, between the operands and the result of its equation."""
     operands = matched.operands(lhs, rhs)
-    return matched.result(micro_convolution(matched.convolution, configuration, *operands))
+    if matched.convolution.epilogue:
+        [values] = bias
+        y = fused_convolution(matched.convolution, configuration, *operands, values.reshape(-1))
+    else:
+        y = micro_convolution(matched.convolution, configuration, *operands)
+    return matched.result(y)

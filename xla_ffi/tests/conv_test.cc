@@ -1,5 +1,6 @@
 // The convolution call without a GPU: XLA's call frames made by hand, a cuDNN that computes on the
 // CPU (fake_cudnn.cc), and no CUDA. For the sanitizers, as transfer_test.cc.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -102,8 +103,10 @@ void Unpack(const std::vector<char>& bytes, Array& array) {
 struct Attributes {
   std::string which = "forward";
   bool channels_last = true;
-  Dims strides, padding_low, padding_high, dilation, micros;
+  Dims strides, padding_low, padding_high, dilation, micros{};
   bool partials = false;
+  std::string epilogue{};
+  std::vector<Array> more{};  // operands
 };
 
 // Calls a handler as XLA does. Returns its error, or "".
@@ -115,7 +118,7 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
   api.XLA_FFI_Stream_Get = GetStream;
   api.XLA_FFI_DeviceOrdinal_Get = GetDevice;
 
-  std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}};
+  std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}, {}};
   memory[2].assign(Count(result.dims) * SizeOf(result.dtype), 0x7F);  // what was there before
   memory[3].assign(workspace, 0);
   std::int64_t bytes = static_cast<std::int64_t>(workspace);
@@ -129,9 +132,15 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
                               buffer(1, second.dtype, second.dims),
                               buffer(2, result.dtype, result.dims),
                               buffer(3, XLA_FFI_DataType_U8, bytes_dims)};
-  XLA_FFI_ArgType arg_types[] = {XLA_FFI_ArgType_BUFFER, XLA_FFI_ArgType_BUFFER};
+  XLA_FFI_ArgType arg_types[] = {XLA_FFI_ArgType_BUFFER, XLA_FFI_ArgType_BUFFER,
+                                 XLA_FFI_ArgType_BUFFER};
   XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER, XLA_FFI_RetType_BUFFER};
-  void* args[] = {&buffers[0], &buffers[1]};
+  XLA_FFI_Buffer bias{};
+  if (!attributes.more.empty()) {
+    memory[4] = Pack(attributes.more[0]);
+    bias = buffer(4, attributes.more[0].dtype, attributes.more[0].dims);
+  }
+  void* args[] = {&buffers[0], &buffers[1], &bias};
   void* rets[] = {&buffers[2], &buffers[3]};
 
   // by name, in order
@@ -140,6 +149,8 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
   std::map<std::string, XLA_FFI_Scalar> scalars;
   XLA_FFI_ByteSpan which{attributes.which.data(), attributes.which.size()};
   named["which"] = {XLA_FFI_AttrType_STRING, &which};
+  XLA_FFI_ByteSpan epilogue{attributes.epilogue.data(), attributes.epilogue.size()};
+  named["epilogue"] = {XLA_FFI_AttrType_STRING, &epilogue};
   for (auto [name, flag] : {std::pair<const char*, bool*>{"partials", &attributes.partials},
                             {"channels_last", &attributes.channels_last}}) {
     scalars[name] = {XLA_FFI_DataType_PRED, flag};
@@ -168,7 +179,8 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = &api;
   frame.stage = stage;
-  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, 2, arg_types, args};
+  const auto count = static_cast<std::int64_t>(2 + attributes.more.size());
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, count, arg_types, args};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 2, ret_types, rets};
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<std::int64_t>(types.size()),
                  types.data(), name_pointers.data(), values.data()};
@@ -221,11 +233,11 @@ struct Layer {
 };
 
 std::vector<Layer> Layers() {
-  Attributes plain{"", true, {2, 1}, {1, 0}, {0, 2}, {1, 2}, {}, false};
+  Attributes plain{"", true, {2, 1}, {1, 0}, {0, 2}, {1, 2}};
   Attributes first = plain;
   first.channels_last = false;
-  const Attributes line{"", true, {2}, {1}, {1}, {1}, {}, false};
-  const Attributes solid{"", true, {1, 1, 1}, {0, 1, 0}, {0, 1, 0}, {1, 1, 1}, {}, false};
+  const Attributes line{"", true, {2}, {1}, {1}, {1}};
+  const Attributes solid{"", true, {1, 1, 1}, {0, 1, 0}, {0, 1, 0}, {1, 1, 1}};
   return {{{kBatch, 5, 6, 4}, {3, 2, 3, 4}, {kBatch, 3, 4, 3}, plain},
           {{kBatch, 4, 5, 6}, {6, 2, 2, 3}, {kBatch, 6, 3, 4}, first},  // two groups
           {{kBatch, 7, 3}, {2, 3, 3}, {kBatch, 4, 2}, line},
@@ -297,6 +309,37 @@ void TestPasses(XLA_FFI_DataType dtype) {
   }
 }
 
+// What follows a forward pass is done to every micro-batch.
+void TestEpilogues() {
+  for (const Layer& layer : Layers()) {
+    const Array x = Random(XLA_FFI_DataType_F32, layer.x);
+    const Array w = Random(XLA_FFI_DataType_F32, layer.w);
+    const Array b = Random(XLA_FFI_DataType_F32, {layer.w[0]});
+    Attributes attributes = layer.attributes;
+    attributes.which = "forward";
+    attributes.micros = kDivided;
+    Array plain{XLA_FFI_DataType_F32, layer.y, {}};
+    EXPECT(Run(x, w, plain, kWorkspace, attributes) == "");
+    for (const char* name : {"bias", "bias and relu"}) {
+      attributes.epilogue = name;
+      const bool relu = std::strstr(name, "relu") != nullptr;
+      attributes.more = {b};
+      for (const Dims& micros : {kUndivided, kDivided}) {
+        attributes.micros = micros;
+        Array y{XLA_FFI_DataType_F32, layer.y, {}};
+        EXPECT(Run(x, w, y, kWorkspace, attributes) == "");
+        const std::size_t space = Count(layer.y) / layer.y[0] / layer.w[0];
+        for (std::size_t i = 0; i < y.values.size(); ++i) {
+          const std::size_t inner = attributes.channels_last ? 1 : space;
+          double expected = plain.values[i] + b.values[i / inner % layer.w[0]];
+          if (relu) expected = std::max(expected, 0.0);
+          EXPECT(y.values[i] == expected);
+        }
+      }
+    }
+  }
+}
+
 // Devices are shared by executions, so several threads ask for one handle and the same plans.
 void TestThreads() {
   std::vector<std::thread> threads;
@@ -349,6 +392,17 @@ void TestMisuse() {
   fails("y has another size", with([](auto& a) { a.padding_low = {3, 0}; }));
   fails("negative padding", with([](auto& a) { a.padding_low = {-1, 0}; }));
   fails("one dw for each", with([](auto& a) { a.partials = true; }));
+  fails("no epilogue \"tanh\"", with([](auto& a) { a.epilogue = "tanh"; }));
+  fails("0 more operands, and 1", with([](auto& a) { a.epilogue = "bias"; }));
+  fails("1 more operands, and 0", with([&](auto& a) { a.more = {x}; }));
+  fails("for each of 3 channels", with([&](auto& a) {
+          a.epilogue = "bias";
+          a.more = {Random(kFloat, {4})};
+        }));
+  fails("only a forward pass", with([](auto& a) {
+          a.which = "backward data";
+          a.epilogue = "bias";
+        }));
 
   const Array narrow_x = Random(XLA_FFI_DataType_BF16, layer.x);
   const Array dy = Random(XLA_FFI_DataType_BF16, layer.y);
@@ -373,6 +427,7 @@ void TestMisuse() {
 int main(int, char** argv) {
   EXPECT(vmem::OpenCudnn(argv[1]) == CUDNN_VERSION);
   vmem::TestOneOutput();
+  vmem::TestEpilogues();
   vmem::TestPasses(XLA_FFI_DataType_F32);
   vmem::TestPasses(XLA_FFI_DataType_F64);
   vmem::TestPasses(XLA_FFI_DataType_BF16);

@@ -50,6 +50,7 @@ std::size_t SizeOf(cudnnBackendAttributeType_t type) {
     case CUDNN_TYPE_HANDLE:
       return 8;
     case CUDNN_TYPE_CHAR:
+    case CUDNN_TYPE_BOOLEAN:
       return 1;
     default:
       return 4;
@@ -139,14 +140,12 @@ const Object& EngineOf(const Object& plan) {
   return plan.Child(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG).Child(CUDNN_ATTR_ENGINECFG_ENGINE);
 }
 
-const Object& OperationOf(const Object& plan) {
-  return EngineOf(plan)
-      .Child(CUDNN_ATTR_ENGINE_OPERATION_GRAPH)
-      .Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
+const Object& GraphOf(const Object& plan) {
+  return EngineOf(plan).Child(CUDNN_ATTR_ENGINE_OPERATION_GRAPH);
 }
 
 std::int64_t WorkspaceOf(const Object& plan) {
-  const Object& operation = OperationOf(plan);
+  const Object& operation = GraphOf(plan).Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
   const Object& x = operation.Child(NamesOf(operation.type).x);
   const auto engine = EngineOf(plan).One<std::int64_t>(CUDNN_ATTR_ENGINE_GLOBAL_INDEX);
   return engine * 10 * x.All<std::int64_t>(CUDNN_ATTR_TENSOR_DIMENSIONS).at(0);
@@ -169,7 +168,26 @@ Tensor TensorOf(const Object& descriptor, const Object& pack) {
   return aligned ? tensor : Tensor{};
 }
 
-void Convolve(const Object& operation, const Tensor& x, const Tensor& w, const Tensor& y) {
+// What follows the convolution: each operation by element, on the sum for one output channel.
+double Finished(const Object& graph, const Object& pack, std::int64_t channel, double value) {
+  const auto& operations = graph.values.at(CUDNN_ATTR_OPERATIONGRAPH_OPS).objects;
+  for (std::size_t i = 1; i < operations.size(); ++i) {
+    const Object& operation = *operations[i];
+    const auto mode = operation.Child(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR)
+                          .One<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE);
+    if (mode == CUDNN_POINTWISE_ADD) {
+      const Tensor b = TensorOf(operation.Child(CUDNN_ATTR_OPERATION_POINTWISE_BDESC), pack);
+      value += b.Read(channel * b.strides[1]);
+    } else {
+      value = value > 0 ? value : 0;
+    }
+  }
+  return value;
+}
+
+void Convolve(const Object& graph, const Object& pack, const Tensor& x, const Tensor& w,
+              const Tensor& y) {
+  const Object& operation = graph.Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
   const Names names = NamesOf(operation.type);
   const Object& convolution = operation.Child(names.convolution);
   const auto strides = convolution.All<std::int64_t>(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES);
@@ -200,9 +218,11 @@ void Convolve(const Object& operation, const Tensor& x, const Tensor& w, const T
       if (!forward && !data) sums[wi] += x.Read(xi) * y.Read(yi);
     });
   });
-  for (const auto& [offset, sum] : sums) {
+  ForEach(result.dims, [&](const auto& at) {
+    const std::int64_t offset = result.Offset(at);
+    const double sum = Finished(graph, pack, at[1], sums[offset]);
     result.Write(offset, beta == 0 ? sum : sum + beta * result.Read(offset));
-  }
+  });
 }
 
 }  // namespace
@@ -273,13 +293,17 @@ FAKE cudnnStatus_t cudnnBackendExecute(cudnnHandle_t, cudnnBackendDescriptor_t r
                                        cudnnBackendDescriptor_t raw_pack) {
   const Object& plan = ObjectOf(raw);
   const Object& pack = ObjectOf(raw_pack);
-  const Object& operation = OperationOf(plan);
+  const Object& graph = GraphOf(plan);
+  const Object& operation = graph.Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
+  const Object& last = *graph.values.at(CUDNN_ATTR_OPERATIONGRAPH_OPS).objects.back();
   const Names names = NamesOf(operation.type);
   const Tensor x = TensorOf(operation.Child(names.x), pack);
   const Tensor w = TensorOf(operation.Child(names.w), pack);
-  const Tensor y = TensorOf(operation.Child(names.y), pack);
+  const bool alone = &last == &operation;
+  const Tensor y =
+      TensorOf(last.Child(alone ? names.y : CUDNN_ATTR_OPERATION_POINTWISE_YDESC), pack);
   if (x.data == nullptr || w.data == nullptr || y.data == nullptr) return CUDNN_STATUS_BAD_PARAM;
   std::memset(pack.One<char*>(CUDNN_ATTR_VARIANT_PACK_WORKSPACE), 0xFF, WorkspaceOf(plan));
-  Convolve(operation, x, w, y);
+  Convolve(graph, pack, x, w, y);
   return CUDNN_STATUS_SUCCESS;
 }
