@@ -59,29 +59,12 @@ def choices_of(
         raise refuse(f"what they take on {target!r} can be measured on that card alone")
     if not found:
         raise refuse("it has none on one device, of one float dtype and at most three dimensions")
-    on_gpu = device.platform == "gpu"
-    bandwidth = machine_for(device.device_kind).bandwidth
-    if profile and on_gpu:
-        profile_on(device, [v for c in found.values() for v in c.variants])
-    ways_of = _by_slices if not on_gpu else known(device) if profile is not False else lambda c: []
-    choices: Choices = {}
-    for s, convolution in found.items():
-        besides = program.steps[s].epilogue_nbytes / bandwidth if on_gpu else 0.0
-        ways: list[Configuration] = []
-        whole: list[tuple[float, int]] = []
-        for variant in convolution.variants if on_gpu else convolution.variants[:1]:
-            micros, more = ways_of(variant), 0.0 if variant.epilogue else besides
-            of_all = (m for m in micros if m.batch == convolution.batch)
-            whole += ((m.seconds, m.workspace) for m in of_all)
-            for way in front(micros, convolution.batch):
-                ways.append(dataclasses.replace(way, epilogue=variant.epilogue).longer(more))
-        if not whole:
-            continue
-        fastest, workspace = min(whole)
-        seconds = costs.seconds[s] if not on_gpu or _was_timed(costs, s) else fastest
-        if not on_gpu:
-            ways = [way.scaled(seconds / fastest) for way in ways]
-        choices[s] = _after_own(convolution, workspace, seconds, _improving(ways))
+    if device.platform == "gpu":
+        if profile:
+            profile_on(device, [v for c in found.values() for v in c.variants])
+        choices = _of_cudnn(program, costs, device, profile)
+    else:
+        choices = _of_slices(program, costs)
     if not choices:
         raise refuse(
             f"none of its {len(set(found.values()))} was measured on {device.device_kind}: use "
@@ -100,10 +83,9 @@ def learned(
     """
     found = convolutions_in(program)
     owns = own_convolutions(compiled.as_text(), set(found.values()))
-    ways_of: Known = lambda c: []
-    if profile is not False:
-        with contextlib.suppress(ImportError):
-            ways_of = known(device)
+    ways_of: Known = lambda convolution: []
+    with contextlib.suppress(ImportError):  # XLA's own need no extension
+        ways_of = _known(device, profile)
     choices = dict(costs.convolutions)
     for s, convolution in found.items():
         if convolution not in owns:
@@ -114,6 +96,43 @@ def learned(
             seconds = _seconds_of(owns[convolution], convolution, ways_of, seconds)
         choices[s] = _after_own(convolution, owns[convolution].workspace, seconds, others)
     return dataclasses.replace(costs, convolutions=choices)
+
+
+def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool | None) -> Choices:
+    ways_of, bandwidth = _known(device, profile), machine_for(device.device_kind).bandwidth
+    choices: Choices = {}
+    for s, convolution in convolutions_in(program).items():
+        ways: list[Configuration] = []
+        whole: list[tuple[float, int]] = []
+        for variant in convolution.variants:
+            micros = ways_of(variant)
+            besides = 0.0 if variant.epilogue else program.steps[s].epilogue_nbytes / bandwidth
+            of_all = (m for m in micros if m.batch == convolution.batch)
+            whole += ((m.seconds, m.workspace) for m in of_all)
+            for way in front(micros, convolution.batch):
+                ways.append(dataclasses.replace(way, epilogue=variant.epilogue).longer(besides))
+        if whole:
+            fastest, workspace = min(whole)
+            seconds = costs.seconds[s] if _was_timed(costs, s) else fastest
+            choices[s] = _after_own(convolution, workspace, seconds, _improving(ways))
+    return choices
+
+
+def _of_slices(program: Program, costs: Costs) -> Choices:
+    choices: Choices = {}
+    for s, convolution in convolutions_in(program).items():
+        sizes = batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO)
+        parts = [b for b in sizes if convolution.batch / _MOST_PARTS <= b < convolution.batch]
+        own = by_xla(convolution)
+        micros = [own, *(slice_by_xla(convolution.with_batch(b)) for b in parts)]
+        scale = costs.seconds[s] / own.seconds
+        ways = [way.scaled(scale) for way in front(micros, convolution.batch)]
+        choices[s] = _after_own(convolution, own.workspace, costs.seconds[s], ways)
+    return choices
+
+
+def _known(device: jax.Device, profile: bool | None) -> Known:
+    return known(device) if profile is not False else lambda convolution: []
 
 
 def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: float) -> float:
@@ -150,9 +169,3 @@ def _after_own(
     own = Configuration((Micro(convolution.batch, XLA, (), workspace, seconds),))
     better = (way for way in others if way.workspace < workspace or way.seconds < seconds)
     return (own, *better)
-
-
-def _by_slices(convolution: Convolution) -> list[Micro]:
-    sizes = batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO)
-    parts = [b for b in sizes if convolution.batch / _MOST_PARTS <= b < convolution.batch]
-    return [by_xla(convolution), *(slice_by_xla(convolution.with_batch(b)) for b in parts)]
