@@ -18,7 +18,8 @@ class Record:
     """One variant of one step, measured.
 
     Attributes:
-      model, batch, image, dtype, optimizer: the step; its state is donated.
+      model, batch, image, dtype, optimizer: the step; its state is donated. `image` is the height of
+        images in pixels, or how many tokens a sequence has.
       variant: "plain" (jax.jit), "checkpoint" (jax.checkpoint per layer or block), or a policy.
       budget: the fraction of plain jit's need that was asked for, a size being made one; None
         without a budget.

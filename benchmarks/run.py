@@ -32,7 +32,8 @@ from vmem_jax.prove.prove import need_nbytes
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "vgg16", "Model of vmem_jax.models.")
 flags.DEFINE_integer("batch", 256, "Images in a batch.")
-flags.DEFINE_integer("image", 224, "Pixels in height and width.")
+flags.DEFINE_integer("image", None, "Pixels in height and width; by default as published.")
+flags.DEFINE_integer("tokens", 1024, "Tokens in a sequence, for a model that takes them.")
 flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
 flags.DEFINE_string("optimizer", "sgd", "sgd, momentum or adamw.")
 flags.DEFINE_float("learning_rate", 1e-5, "Small, so that random data leaves the loss finite.")
@@ -147,6 +148,7 @@ def measure() -> list[Record]:
         FLAGS.model,
         batch=FLAGS.batch,
         image=FLAGS.image,
+        tokens=FLAGS.tokens,
         dtype=FLAGS.dtype,
         optimizer=FLAGS.optimizer,
         learning_rate=FLAGS.learning_rate,
@@ -199,7 +201,7 @@ def measure() -> list[Record]:
         Record(
             model=FLAGS.model,
             batch=FLAGS.batch,
-            image=FLAGS.image,
+            image=work.batch[0].shape[1],
             dtype=FLAGS.dtype,
             optimizer=FLAGS.optimizer,
             precision=FLAGS.precision,

@@ -71,7 +71,7 @@ def test_info_names_versions_and_devices(capsys):
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (("train", "--model", "alexnet"), "no model 'alexnet'"),
+        (("train", "--model", "lenet"), "no model 'lenet'"),
         (("train", "--model", "vgg17", "--image", 32), "19 or 16 + 5k"),
         (("train", "--batch", 2000), "1437 images"),
         (("plan", "resnet11", "--batch", 4, "--budget", "1KB"), "cannot fit this step in 1000 B"),
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_one_message_and_status_2(capsys, argv, says):
 
 def test_an_error_keeps_its_traceback_on_demand():
     with pytest.raises(ValueError, match="no model"):
-        cli.main(["--traceback", "train", "--model", "alexnet"])
+        cli.main(["--traceback", "train", "--model", "lenet"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from vmem_jax.models import (
     VGG,
     ResNet,
-    build_model,
+    build_network,
     cross_entropy,
     job,
     resnet_blocks,
@@ -49,6 +49,12 @@ def _remats(function, *args):
         ("resnet50", 25_557_032),
         ("resnet101", 44_549_160),
         ("resnet152", 60_192_808),
+        ("alexnet", 61_100_840),
+        ("overfeat", 145_920_872),
+        ("googlenet", 6_998_552),
+        ("inception4", 42_679_816),
+        ("densenet40", 1_019_722),
+        ("gpt12", 124_439_808),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, parameters):
@@ -96,8 +102,11 @@ def test_other_depths_are_refused(depth):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("alexnet", {}, "no model"),
+        ("lenet", {}, "no model 'lenet'. There are, for instance, vgg16, resnet50, alexnet"),
         ("vgg", {}, "no model"),
+        ("densenet41", {}, "3n \\+ 4"),
+        ("gpt2w100", {}, "multiple of 64, not 100"),
+        ("alexnet", {"head_width": 64}, "head_width"),
         ("vgg17", {}, "VGG-17"),
         ("resnet50", {"head_width": 64}, "head_width"),
         ("resnet50", {"wrap": "scan"}, "wrap"),
@@ -140,7 +149,7 @@ def test_types(name, optimizer):
     state, _ = _step_shapes(master)
     assert state == master.state_shapes()
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
-    model = build_model(name, image=32, param_dtype="float32")
+    model = build_network(name, batch=2, image=32, param_dtype="float32").model
     text = str(
         jax.make_jaxpr(lambda s, x: cross_entropy(model, s.params, s.batch_stats, x)[0])(
             state, master.batch
@@ -155,7 +164,7 @@ def test_logits_and_random_batch():
     assert images.shape == (3, 16, 16, 3) and images.dtype == jnp.float32
     assert labels.shape == (3,) and labels.dtype == jnp.int32 and int(labels.max()) < 7
     state = small.state_shapes()
-    model = build_model("resnet11", image=16, classes=7)
+    model = build_network("resnet11", batch=3, image=16, classes=7).model
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = jax.eval_shape(lambda v, x: model.apply(v, x, train=False), variables, images)
     assert logits.shape == (3, 7) and logits.dtype == jnp.float32
@@ -203,17 +212,81 @@ def test_checkpoint_gives_the_same_loss_and_gradients(model, wrapped_layers):
         )
 
 
-@pytest.mark.parametrize(("name", "count"), [("vgg16", 13), ("resnet50", 16)])
-def test_job_wraps_each_layer_or_block(name, count):
-    plain = job(name, batch=2, image=32)
-    wrapped = job(name, batch=2, image=32, wrap="checkpoint")
+@pytest.mark.parametrize(
+    ("name", "image", "count"),
+    [
+        ("vgg16", 32, 13),
+        ("resnet50", 32, 16),
+        ("alexnet", 63, 5),
+        ("googlenet", 32, 9),
+        ("inception4", 75, 17),
+        ("densenet40k40", 32, 36),
+        ("fcn", 32, 15),
+        ("gpt3w128", 32, 3),
+    ],
+)
+def test_job_wraps_each_layer_or_block(name, image, count):
+    options = {"tokens": 16} if name.startswith("gpt") else {}
+    plain = job(name, batch=2, image=image, **options)
+    wrapped = job(name, batch=2, image=image, wrap="checkpoint", **options)
     assert plain.state_shapes() == wrapped.state_shapes()
     state = plain.state_shapes()
-    model = build_model(name, image=32, wrap="checkpoint")
-    assert (
-        _remats(lambda s, x: cross_entropy(model, s.params, s.batch_stats, x), state, plain.batch)
-        == count
-    )
+    model = build_network(name, batch=2, image=image, wrap="checkpoint", **options).model
+    key = jax.random.key(0)
+    loss = lambda s, x: cross_entropy(model, s.params, s.batch_stats, x, key=key)
+    assert _remats(loss, state, plain.batch) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "logits"),
+    [
+        ("overfeat", {"image": 231, "classes": 5}, (2, 5)),
+        ("googlenet", {"image": 32, "classes": 5}, (2, 5)),
+        ("densenet40k40", {}, (2, 10)),
+        ("fcn", {"image": 64}, (2, 64, 64, 21)),
+        ("gpt2w128", {"tokens": 16, "classes": 11}, (2, 16, 11)),
+    ],
+)
+def test_networks(name, options, logits):
+    """Logits for every label, random batches of what they take, and a step that keeps its state."""
+    network = build_network(name, batch=2, **options)
+    assert (*network.labels.shape, network.classes) == logits
+    work = job(name, batch=2, optimizer="adamw", **options)
+    state, metrics = _step_shapes(work)
+    assert state == work.state_shapes() and metrics["loss"].dtype == jnp.float32
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    apply = lambda v, x: network.model.apply(v, x, train=False)
+    assert jax.eval_shape(apply, variables, network.inputs).shape == logits
+    inputs, labels = jax.eval_shape(work.random_batch, jax.random.key(0))
+    assert (inputs.shape, inputs.dtype) == (network.inputs.shape, network.inputs.dtype)
+    assert (labels.shape, labels.dtype) == (network.labels.shape, network.labels.dtype)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "overfeat"])
+def test_images_of_which_nothing_is_left_are_refused(name):
+    with pytest.raises(ValueError, match="too small for this network"):
+        job(name, batch=2, image=32).state_shapes()
+
+
+def test_fcn_refuses_images_that_do_not_halve_five_times():
+    with pytest.raises(ValueError, match=r"multiples of 32 pixels, not \(48, 48\)"):
+        job("fcn", batch=2, image=48).state_shapes()
+
+
+def test_a_transformer_drops_others_at_each_step_and_sees_no_later_token():
+    work = job("gpt1w64", batch=2, tokens=8, classes=7, dtype="float32")
+    state = jax.jit(work.init)(jax.random.key(0))
+    batch = work.random_batch(jax.random.key(1))
+    loss = lambda state: step(state, batch)[1]["loss"]
+    step = jax.jit(work.step)
+    first = loss(state)
+    assert first == loss(state) != loss(state.replace(count=state.count + 1))
+    assert 0.5 * math.log(7) < first < 2 * math.log(7)
+    model = build_network("gpt1w64", batch=2, tokens=8, classes=7, dtype="float32").model
+    tokens = batch[0]
+    apply = jax.jit(lambda x: model.apply({"params": state.params}, x, train=False))
+    logits = [apply(x) for x in (tokens, tokens.at[:, 5:].set(0))]
+    np.testing.assert_allclose(logits[0][:, :5], logits[1][:, :5], rtol=1e-5, atol=1e-6)
 
 
 def test_116_layers_start_alive_in_bfloat16():

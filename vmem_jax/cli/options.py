@@ -76,6 +76,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         arguments.model,
         batch=arguments.batch,
         image=arguments.image,
+        tokens=arguments.tokens,
         classes=arguments.classes,
         dtype=arguments.dtype,
         optimizer=arguments.optimizer,

@@ -24,7 +24,7 @@ def add_plan(commands: Subparsers) -> None:
     parser = add_command(
         commands, "plan", _plan, "show how a training step would fit, without running it"
     )
-    parser.add_argument("model", help="vgg or resnet and a depth: vgg16, vgg116, resnet50")
+    parser.add_argument("model", help="as vgg16, resnet50, alexnet or gpt12w768")
     parser.add_argument("--batch", type=positive, required=True, help="images in a batch")
     parser.add_argument(
         "--budget",
@@ -32,8 +32,11 @@ def add_plan(commands: Subparsers) -> None:
         required=True,
         help="a fraction of plain jit's peak, a size such as 12GiB, or 'device'",
     )
-    parser.add_argument("--image", type=positive, default=224, help="pixels of an image's side")
-    parser.add_argument("--classes", type=positive, default=1000)
+    parser.add_argument(
+        "--image", type=positive, help="pixels of an image's side; else as published"
+    )
+    parser.add_argument("--tokens", type=positive, default=1024, help="of a sequence, for a gpt")
+    parser.add_argument("--classes", type=positive, help="of labels, or different tokens")
     parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd")
     parser.add_argument(
         "--target",

@@ -37,10 +37,15 @@ def add_profile(commands: Subparsers) -> None:
         _profile,
         "measure this device, and the steps of a model on it; what was measured before is kept",
     )
-    parser.add_argument("model", nargs="?", help="vgg or resnet and a depth; none: only the device")
+    parser.add_argument(
+        "model", nargs="?", help="as vgg16, resnet50 or gpt12w768; none: only the device"
+    )
     parser.add_argument("--batch", type=positive, help="images in a batch; goes with a model")
-    parser.add_argument("--image", type=positive, default=224, help="pixels of an image's side")
-    parser.add_argument("--classes", type=positive, default=1000)
+    parser.add_argument(
+        "--image", type=positive, help="pixels of an image's side; else as published"
+    )
+    parser.add_argument("--tokens", type=positive, default=1024, help="of a sequence, for a gpt")
+    parser.add_argument("--classes", type=positive, help="of labels, or different tokens")
     parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd")
     parser.add_argument("--refresh", action="store_true", help="measure everything again")
     parser.add_argument(

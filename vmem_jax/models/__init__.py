@@ -5,7 +5,8 @@ Needs the extra `models` (Flax, Optax, scikit-learn): `pip install "vmem_jax[mod
 
 try:
     from vmem_jax.models.data import Digits, batches, digits, digits_split
-    from vmem_jax.models.jobs import Job, TrainState, build_model, cross_entropy, job
+    from vmem_jax.models.jobs import Job, TrainState, cross_entropy, job
+    from vmem_jax.models.networks import Network, build_network
     from vmem_jax.models.resnet import ResidualBlock, ResNet, ResNetBlocks, resnet_blocks
     from vmem_jax.models.vgg import VGG, ConvLayer, vgg_stages
 except ModuleNotFoundError as error:
@@ -20,12 +21,13 @@ __all__ = [
     "ConvLayer",
     "Digits",
     "Job",
+    "Network",
     "ResNet",
     "ResNetBlocks",
     "ResidualBlock",
     "TrainState",
     "batches",
-    "build_model",
+    "build_network",
     "cross_entropy",
     "digits",
     "digits_split",

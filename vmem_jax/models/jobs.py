@@ -1,7 +1,6 @@
 """Train steps by name: what `vmem-jax train`, `vmem-jax plan` and the benchmarks run."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,23 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vmem_jax.models.resnet import ResNet, resnet_blocks
-from vmem_jax.models.vgg import VGG, vgg_stages
+from vmem_jax.models.networks import build_network
 
 Batch = tuple[jax.Array, jax.Array]
-"""Images f32[n, h, w, c] and labels i32[n]."""
+"""Images f32[n, h, w, c] and labels i32[n], or i32[n, h, w] where each pixel has one; or tokens
+i32[n, t] and those that follow them."""
 
 Metrics = dict[str, jax.Array]
 """`loss` (mean softmax cross-entropy, nats) and `accuracy` (0 to 1), each f32[]."""
 
 Optimizer = Literal["sgd", "momentum", "adamw"]
-Wrap = Literal["checkpoint"]
-
 LEARNING_RATES: dict[str, float] = {"sgd": 0.01, "momentum": 0.01, "adamw": 0.001}
 """Learning rate of each optimiser where `job` is given none."""
-
-SMALL_IMAGE = 64
-"""Largest image, in pixels, for which `job` gives an ImageNet ResNet the 3x3 stem."""
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -59,8 +53,8 @@ class Job:
       step: (state, batch) -> (state, metrics): one step of training.
       evaluate: (state, batch) -> metrics, with batch norm's running statistics and no update.
       init: key -> state: parameters, batch statistics, optimiser state.
-      batch: shapes of the images f32[n, h, w, c] and of the labels i32[n].
-      classes: number of classes; labels are below it.
+      batch: shapes of a `Batch`.
+      classes: number of classes; labels, and tokens, are below it.
     """
 
     name: str
@@ -75,81 +69,46 @@ class Job:
         return jax.eval_shape(self.init, jax.random.key(0))
 
     def random_batch(self, key: jax.Array) -> Batch:
-        """Returns a batch of normally distributed images and uniform labels."""
-        image_key, label_key = jax.random.split(key)
-        images, labels = self.batch
-        return (
-            jax.random.normal(image_key, images.shape, images.dtype),
-            jax.random.randint(label_key, labels.shape, 0, self.classes, labels.dtype),
-        )
+        """Returns a batch of normally distributed images, or uniform tokens, and uniform labels."""
+        input_key, label_key = jax.random.split(key)
+        inputs, labels = self.batch
+        uniform = lambda key, like: jax.random.randint(key, like.shape, 0, self.classes, like.dtype)
+        if inputs.dtype == jnp.int32:
+            return uniform(input_key, inputs), uniform(label_key, labels)
+        return jax.random.normal(input_key, inputs.shape), uniform(label_key, labels)
 
 
 def cross_entropy(
-    model: nn.Module, params: Any, batch_stats: Any, batch: Batch, train: bool = True
+    model: nn.Module,
+    params: Any,
+    batch_stats: Any,
+    batch: Batch,
+    train: bool = True,
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[Metrics, Any]]:
     """Returns (loss f32[], (metrics, new batch statistics)) of a model on one batch.
 
     Args:
-      model: a `VGG` or `ResNet`.
+      model: one of `build_network`.
       params: its parameters.
       batch_stats: its running statistics; an empty dict without batch norm.
-      batch: images f32[n, h, w, c] and labels i32[n].
+      batch: as the model has it.
       train: normalise by the batch and update the running statistics.
+      key: of what dropout drops, where the model has it.
     """
-    images, labels = batch
+    inputs, labels = batch
     variables = {"params": params, "batch_stats": batch_stats}
     if train:
-        logits, updated = model.apply(variables, images, train=True, mutable=["batch_stats"])
+        rngs = None if key is None else {"dropout": key}
+        logits, updated = model.apply(
+            variables, inputs, train=True, mutable=["batch_stats"], rngs=rngs
+        )
         batch_stats = updated.get("batch_stats", batch_stats)
     else:
-        logits = model.apply(variables, images, train=False)
+        logits = model.apply(variables, inputs, train=False)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     accuracy = (logits.argmax(axis=-1) == labels).mean(dtype=jnp.float32)
     return loss, ({"loss": loss, "accuracy": accuracy}, batch_stats)
-
-
-def build_model(
-    name: str,
-    *,
-    image: int = 224,
-    classes: int = 1000,
-    dtype: Any = "bfloat16",
-    param_dtype: Any = None,
-    head_width: int | None = None,
-    wrap: Wrap | None = None,
-) -> VGG | ResNet:
-    """Returns the model of a `job`; the arguments are those of `job`."""
-    match = re.fullmatch(r"(vgg|resnet)(\d+)", name)
-    if match is None:
-        raise ValueError(f"There is no model {name!r}: say vgg or resnet and a depth, as in vgg16.")
-    if wrap not in (None, "checkpoint"):
-        raise ValueError(f"wrap is None or 'checkpoint', not {wrap!r}.")
-    depth = int(match[2])
-    dtype = jnp.dtype(dtype)
-    param_dtype = dtype if param_dtype is None else jnp.dtype(param_dtype)
-    if match[1] == "vgg":
-        return VGG(
-            stages=vgg_stages(depth),
-            classes=classes,
-            head_width=4096 if head_width is None else head_width,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            checkpoint=wrap == "checkpoint",
-        )
-    if head_width is not None:
-        raise ValueError(f"{name} has no hidden fully connected layers: head_width is for VGG.")
-    form = resnet_blocks(depth)
-    return ResNet(
-        blocks=form.blocks,
-        bottleneck=form.bottleneck,
-        classes=classes,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        width=16 if form.cifar else 64,
-        cifar_stem=form.cifar or image <= SMALL_IMAGE,
-        preactivation=form.cifar,
-        checkpoint=wrap == "checkpoint",
-    )
 
 
 def _optimizer(name: str, learning_rate: float | None) -> optax.GradientTransformation:
@@ -165,56 +124,28 @@ def job(
     name: str,
     *,
     batch: int,
-    image: int = 224,
-    classes: int = 1000,
-    channels: int = 3,
-    dtype: Any = "bfloat16",
-    param_dtype: Any = None,
     optimizer: Optimizer = "sgd",
     learning_rate: float | None = None,
-    head_width: int | None = None,
-    wrap: Wrap | None = None,
+    **options: Any,
 ) -> Job:
     """Returns the train step of a model by name.
 
     Args:
-      name: "vgg" or "resnet" and a depth that `vgg_stages` or `resnet_blocks` takes: "vgg16",
-        "vgg116", "resnet50", "resnet1001". An ImageNet ResNet has the 3x3 stem without pooling for
-        images up to `SMALL_IMAGE` pixels.
-      batch: images in a batch.
-      image: height and width of an image, in pixels.
-      classes: number of classes.
-      channels: channels of an image.
-      dtype: type of the computation. Batch norm's statistics, logits and loss are float32.
-      param_dtype: type of the parameters, and so of gradients and optimiser state; None is
-        `dtype`. "float32" with bfloat16 computation gives float32 master parameters. Batch norm's
-        scale and bias are float32 regardless.
+      name: of a model, as `build_network` has it.
+      batch: images, or sequences, in a batch.
       optimizer: "sgd", "momentum" (0.9) or "adamw".
       learning_rate: None takes `LEARNING_RATES[optimizer]`.
-      head_width: width of VGG's two hidden fully connected layers; None is 4,096.
-      wrap: "checkpoint" wraps each convolution layer of a VGG, or each residual block of a ResNet,
-        in `jax.checkpoint`; parameters and their names stay the same.
+      options: all others of `build_network`.
 
     Raises:
       ValueError: when there is no such model, optimiser or wrapping, or a size is not positive.
     """
-    sizes = {"batch": batch, "image": image, "classes": classes, "channels": channels}
-    for what, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{what} is 1 or more, not {size}.")
-    model = build_model(
-        name,
-        image=image,
-        classes=classes,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        head_width=head_width,
-        wrap=wrap,
-    )
-    transform = _optimizer(optimizer, learning_rate)
+    network = build_network(name, batch=batch, **options)
+    model, transform = network.model, _optimizer(optimizer, learning_rate)
 
     def init(key: jax.Array) -> TrainState:
-        variables = model.init(key, jnp.zeros((1, image, image, channels), jnp.float32))
+        first = jnp.zeros((1, *network.inputs.shape[1:]), network.inputs.dtype)
+        variables = model.init(key, first, train=False)
         params = variables["params"]
         return TrainState(
             params=params,
@@ -224,8 +155,12 @@ def job(
         )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = None
+        if network.drops:
+            key = jax.random.fold_in(jax.random.key(0), state.count)
+
         def loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
-            return cross_entropy(model, params, state.batch_stats, batch)
+            return cross_entropy(model, params, state.batch_stats, batch, key=key)
 
         grads, (metrics, batch_stats) = jax.grad(loss, has_aux=True)(state.params)
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
@@ -241,9 +176,6 @@ def job(
         step=step,
         evaluate=evaluate,
         init=init,
-        batch=(
-            jax.ShapeDtypeStruct((batch, image, image, channels), jnp.float32),
-            jax.ShapeDtypeStruct((batch,), jnp.int32),
-        ),
-        classes=classes,
+        batch=(network.inputs, network.labels),
+        classes=network.classes,
     )
