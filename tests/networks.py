@@ -1,0 +1,105 @@
+"""Small networks as the papers draw them: layers with X, Y, dX and dY, as Programs without JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from helpers import BACKWARD, Builder
+
+from vmem_jax.core.costs import Costs, Link
+from vmem_jax.core.program import Kind, Program
+
+OPS = {
+    "conv": "conv_general_dilated",
+    "pool": "reduce_window_max",
+    "act": "max",
+    "fc": "dot_general",
+    "other": "op",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One layer: what it is, how large its Y is, and what its backward pass reads beside dY.
+
+    Attributes:
+      kind: a key of OPS.
+      nbytes: of Y; of dY, too.
+      sources: the layers whose Y it reads; −1 is the batch. By default the layer before.
+      reads: "x", "y", "xy" or "".
+      workspace: bytes, of its forward and its backward step.
+    """
+
+    kind: str
+    nbytes: int
+    sources: tuple[int, ...] | None = None
+    reads: str = "x"
+    workspace: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A Program and where everything is in it: for each layer its steps and its Y.
+
+    Each backward step writes dX for every source but the batch, and the first layer's an output; a
+    fork's are added up by a step of their own.
+    """
+
+    program: Program
+    batch: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    y: tuple[int, ...]
+
+    def costs(
+        self, seconds: Mapping[int, tuple[float, float]], rate: float = 1.0, other: float = 1.0
+    ) -> Costs:
+        """For each layer its seconds forwards and backwards; `rate` of the link in bytes a second."""
+        each = [other] * len(self.program.steps)
+        for n, (ahead, back) in seconds.items():
+            each[self.forward[n]], each[self.backward[n]] = ahead, back
+        return Costs("drawn", tuple(each), Link(rate, rate, 2 * rate))
+
+
+def network(specs: Sequence[Spec], batch: int = 4) -> Network:
+    b = Builder()
+    x0 = b.input(batch, Kind.BATCH)
+    sources = [(n - 1,) if s.sources is None else s.sources for n, s in enumerate(specs)]
+    y: list[int] = []
+    at = lambda m: y[m] if m >= 0 else x0
+    forward, backward = [], [0] * len(specs)
+    for n, spec in enumerate(specs):
+        weights = [b.input(1)] if spec.kind in ("conv", "fc") else []
+        forward.append(len(b.steps))
+        reads = [*map(at, sources[n]), *weights]
+        options = {"op": OPS[spec.kind], "fusible": spec.kind == "act"}
+        y.append(b.step(reads, spec.nbytes, workspace=spec.workspace, **options))
+    gradient = {len(specs) - 1: b.step([y[-1]], specs[-1].nbytes, BACKWARD)}
+    outputs = []
+    for n in reversed(range(len(specs))):
+        spec = specs[n]
+        saved = [*map(at, sources[n])] if "x" in spec.reads else []
+        saved += [y[n]] if "y" in spec.reads else []
+        inner = [m for m in sources[n] if m >= 0]
+        sizes = [specs[m].nbytes for m in inner] or [1]
+        backward[n] = len(b.steps)
+        fusible = spec.kind == "act"
+        made = b.step([gradient.pop(n), *saved], sizes, BACKWARD, op=OPS[spec.kind],
+                      fusible=fusible, workspace=spec.workspace)  # fmt: skip
+        if not inner:
+            outputs += made
+        for m, own in zip(inner, made, strict=False):
+            if m in gradient:
+                reads = [gradient[m], own]
+                own = b.step(reads, specs[m].nbytes, BACKWARD, fusible=True, in_place=True)
+            gradient[m] = own
+    return Network(b.program(outputs), x0, tuple(forward), tuple(backward), tuple(y))
+
+
+CONV, POOL, ACT, FC = Spec("conv", 8), Spec("pool", 4), Spec("act", 8), Spec("fc", 2)
+
+FORK = network(
+    [Spec("conv", 8), *(Spec("conv", 8, (s,)) for s in (0, 0, 2)), Spec("other", 8, (1, 3))]
+)
+"""vDNN's Figure 3: layer 1 forks into 2 and 3; 4 follows 3; 2 and 4 are joined into 5."""
