@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from helpers import BACKWARD, Builder
+from helpers import BACKWARD, FORWARD, Builder
 
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.program import Kind, Program
 
@@ -95,6 +96,28 @@ def network(specs: Sequence[Spec], batch: int = 4) -> Network:
                 own = b.step(reads, specs[m].nbytes, BACKWARD, fusible=True, in_place=True)
             gradient[m] = own
     return Network(b.program(outputs), x0, tuple(forward), tuple(backward), tuple(y))
+
+
+ALGORITHMS = tuple(
+    Configuration((Micro(8, engine, (), workspace, seconds),))
+    for engine, workspace, seconds in ((XLA, 30, 1.0), (1, 10, 2.0), (2, 0, 4.0))
+)
+"""The fastest, which is XLA's own, one in between, and one without a workspace."""
+
+
+def with_algorithms(program: Program, costs: Costs) -> tuple[Program, Costs]:
+    """The forward convolutions of `program` with the choice of ALGORITHMS, each the same one."""
+    convolution = Convolution(
+        Pass.FORWARD, "float32", False, 8, 4, 4, (5, 5), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)
+    )
+    steps = list(program.steps)
+    choices = {}
+    for s, step in enumerate(steps):
+        if step.op == OPS["conv"] and step.phase is FORWARD:
+            steps[s] = dataclasses.replace(step, convolution=convolution)
+            choices[s] = ALGORITHMS
+    program = dataclasses.replace(program, steps=tuple(steps))
+    return program, dataclasses.replace(costs, convolutions=choices)
 
 
 CONV, POOL, ACT, FC = Spec("conv", 8), Spec("pool", 4), Spec("act", 8), Spec("fc", 2)

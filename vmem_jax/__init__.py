@@ -11,17 +11,19 @@ from vmem_jax.errors import (
     BudgetError,
     DifferentiationError,
     HostMemoryError,
+    LayersError,
     PlanError,
     VmemError,
     WorkspaceError,
 )
 from vmem_jax.jit import BudgetedStep, jit
-from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Exact, Keep, Recompute
+from vmem_jax.policy import POLICIES, VDNN, AbstractPolicy, Auto, Exact, Keep, Recompute
 
 __version__ = "0.1.0"
 
 __all__ = [
     "POLICIES",
+    "VDNN",
     "AbstractPolicy",
     "Auto",
     "BudgetError",
@@ -30,6 +32,7 @@ __all__ = [
     "Exact",
     "HostMemoryError",
     "Keep",
+    "LayersError",
     "Plan",
     "PlanError",
     "Recompute",

@@ -48,6 +48,10 @@ class BudgetError(VmemError, ValueError):
         self.lowest_plan = lowest_plan
 
 
+class LayersError(VmemError, ValueError):
+    """A step without the layers that a policy plans with: no convolution, or no backward pass."""
+
+
 class PlanError(VmemError, ValueError):
     """A plan that does not belong to this step, or is damaged."""
 

@@ -26,7 +26,7 @@ from vmem_jax.errors import (
     show_nbytes,
 )
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.options import MEANS, host_nbytes, means, policy_of, transport_of
+from vmem_jax.options import MEANS, host_nbytes, policy_of, transport_of
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
@@ -137,8 +137,7 @@ def jit(
             donate_argnames,
         ),
         None if budget is None else parse_budget(budget),
-        policy_of(policy, allow),
-        () if allow is None else means(allow),
+        *policy_of(policy, allow),
         plan,
         host_nbytes(host_budget),
         transport_of(transport),
@@ -173,6 +172,7 @@ class BudgetedStep:
         sig: arguments.Signature,
         budget: int | float | str | None,
         policy: AbstractPolicy,
+        allowed: tuple[str, ...],
         asked: tuple[str, ...],
         plan: Plan | None,
         host_budget: int | None,
@@ -186,7 +186,7 @@ class BudgetedStep:
         self._sig = sig
         self._budget = budget
         self._policy = policy
-        self._asked = asked
+        self._allowed, self._asked = allowed, asked
         self._plan = plan
         self._host_budget = host_budget
         self._transport = transport
@@ -314,7 +314,7 @@ class BudgetedStep:
                 avals,
                 traced.donated,
                 traced.hosted,
-                allowed="stream" in means(self._asked or None),
+                allowed="stream" in self._allowed,
             )
             entry = self._make(traced, target, inlined)
             if self._tune and target is None and not inlined:
@@ -367,7 +367,8 @@ class BudgetedStep:
         learn: Callable[..., Costs] = lambda costs, compiled: costs
         convolves = any(step.convolution for step in program.steps)
         if self._plan is None and (convolves or "workspace" in self._asked):
-            costs, policy = self._with_choices(traced, costs, target), Convolving(policy)
+            costs = self._with_choices(traced, costs, target)
+            policy = policy if self._policy.chooses_convolutions else Convolving(policy)
             if target is None and devices_of(traced.avals)[0].platform == "gpu":
                 learn = functools.partial(
                     learned, program, devices_of(traced.avals)[0], self._profile
@@ -401,7 +402,8 @@ class BudgetedStep:
         """`costs` with what can do each convolution, where that is asked for, or is known."""
         device, program = devices_of(traced.avals)[0], traced.captured.program
         asked = "workspace" in self._asked
-        if not asked and (self._asked or target is not None or device.platform != "gpu"):
+        known = "workspace" in self._allowed and target is None and device.platform == "gpu"
+        if not asked and not known:
             return costs
         try:
             choices = choices_of(self._name, program, costs, device, target, self._profile)

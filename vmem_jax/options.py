@@ -21,14 +21,27 @@ def means(allow: str | Sequence[str] | None) -> tuple[str, ...]:
     return allow
 
 
-def policy_of(policy: str | AbstractPolicy, allow: Sequence[str] | None) -> AbstractPolicy:
-    """The policy of that name, with the means of `allow`. Raises ValueError for an unknown one."""
-    allow = means(allow)
-    if isinstance(policy, AbstractPolicy):
-        return policy
-    if policy not in POLICIES:
-        raise ValueError(f"`policy`={policy!r} is unknown; there is {', '.join(sorted(POLICIES))}.")
-    return Auto(allow=allow) if policy == "auto" else POLICIES[policy]()
+def policy_of(
+    policy: str | AbstractPolicy, allow: Sequence[str] | None
+) -> tuple[AbstractPolicy, tuple[str, ...], tuple[str, ...]]:
+    """The policy of that name with the means of `allow`; all of these; those asked for by name.
+
+    What is asked for is an error where it cannot be: what `allow` names, or what the policy needs.
+
+    Raises:
+      ValueError: it is unknown, or `allow` leaves out what it needs.
+    """
+    allowed = means(allow)
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise ValueError(f"`policy`={policy!r} is unknown; there is {known}.")
+        policy = Auto(allow=allowed) if policy == "auto" else POLICIES[policy]()
+    if missing := [name for name in policy.needs if name not in allowed]:
+        raise ValueError(
+            f"policy `{policy.name}` needs {', '.join(missing)}, which `allow`={allow!r} leaves out."
+        )
+    return policy, allowed, policy.needs if allow is None else allowed
 
 
 def host_nbytes(host_budget: int | str | None) -> int | None:

@@ -6,13 +6,22 @@ import pytest
 from helpers import BACKWARD, SHAPES, UPDATE, Builder, orders, plan_of, programs, unit_costs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import Spec, network, with_algorithms
 
 from vmem_jax import POLICIES, BudgetError
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.simulate import simulate
-from vmem_jax.core.validate import violations
+from vmem_jax.core.validate import peak_by_definition, violations
 from vmem_jax.policy.executor import Drop, Execution
 from vmem_jax.policy.order import canonical_order
+
+layers = st.builds(
+    Spec,
+    st.sampled_from(["conv", "conv", "pool", "act", "fc"]),
+    st.integers(1, 16),
+    reads=st.sampled_from(["x", "y", "xy"]),
+)
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -21,9 +30,9 @@ def flop_costs(program) -> Costs:
     return Costs("flops", tuple(float(s.flops) for s in program.steps))
 
 
-def planned(name, program, budget):
+def planned(name, program, budget, costs=None):
     """The plan, checked; or the BudgetError, checked."""
-    policy, costs = POLICIES[name](), flop_costs(program)
+    policy, costs = POLICIES[name](), costs or flop_costs(program)
     try:
         plan = policy.plan(program, costs, budget)
     except BudgetError as error:
@@ -32,8 +41,11 @@ def planned(name, program, budget):
         assert error.lowest_peak >= program.resident_nbytes
         return error
     assert violations(program, plan) == []
-    timeline = simulate(program, plan.order, costs)
+    timeline = simulate_plan(program, plan, costs)
     assert (plan.predicted_peak, plan.predicted_seconds) == (timeline.peak, timeline.seconds)
+    assert plan.predicted_peak == peak_by_definition(
+        planned_program(program, plan), plan.order, plan.transfers
+    )
     assert budget is None or plan.predicted_peak <= budget
     assert (plan.program, plan.policy, plan.budget) == (program.fingerprint, name, budget)
     assert POLICIES[name]().plan(program, costs, budget) == plan  # and nothing but its arguments
@@ -53,6 +65,22 @@ def between(program, share):
 def test_plans_are_valid_and_fit(name, program, share):
     planned(name, program, between(program, share))
     planned(name, program, None)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(some, max_examples=40)
+@given(specs=st.lists(layers, min_size=2, max_size=8), share=st.floats(0, 1.1), data=st.data())
+def test_plans_that_may_move_and_choose_convolutions(name, specs, share, data):
+    """Small networks with a link, and with three algorithms for each of their convolutions."""
+    net = network(specs)
+    rate = data.draw(st.sampled_from([1.0, 10.0]), "bytes a second")
+    costs = net.costs({}, rate)
+    program, costs = with_algorithms(net.program, costs)
+    outcome = planned(name, program, between(program, share), costs)
+    if isinstance(outcome, BudgetError):
+        least = planned(name, program, outcome.lowest_peak, costs)
+        assert least.predicted_peak <= outcome.lowest_peak
+    planned(name, program, None, costs)
 
 
 @pytest.mark.parametrize("name", ["auto", "recompute"])

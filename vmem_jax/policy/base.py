@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_program
@@ -19,9 +20,17 @@ class AbstractPolicy(abc.ABC):
 
     A policy touches nothing but its arguments and its own fields: no clock, no device, no random
     state. It returns a plan whose predicted peak is within the budget, or raises BudgetError.
+
+    Class attributes:
+      name: as in `POLICIES`.
+      needs: means that are asked for where the user names none; without them it is not this policy.
+      chooses_convolutions: whether it decides who does each convolution, of `Costs.convolutions`.
+        For others `Convolving` does.
     """
 
     name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    chooses_convolutions: ClassVar[bool] = False
 
     @abc.abstractmethod
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
@@ -35,12 +44,13 @@ def finish(
     budget: int | None,
     fenced: bool = True,
     looped: tuple[int, ...] = (),
+    convolutions: Mapping[int, Configuration] | None = None,
 ) -> Plan:
     """The plan of `timeline`, or BudgetError if its peak is over `budget`.
 
     Args:
-      program: without anything looped.
-      timeline: with `looped`.
+      program: without anything looped, and with XLA's own convolutions.
+      timeline: with `looped` and `convolutions`.
     """
     plan = Plan(
         program=program.fingerprint,
@@ -52,6 +62,7 @@ def finish(
         predicted_seconds=timeline.seconds,
         transfers=timeline.transfers,
         looped=looped,
+        convolutions=tuple(sorted((convolutions or {}).items())),
     )
     if budget is not None and timeline.peak > budget:
         raise cannot_fit(policy, planned_program(program, plan), timeline, budget, plan)

@@ -21,6 +21,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import costs_with_convolutions, simulate_plan, with_convolutions
 from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy
 
@@ -83,19 +84,18 @@ class Convolving(AbstractPolicy):
         self, program: Program, ways: Ways, budget: int | None
     ) -> list[dict[int, Configuration]]:
         """The choices to begin with, each once: from the least workspaces to the fastest ways."""
-        least = {s: min(each, key=_by_workspace) for s, each in ways.items()}
-        fastest = {s: min(each, key=_by_seconds) for s, each in ways.items()}
         if budget is None:
-            return [fastest]
-        found = [least]
+            return [fastest(ways)]
+        lowest = least(ways)
+        found = [lowest]
         free = max(budget - program.resident_nbytes, 0)
         for share in self.caps:
             fitting = {
-                s: [way for way in each if way.workspace <= share * free] or [least[s]]
+                s: [way for way in each if way.workspace <= share * free] or [lowest[s]]
                 for s, each in ways.items()
             }
             found.append({s: min(each, key=_by_seconds) for s, each in fitting.items()})
-        found.append(fastest)
+        found.append(fastest(ways))
         return [chosen for i, chosen in enumerate(found) if chosen not in found[:i]]
 
 
@@ -106,16 +106,37 @@ def _raised(
     if plan.budget is None:
         return chosen
     timeline = simulate_plan(program, _choosing(plan, chosen), costs)
+    return fastest_fitting(costs.convolutions, timeline, chosen, plan.budget)
+
+
+def least(ways: Ways) -> dict[int, Configuration]:
+    """For each convolution what takes the least workspace."""
+    return {s: min(each, key=_by_workspace) for s, each in ways.items()}
+
+
+def fastest(ways: Ways) -> dict[int, Configuration]:
+    """For each convolution the fastest, whatever its workspace."""
+    return {s: min(each, key=_by_seconds) for s, each in ways.items()}
+
+
+def fastest_fitting(
+    ways: Ways, timeline: Timeline, chosen: Mapping[int, Configuration], budget: int
+) -> dict[int, Configuration]:
+    """For each convolution the fastest that fits into what `budget` leaves wherever its step runs.
+
+    Args:
+      timeline: of a plan in which `chosen` does the convolutions; it tells what else is live then.
+    """
     room: dict[int, int] = {}
     for s, live in zip(timeline.order, timeline.live_nbytes, strict=True):
         if s in chosen:
-            free = plan.budget - live + chosen[s].workspace
+            free = budget - live + chosen[s].workspace
             room[s] = min(free, room.get(s, free))
-    raised = {}
-    for s, ways in costs.convolutions.items():
+    found = {}
+    for s, each in ways.items():
         limit = max(room[s], chosen[s].workspace)
-        raised[s] = min((way for way in ways if way.workspace <= limit), key=_by_seconds)
-    return raised
+        found[s] = min((way for way in each if way.workspace <= limit), key=_by_seconds)
+    return found
 
 
 def _with(program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configuration]) -> Plan:

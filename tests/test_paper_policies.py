@@ -1,0 +1,85 @@
+"""The systems of the papers on a whole training step, on the CPU: they fit, and compute the same."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vmem_jax
+from vmem_jax import VDNN, BudgetError, LayersError
+from vmem_jax.models.vgg import VGG
+from vmem_jax.transfer.extension import describe
+
+built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
+
+
+@functools.cache
+def case():
+    """A small VGG with its loss, as a step that donates its parameters; its arguments; its result."""
+    model = VGG(((16, 6), (16, 1)), classes=10, head_width=32)
+    x = jax.random.normal(jax.random.key(0), (32, 16, 16, 3))
+    labels = jnp.arange(32) % 10
+    params = model.init(jax.random.key(1), x[:1])
+
+    def step(params, x, labels):
+        def loss_of(params):
+            logp = jax.nn.log_softmax(model.apply(params, x))
+            return -jnp.take_along_axis(logp, labels[:, None], 1).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    args = (params, x, labels)
+    return step, args, jax.jit(step)(*args)
+
+
+def run(policy, budget, **options):
+    """The compiled step, after its result was held against plain jit's."""
+    step, args, expected = case()
+    budgeted = vmem_jax.jit(step, budget=budget, policy=policy, **options)
+    compiled = budgeted.lower(*args).compile()
+    pairs = zip(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(expected), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    "policy, budget",
+    [pytest.param(VDNN("all"), 0.45, id="vdnn all"), pytest.param("vdnn", 0.45, id="vdnn dyn")],
+)
+@built
+def test_fits_and_moves_and_computes_the_same(policy, budget):
+    compiled = run(policy, budget)
+    plan = compiled.plan
+    assert compiled.need_nbytes <= plan.budget
+    assert plan.policy == getattr(policy, "name", policy)
+    assert plan.transfers and compiled.transport == "ffi"
+
+
+@pytest.mark.parametrize("policy", ["vdnn"])
+def test_budget_that_it_cannot_reach(policy):
+    step, args, _ = case()
+    with pytest.raises(BudgetError, match=f"policy `{policy}` cannot fit") as error:
+        vmem_jax.jit(step, budget=0.1, policy=policy)(*args)
+    assert error.value.lowest_peak > error.value.budget
+
+
+def test_what_it_needs_is_not_left_out():
+    step, _, _ = case()
+    with pytest.raises(ValueError, match=r"policy `vdnn` needs offload, which `allow`='order'"):
+        vmem_jax.jit(step, budget=0.5, policy="vdnn", allow="order")
+
+
+@built
+def test_a_step_without_layers_to_move():
+    forward = lambda x: jnp.tanh(x @ x) @ x
+    with pytest.raises(LayersError, match="no backward pass"):
+        vmem_jax.jit(forward, budget="1GiB", policy=VDNN("all"))(jnp.ones((8, 8)))
+    dense = lambda w, x: w - jax.grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum())(w)
+    with pytest.raises(LayersError, match="moves the inputs of convolutions"):
+        vmem_jax.jit(dense, budget="1GiB", policy=VDNN("conv"))(jnp.ones((8, 8)), jnp.ones((8, 8)))

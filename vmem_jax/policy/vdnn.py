@@ -1,0 +1,199 @@
+"""vdnn: what layers read is moved to host memory, layer by layer, with a synchronisation after each.
+
+Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural
+Network Design", MICRO 2016, arXiv:1602.08124.
+
+- III-A: while the last consumer of a feature map computes forwards, its X goes to the host; on forks
+  that is told by a reference count (Figure 3), which `Stay.layer` is. Everything else is released
+  after its last use (Figures 7 and 8), as a Plan has it anyway.
+- III-B: compute waits at the end of a layer for what was offloaded in it, and at the end of a
+  layer's backward computation for what was prefetched in it (Figure 9). Before each of these a layer
+  to prefetch is searched as in Figure 10.
+- III-C: `all` moves the X of every layer, `conv` that of convolutions. Convolutions take the least
+  workspace (m) or the fewest seconds (p). `dyn` tries in turn: nothing moved (p), `conv` (p), `all`
+  (p), `conv` and `all` with each convolution downgraded until it fits where it stands, `all` (m).
+
+Differs from the paper:
+1. `simulate` stands for the profiling passes of `dyn`, so none is run. The first of them, `all` (m),
+   only tells whether the network can be trained at all; here it comes last, to the same end.
+2. What the backward pass reads of a layer may be smaller than its X: an exact residual, such as the
+   index of a pool. That is moved in its place. An activation fused into its convolution has no X.
+3. The batch is an argument of the step, which the caller holds, so the first layer's X stays.
+4. The last layer's X is not moved, as in Figure 9: no layer is left to prefetch it in. What the
+   search of Figure 10 misses otherwise is fetched when it is read.
+5. The fully connected layers are moved by `all`, too; the paper leaves its classifier to Torch.
+6. With `allow=(..., "workspace")`, convolutions in micro-batches are among the algorithms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
+
+from vmem_jax.core.convolution import Configuration
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.layers import LayerKind
+from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.planned import costs_with_convolutions, with_convolutions
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.convolving import fastest, fastest_fitting, least
+from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions
+from vmem_jax.policy.order import lower_order
+
+OFFLOADS = ("all", "conv", "none")
+DYNAMIC = (
+    ("none", "p"),
+    ("conv", "p"),
+    ("all", "p"),
+    ("conv", "greedy"),
+    ("all", "greedy"),
+    ("all", "m"),
+)
+"""The passes of `dyn`: what is moved, and the algorithms."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VDNN(AbstractPolicy):
+    """Offloads the inputs of layers, a layer at a time.
+
+    Attributes:
+      offload: "all", "conv" or "none" for the same whatever the budget, or "dyn" to choose.
+      algorithms: of convolutions where `offload` is not "dyn": "m" for the least workspace, "p" for
+        the fewest seconds.
+
+    Raises:
+      ValueError: there is no such choice.
+    """
+
+    name: ClassVar[str] = "vdnn"
+    needs: ClassVar[tuple[str, ...]] = ("offload",)
+    chooses_convolutions: ClassVar[bool] = True
+    offload: str = "dyn"
+    algorithms: str = "p"
+
+    def __post_init__(self) -> None:
+        if self.offload not in (*OFFLOADS, "dyn"):
+            raise ValueError(f"`offload`={self.offload!r}; there is {', '.join(OFFLOADS)}, dyn.")
+        if self.algorithms not in ("m", "p"):
+            raise ValueError(f"`algorithms`={self.algorithms!r}; there is m, p.")
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        """The static configuration, or the first pass of `dyn` that fits.
+
+        Raises:
+          LayersError: there is no backward pass, or no convolution for "conv", and `dyn` does not
+            fit without it either.
+        """
+        order = lower_order(program, costs)
+        walk = Walk(program, order)
+        passes = DYNAMIC if self.offload == "dyn" else ((self.offload, self.algorithms),)
+        if self.offload == "conv":
+            check_convolutions(self.name, walk)
+        if self.offload in ("conv", "all"):
+            check_backward(self.name, walk)
+        lowest: tuple[Timeline, dict[int, Configuration]] | None = None
+        for offload, algorithms in passes:
+            moved = transfers(walk, offloading(walk, offload) if costs.link else ())
+            found = configured(program, costs, order, moved, algorithms, budget)
+            if budget is None or found[0].peak <= budget:
+                lowest = found
+                break
+            if lowest is None or found[0].peak <= lowest[0].peak:
+                lowest = found
+        assert lowest is not None, "there is at least one pass"
+        timeline, chosen = lowest
+        if budget is not None and program.resident_nbytes <= budget < timeline.peak:
+            check_backward(self.name, walk)
+        return finish(self.name, program, timeline, budget, convolutions=chosen)
+
+
+def offloading(walk: Walk, offload: str) -> tuple[int, ...]:
+    """The layers whose X is moved (III-C)."""
+    if offload == "none":
+        return ()
+    return walk.of_kind([LayerKind.CONVOLUTION] if offload == "conv" else list(LayerKind))
+
+
+def transfers(walk: Walk, offloaded: Collection[int]) -> tuple[Transfer, ...]:
+    """The four points of what the layers of `offloaded` give up (III-B, Figure 9)."""
+    fetches = prefetches(walk, offloaded)
+    last = walk.backward[0][1] if walk.backward else None
+    found = []
+    for stay in walk.stays:
+        if stay.layer not in offloaded or stay.layer == last:
+            continue
+        start = max(walk.begin[stay.layer], stay.made)
+        gone = max(walk.end[stay.layer], stay.since)
+        fetch, back = fetches.get(stay.layer, (stay.until, stay.until))
+        fetch, back = min(fetch, stay.until), min(back, stay.until)
+        if gone < fetch:
+            found.append(Transfer(stay.buffer, min(start, gone), gone, fetch, back))
+    return tuple(sorted(found, key=lambda t: (t.start, t.buffer)))
+
+
+def prefetches(walk: Walk, offloaded: Collection[int]) -> dict[int, tuple[int, int]]:
+    """For each layer that is found in time the begin and the end of the layer that prefetches it."""
+    kinds = [layer.kind for layer in walk.layers]
+    holds = {stay.layer for stay in walk.stays if stay.layer in offloaded}
+    found: dict[int, tuple[int, int]] = {}
+    begins = [p for p, _ in walk.backward]
+    for i, (begin, current) in enumerate(walk.backward):
+        n = find_prefetch_layer(current, kinds, holds, found)
+        end = begins[i + 1] if i + 1 < len(begins) else begin
+        if n is not None:
+            found[n] = begin, end
+    return found
+
+
+def find_prefetch_layer(
+    current: int,
+    kinds: Sequence[LayerKind],
+    offloaded: Collection[int],
+    prefetched: Collection[int],
+) -> int | None:
+    """The layer to prefetch while `current` computes backwards, or None (Figure 10)."""
+    for n in range(current - 1, -1, -1):
+        if n in offloaded and n not in prefetched:
+            return n
+        if kinds[n] is LayerKind.CONVOLUTION:
+            return None
+    return None
+
+
+def configured(
+    program: Program,
+    costs: Costs,
+    order: Sequence[int],
+    moved: Sequence[Transfer],
+    algorithms: str,
+    budget: int | None,
+) -> tuple[Timeline, dict[int, Configuration]]:
+    """The timeline with those transfers and algorithms, and what does each convolution.
+
+    `algorithms`: "m", "p", or "greedy": each convolution the fastest that fits where it stands.
+    """
+    run = lambda chosen: _run(program, costs, order, moved, chosen)
+    ways = costs.convolutions
+    if algorithms == "p" or (algorithms == "greedy" and budget is None):
+        chosen = fastest(ways)
+        return run(chosen), chosen
+    chosen = least(ways)
+    timeline = run(chosen)
+    if algorithms == "greedy" and budget is not None and ways:
+        chosen = fastest_fitting(ways, timeline, chosen, budget)
+        timeline = run(chosen)
+    return timeline, chosen
+
+
+def _run(
+    program: Program,
+    costs: Costs,
+    order: Sequence[int],
+    moved: Sequence[Transfer],
+    chosen: Mapping[int, Configuration],
+) -> Timeline:
+    costs = costs_with_convolutions(chosen.items(), costs)
+    return simulate(with_convolutions(program, chosen.items()), order, costs, moved)
