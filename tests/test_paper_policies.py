@@ -50,7 +50,10 @@ def run(policy, budget, **options):
 
 @pytest.mark.parametrize(
     "policy, budget",
-    [pytest.param(VDNN("all"), 0.45, id="vdnn all"), pytest.param("vdnn", 0.45, id="vdnn dyn")],
+    [
+        pytest.param("vdnn", 0.45, id="vdnn dyn"),
+        pytest.param("superneurons", 0.45, id="superneurons"),
+    ],
 )
 @built
 def test_fits_and_moves_and_computes_the_same(policy, budget):

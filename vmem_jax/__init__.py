@@ -17,7 +17,16 @@ from vmem_jax.errors import (
     WorkspaceError,
 )
 from vmem_jax.jit import BudgetedStep, jit
-from vmem_jax.policy import POLICIES, VDNN, AbstractPolicy, Auto, Exact, Keep, Recompute
+from vmem_jax.policy import (
+    POLICIES,
+    VDNN,
+    AbstractPolicy,
+    Auto,
+    Exact,
+    Keep,
+    Recompute,
+    SuperNeurons,
+)
 
 __version__ = "0.1.0"
 
@@ -36,6 +45,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Recompute",
+    "SuperNeurons",
     "VmemError",
     "WorkspaceError",
     "conv_general_dilated",

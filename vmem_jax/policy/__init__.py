@@ -7,11 +7,21 @@ from vmem_jax.policy.base import AbstractPolicy
 from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.keep import Keep
 from vmem_jax.policy.recompute import Recompute
+from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.vdnn import VDNN
 
 POLICIES: dict[str, type[AbstractPolicy]] = {
-    policy.name: policy for policy in (Auto, Exact, Keep, Recompute, VDNN)
+    policy.name: policy for policy in (Auto, Exact, Keep, Recompute, SuperNeurons, VDNN)
 }
 """A new policy is a file and one entry here."""
 
-__all__ = ["POLICIES", "VDNN", "AbstractPolicy", "Auto", "Exact", "Keep", "Recompute"]
+__all__ = [
+    "POLICIES",
+    "VDNN",
+    "AbstractPolicy",
+    "Auto",
+    "Exact",
+    "Keep",
+    "Recompute",
+    "SuperNeurons",
+]

@@ -39,6 +39,13 @@ _DEEPEST = 200
 class Execution:
     """One run of the executor over `base`; `order` is the result.
 
+    Args:
+      drops: what is freed after which use.
+      limit: bytes; None for no limit.
+      parks: what waits in host memory after which use.
+      forget: what a recomputation makes on its way and does not leave behind for later ones
+        (memory-centric).
+
     Attributes:
       order: steps in execution order, recomputed ones in place.
       away: what was parked, and over which positions of `order`.
@@ -54,8 +61,10 @@ class Execution:
         limit: int | None = None,
         remaking: Remaking | None = None,
         parks: Collection[Drop] = (),
+        forget: Collection[int] = (),
     ) -> None:
         self._program = program
+        self._forget = frozenset(forget)
         self._costs = costs
         self._drops = drops if isinstance(drops, set | frozenset) else frozenset(drops)
         self._parks = parks if isinstance(parks, set | frozenset) else frozenset(parks)
@@ -148,7 +157,7 @@ class Execution:
     def _free_unneeded(self, b: int, held: set[int]) -> None:
         """Frees what a burst made for itself: nothing in the base order reads it any more."""
         done = self._next[b] >= len(self._uses[b]) or self._next[b] == 0
-        if done and b not in held and not self._program.is_resident[b]:
+        if (done or b in self._forget) and b not in held and not self._program.is_resident[b]:
             self._free(b)
 
     # -- memory

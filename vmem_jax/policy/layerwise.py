@@ -7,11 +7,15 @@ The papers speak of the layers of a network, forwards and backwards. An order is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.layers import LayerKind, layers
+from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import LayersError
+from vmem_jax.policy.base import finish
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +84,25 @@ class Walk:
     def of_kind(self, kinds: Collection[LayerKind]) -> tuple[int, ...]:
         """The layers of `kinds`."""
         return tuple(n for n, layer in enumerate(self.layers) if layer.kind in kinds)
+
+
+def finish_walk(
+    policy: str,
+    program: Program,
+    walk: Walk,
+    timeline: Timeline,
+    budget: int | None,
+    convolutions: Mapping[int, Configuration],
+) -> Plan:
+    """`finish`, with the error that tells where a step is over `budget` for want of a backward pass.
+
+    Raises:
+      BudgetError: the peak of `timeline` is over `budget`.
+      LayersError: it is, and there is no backward pass.
+    """
+    if budget is not None and program.resident_nbytes <= budget < timeline.peak:
+        check_backward(policy, walk)
+    return finish(policy, program, timeline, budget, convolutions=convolutions)
 
 
 def check_backward(policy: str, walk: Walk) -> None:

@@ -15,6 +15,11 @@ backward pass, and not all at its end.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import simulate
@@ -38,6 +43,38 @@ def lower_order(
     traced = tuple(range(len(program.steps)))
     orders = (canonical or canonical_order(program), traced)
     return min(orders, key=lambda order: simulate(program, order, costs).peak)
+
+
+def ranked_order(program: Program, rank: Sequence[Any]) -> tuple[int, ...]:
+    """The steps in ascending `rank`, each as soon as all that it must follow have run.
+
+    A step follows the makers of what it reads, the readers of what it overwrites, and the effects
+    that are traced before it.
+    """
+    after: list[set[int]] = [
+        {m for b in step.reads if (m := program.producer[b]) >= 0} for step in program.steps
+    ]
+    for i, by in program.overwritten_by.items():
+        after[by] |= {r for r in program.readers[i] if r != by}
+    effects = [s for s, step in enumerate(program.steps) if not step.pure]
+    for before, s in itertools.pairwise(effects):
+        after[s].add(before)
+    followers: list[list[int]] = [[] for _ in program.steps]
+    for s, earlier in enumerate(after):
+        for e in earlier:
+            followers[e].append(s)
+    waiting = [len(earlier) for earlier in after]
+    ready = [(rank[s], s) for s, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, s = heapq.heappop(ready)
+        order.append(s)
+        for f in followers[s]:
+            waiting[f] -= 1
+            if not waiting[f]:
+                heapq.heappush(ready, (rank[f], f))
+    return tuple(order)
 
 
 def _temporary(program: Program, buffers: tuple[int, ...]) -> list[int]:

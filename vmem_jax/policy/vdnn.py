@@ -38,9 +38,9 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import costs_with_convolutions, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
-from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions
+from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
 from vmem_jax.policy.order import lower_order
 
 OFFLOADS = ("all", "conv", "none")
@@ -104,10 +104,7 @@ class VDNN(AbstractPolicy):
             if lowest is None or found[0].peak <= lowest[0].peak:
                 lowest = found
         assert lowest is not None, "there is at least one pass"
-        timeline, chosen = lowest
-        if budget is not None and program.resident_nbytes <= budget < timeline.peak:
-            check_backward(self.name, walk)
-        return finish(self.name, program, timeline, budget, convolutions=chosen)
+        return finish_walk(self.name, program, walk, lowest[0], budget, lowest[1])
 
 
 def offloading(walk: Walk, offload: str) -> tuple[int, ...]:
