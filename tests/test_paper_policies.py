@@ -72,6 +72,14 @@ def test_budget_that_it_cannot_reach(policy):
     assert error.value.lowest_peak > error.value.budget
 
 
+def test_ucudnn_divides_convolutions_and_nothing_else():
+    compiled = run("ucudnn", 0.95)
+    plan = compiled.plan
+    assert compiled.need_nbytes <= plan.budget
+    assert plan.divided and not plan.recomputed and not plan.transfers
+    assert plan.order == tuple(range(len(plan.order)))
+
+
 def test_what_it_needs_is_not_left_out():
     step, _, _ = case()
     with pytest.raises(ValueError, match=r"policy `vdnn` needs offload, which `allow`='order'"):
@@ -84,5 +92,7 @@ def test_a_step_without_layers_to_move():
     with pytest.raises(LayersError, match="no backward pass"):
         vmem_jax.jit(forward, budget="1GiB", policy=VDNN("all"))(jnp.ones((8, 8)))
     dense = lambda w, x: w - jax.grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum())(w)
+    with pytest.raises(ValueError, match="cannot divide convolutions: it has none"):
+        vmem_jax.jit(forward, budget="1GiB", policy="ucudnn")(jnp.ones((8, 8)))
     with pytest.raises(LayersError, match="moves the inputs of convolutions"):
         vmem_jax.jit(dense, budget="1GiB", policy=VDNN("conv"))(jnp.ones((8, 8)), jnp.ones((8, 8)))

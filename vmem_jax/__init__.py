@@ -26,6 +26,7 @@ from vmem_jax.policy import (
     Keep,
     Recompute,
     SuperNeurons,
+    UCuDNN,
 )
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "PlanError",
     "Recompute",
     "SuperNeurons",
+    "UCuDNN",
     "VmemError",
     "WorkspaceError",
     "conv_general_dilated",

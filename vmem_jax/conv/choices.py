@@ -53,7 +53,8 @@ def choices_of(
     """
     found = convolutions_in(program)
     refuse = lambda why: ValueError(
-        f'`{name}` cannot divide convolutions: {why}. Leave "workspace" out of `allow`.'
+        f'`{name}` cannot divide convolutions: {why}. Leave "workspace" out of `allow`, and take '
+        "another policy than `ucudnn`."
     )
     if target is not None:
         raise refuse(f"what they take on {target!r} can be measured on that card alone")

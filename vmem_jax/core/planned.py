@@ -8,12 +8,12 @@ and reports need to know of neither.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.looped import costs_with_looped, with_looped
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 
@@ -48,6 +48,17 @@ def restated(plan: Plan, costs: Costs) -> Plan:
         calls = convolutions[s].calls if s in convolutions else ways[0].calls
         convolutions |= ((s, way) for way in ways if way.calls == calls)
     return dataclasses.replace(plan, convolutions=tuple(sorted(convolutions.items())))
+def simulate_with(
+    program: Program,
+    order: Sequence[int],
+    costs: Costs,
+    convolutions: Convolutions,
+    transfers: Sequence[Transfer] = (),
+) -> Timeline:
+    """`simulate` with `convolutions` in place of XLA's own."""
+    convolutions = tuple(convolutions)
+    costs = costs_with_convolutions(convolutions, costs)
+    return simulate(with_convolutions(program, convolutions), order, costs, transfers)
 
 
 def with_convolutions(program: Program, convolutions: Convolutions) -> Program:

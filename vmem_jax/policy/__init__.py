@@ -8,10 +8,11 @@ from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.keep import Keep
 from vmem_jax.policy.recompute import Recompute
 from vmem_jax.policy.superneurons import SuperNeurons
+from vmem_jax.policy.ucudnn import UCuDNN
 from vmem_jax.policy.vdnn import VDNN
 
 POLICIES: dict[str, type[AbstractPolicy]] = {
-    policy.name: policy for policy in (Auto, Exact, Keep, Recompute, SuperNeurons, VDNN)
+    policy.name: policy for policy in (Auto, Exact, Keep, Recompute, SuperNeurons, UCuDNN, VDNN)
 }
 """A new policy is a file and one entry here."""
 
@@ -24,4 +25,5 @@ __all__ = [
     "Keep",
     "Recompute",
     "SuperNeurons",
+    "UCuDNN",
 ]

@@ -40,7 +40,7 @@ from typing import ClassVar
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.layers import Layer, LayerKind, layers
 from vmem_jax.core.plan import Plan, Transfer
-from vmem_jax.core.planned import costs_with_convolutions, with_convolutions
+from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_convolutions
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.base import AbstractPolicy
@@ -98,9 +98,7 @@ class SuperNeurons(AbstractPolicy):
             best = min(found, key=lambda timeline: rank(timeline, budget))
         if budget is not None and best.peak <= budget:
             chosen = fastest_fitting(ways, best, chosen, budget)
-            seconds = costs_with_convolutions(chosen.items(), costs)
-            less = with_convolutions(program, chosen.items())
-            best = simulate(less, best.order, seconds, best.transfers)
+            best = simulate_with(program, best.order, costs, chosen.items(), best.transfers)
         return finish_walk(self.name, program, walk, best, budget, chosen)
 
     def _moved(

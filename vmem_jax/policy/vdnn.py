@@ -28,16 +28,16 @@ Differs from the paper:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.layers import LayerKind
 from vmem_jax.core.plan import Plan, Transfer
-from vmem_jax.core.planned import costs_with_convolutions, with_convolutions
+from vmem_jax.core.planned import simulate_with
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
@@ -172,7 +172,7 @@ def configured(
 
     `algorithms`: "m", "p", or "greedy": each convolution the fastest that fits where it stands.
     """
-    run = lambda chosen: _run(program, costs, order, moved, chosen)
+    run = lambda chosen: simulate_with(program, order, costs, chosen.items(), moved)
     ways = costs.convolutions
     if algorithms == "p" or (algorithms == "greedy" and budget is None):
         chosen = fastest(ways)
@@ -183,14 +183,3 @@ def configured(
         chosen = fastest_fitting(ways, timeline, chosen, budget)
         timeline = run(chosen)
     return timeline, chosen
-
-
-def _run(
-    program: Program,
-    costs: Costs,
-    order: Sequence[int],
-    moved: Sequence[Transfer],
-    chosen: Mapping[int, Configuration],
-) -> Timeline:
-    costs = costs_with_convolutions(chosen.items(), costs)
-    return simulate(with_convolutions(program, chosen.items()), order, costs, moved)

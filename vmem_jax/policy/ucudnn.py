@@ -1,0 +1,152 @@
+"""ucudnn: convolutions in micro-batches within a limit of workspace, and nothing else.
+
+Source: Oyama et al., "µ-cuDNN: Accelerating Deep Learning Frameworks with Micro-Batching", CLUSTER
+2018, arXiv:1804.04806. Workspace reuse (WR, III-B) gives each convolution the fastest configuration
+within a limit of its own (`workspace_reuse`); workspace division (WD, III-C) divides one limit among
+all of them by an integer program (`workspace_division`). Which micro-batches there are says the
+batch-size policy (III-D).
+
+Differs from the paper:
+1. Where no limit is given it follows from the budget: what that leaves beside the peak of the step
+   without workspaces (WD), or the largest for which the step fits (WR).
+2. A workspace is there only while its convolution runs, also with WD, whose limit is for all of them
+   together as if they lay side by side. So plans of WD take less than they are allowed, and where
+   even the least workspaces are over what the budget leaves, each takes its least.
+3. The micro-batches are those of `Costs.convolutions`; what was never timed is not chosen, whatever
+   the batch-size policy.
+4. cuDNN alone is asked in the paper. Here XLA's own convolution, whole, is one of the ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from vmem_jax.core.convolution import Configuration, Micro
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import simulate_with
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline
+from vmem_jax.errors import WorkspaceError
+from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.workspace_division import Choice, divide, front
+from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
+
+Fronts = Mapping[int, Choice]
+OPTIMISATIONS = ("wr", "wd")
+
+
+@dataclasses.dataclass(frozen=True)
+class UCuDNN(AbstractPolicy):
+    """Chooses what does each convolution; the order is the traced one.
+
+    Attributes:
+      optimisation: "wr" for a limit each, "wd" for one limit of all.
+      limit: bytes of workspace; None to reckon it from the budget.
+      batch_sizes: of the micro-batches that may be used.
+
+    Raises:
+      ValueError: there is no such optimisation.
+    """
+
+    name: ClassVar[str] = "ucudnn"
+    needs: ClassVar[tuple[str, ...]] = ("workspace",)
+    chooses_convolutions: ClassVar[bool] = True
+    optimisation: str = "wd"
+    limit: int | None = None
+    batch_sizes: BatchSizes = BatchSizes.POWER_OF_TWO
+
+    def __post_init__(self) -> None:
+        if self.optimisation not in OPTIMISATIONS:
+            known = ", ".join(OPTIMISATIONS)
+            raise ValueError(f"`optimisation`={self.optimisation!r}; there is {known}.")
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        """The plan of the traced order with the chosen configurations.
+
+        Raises:
+          WorkspaceError: `limit` is less than the least workspaces.
+        """
+        fronts = {s: desirable(ways, self.batch_sizes) for s, ways in costs.convolutions.items()}
+        chosen = self._chosen(program, costs, fronts, budget)
+        fenced = any(not way.is_xlas for way in chosen.values())
+        timeline = _traced(program, costs, chosen)
+        return finish(self.name, program, timeline, budget, fenced, convolutions=chosen)
+
+    def _chosen(
+        self, program: Program, costs: Costs, fronts: Fronts, budget: int | None
+    ) -> dict[int, Configuration]:
+        if self.limit is not None and self.optimisation == "wr":
+            return reused(program, fronts, self.limit)
+        if self.limit is not None:
+            return divided(fronts, self.limit)
+        if budget is None:
+            return {s: each[-1] for s, each in fronts.items()}
+        least = {s: each[0] for s, each in fronts.items()}
+        if self.optimisation == "wd":
+            nothing = {s: Configuration(()) for s in fronts}
+            free = budget - _traced(program, costs, nothing).peak
+            return divided(fronts, free) if _nbytes(least) <= free else least
+        limits = sorted({way.workspace for each in fronts.values() for way in each})
+        limits = [n for n in limits if n >= max((w.workspace for w in least.values()), default=0)]
+        chosen = least
+        low, high = 0, len(limits)  # all before `low` fit, none from `high` on does
+        while low < high:
+            middle = (low + high) // 2
+            found = reused(program, fronts, limits[middle])
+            if _traced(program, costs, found).peak <= budget:
+                low, chosen = middle + 1, found
+            else:
+                high = middle
+        return chosen
+
+
+def desirable(ways: Choice, policy: BatchSizes) -> Choice:
+    """The desirable set of one convolution from the micro-batches of `ways` that `policy` allows.
+
+    The whole batch is always allowed.
+    """
+    batch = ways[0].batch
+    sizes = set(batch_sizes(batch, policy))
+    micros: dict[Micro, None] = dict.fromkeys(
+        m for way in ways for m in way.micros if m.batch in sizes
+    )
+    return front(micros, batch)
+
+
+def reused(program: Program, fronts: Fronts, limit: int) -> dict[int, Configuration]:
+    """For each convolution the fastest within `limit` bytes (WR).
+
+    Raises:
+      WorkspaceError: for one of them none is.
+    """
+    found = {}
+    for s, each in fronts.items():
+        within = [way for way in each if way.workspace <= limit]
+        if not within:
+            what = program.steps[s].where
+            raise WorkspaceError(what=what, limit=limit, least=each[0].workspace)
+        found[s] = within[-1]
+    return found
+
+
+def divided(fronts: Fronts, limit: int) -> dict[int, Configuration]:
+    """For each convolution one of its desirable set, all within `limit` bytes together (WD).
+
+    Raises:
+      WorkspaceError: not even the least are.
+    """
+    steps = sorted(fronts)
+    if not steps:
+        return {}
+    return dict(zip(steps, divide([fronts[s] for s in steps], limit), strict=True))
+
+
+def _traced(program: Program, costs: Costs, chosen: Mapping[int, Configuration]) -> Timeline:
+    return simulate_with(program, range(len(program.steps)), costs, chosen.items())
+
+
+def _nbytes(chosen: Mapping[int, Configuration]) -> int:
+    return sum(way.workspace for way in chosen.values())
