@@ -27,6 +27,7 @@ from vmem_jax.policy import (
     Recompute,
     SuperNeurons,
     UCuDNN,
+    VDNNpp,
 )
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "Recompute",
     "SuperNeurons",
     "UCuDNN",
+    "VDNNpp",
     "VmemError",
     "WorkspaceError",
     "conv_general_dilated",

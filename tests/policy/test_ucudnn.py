@@ -159,6 +159,9 @@ def test_without_convolutions_it_is_the_traced_step():
     assert plan.convolutions == () and not plan.fenced
 
 
-def test_unknown_optimisation():
+def test_unknown_options():
     with pytest.raises(ValueError, match="there is wr, wd"):
         UCuDNN("both")
+    with pytest.raises(ValueError, match="'some' is not a valid BatchSizes"):
+        UCuDNN(batch_sizes="some")
+    assert UCuDNN(batch_sizes="all") == UCuDNN(batch_sizes=BatchSizes.ALL)

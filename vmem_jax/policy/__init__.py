@@ -10,9 +10,11 @@ from vmem_jax.policy.recompute import Recompute
 from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.ucudnn import UCuDNN
 from vmem_jax.policy.vdnn import VDNN
+from vmem_jax.policy.vdnnpp import VDNNpp
 
 POLICIES: dict[str, type[AbstractPolicy]] = {
-    policy.name: policy for policy in (Auto, Exact, Keep, Recompute, SuperNeurons, UCuDNN, VDNN)
+    policy.name: policy
+    for policy in (Auto, Exact, Keep, Recompute, SuperNeurons, UCuDNN, VDNN, VDNNpp)
 }
 """A new policy is a file and one entry here."""
 
@@ -26,4 +28,5 @@ __all__ = [
     "Recompute",
     "SuperNeurons",
     "UCuDNN",
+    "VDNNpp",
 ]

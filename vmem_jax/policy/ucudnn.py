@@ -48,7 +48,7 @@ class UCuDNN(AbstractPolicy):
       batch_sizes: of the micro-batches that may be used.
 
     Raises:
-      ValueError: there is no such optimisation.
+      ValueError: there is no such optimisation, or batch-size policy.
     """
 
     name: ClassVar[str] = "ucudnn"
@@ -59,6 +59,7 @@ class UCuDNN(AbstractPolicy):
     batch_sizes: BatchSizes = BatchSizes.POWER_OF_TWO
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "batch_sizes", BatchSizes(self.batch_sizes))  # its name will do
         if self.optimisation not in OPTIMISATIONS:
             known = ", ".join(OPTIMISATIONS)
             raise ValueError(f"`optimisation`={self.optimisation!r}; there is {known}.")

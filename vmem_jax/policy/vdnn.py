@@ -35,7 +35,7 @@ from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.layers import LayerKind
 from vmem_jax.core.plan import Plan, Transfer
-from vmem_jax.core.planned import simulate_with
+from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy
@@ -43,21 +43,14 @@ from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
 from vmem_jax.policy.order import lower_order
 
-OFFLOADS = ("all", "conv", "none")
-DYNAMIC = (
-    ("none", "p"),
-    ("conv", "p"),
-    ("all", "p"),
-    ("conv", "greedy"),
-    ("all", "greedy"),
-    ("all", "m"),
-)
-"""The passes of `dyn`: what is moved, and the algorithms."""
-
 
 @dataclasses.dataclass(frozen=True)
 class VDNN(AbstractPolicy):
     """Offloads the inputs of layers, a layer at a time.
+
+    Class attributes:
+      offloads: what `offload` may be, beside "dyn".
+      dynamic: the passes of "dyn": what is moved, and the algorithms.
 
     Attributes:
       offload: "all", "conv" or "none" for the same whatever the budget, or "dyn" to choose.
@@ -71,12 +64,22 @@ class VDNN(AbstractPolicy):
     name: ClassVar[str] = "vdnn"
     needs: ClassVar[tuple[str, ...]] = ("offload",)
     chooses_convolutions: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ("all", "conv", "none")
+    dynamic: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("none", "p"),
+        ("conv", "p"),
+        ("all", "p"),
+        ("conv", "greedy"),
+        ("all", "greedy"),
+        ("all", "m"),
+    )
     offload: str = "dyn"
     algorithms: str = "p"
 
     def __post_init__(self) -> None:
-        if self.offload not in (*OFFLOADS, "dyn"):
-            raise ValueError(f"`offload`={self.offload!r}; there is {', '.join(OFFLOADS)}, dyn.")
+        known = (*self.offloads, "dyn")
+        if self.offload not in known:
+            raise ValueError(f"`offload`={self.offload!r}; there is {', '.join(known)}.")
         if self.algorithms not in ("m", "p"):
             raise ValueError(f"`algorithms`={self.algorithms!r}; there is m, p.")
 
@@ -89,29 +92,43 @@ class VDNN(AbstractPolicy):
         """
         order = lower_order(program, costs)
         walk = Walk(program, order)
-        passes = DYNAMIC if self.offload == "dyn" else ((self.offload, self.algorithms),)
-        if self.offload == "conv":
+        if "conv" in self.offload:
             check_convolutions(self.name, walk)
-        if self.offload in ("conv", "all"):
+        if self.offload not in ("none", "dyn"):
             check_backward(self.name, walk)
+        static = ((self.offload, self.algorithms),)
         lowest: tuple[Timeline, dict[int, Configuration]] | None = None
-        for offload, algorithms in passes:
-            moved = transfers(walk, offloading(walk, offload) if costs.link else ())
+        for offload, algorithms in self.dynamic if self.offload == "dyn" else static:
+            moved = transfers(walk, self.offloading(walk, offload)) if costs.link else ()
             found = configured(program, costs, order, moved, algorithms, budget)
+            if lowest is None or found[0].peak <= lowest[0].peak:
+                lowest = found
             if budget is None or found[0].peak <= budget:
                 lowest = found
                 break
-            if lowest is None or found[0].peak <= lowest[0].peak:
-                lowest = found
         assert lowest is not None, "there is at least one pass"
-        return finish_walk(self.name, program, walk, lowest[0], budget, lowest[1])
+        timeline, chosen = lowest
+        timeline = self.waiting(
+            with_convolutions(program, chosen.items()),
+            costs_with_convolutions(chosen.items(), costs),
+            walk,
+            timeline,
+            budget,
+        )
+        return finish_walk(self.name, program, walk, timeline, budget, chosen)
 
+    def offloading(self, walk: Walk, offload: str) -> tuple[int, ...]:
+        """The layers whose X is moved (III-C)."""
+        if offload == "none":
+            return ()
+        return walk.of_kind([LayerKind.CONVOLUTION] if offload == "conv" else list(LayerKind))
 
-def offloading(walk: Walk, offload: str) -> tuple[int, ...]:
-    """The layers whose X is moved (III-C)."""
-    if offload == "none":
-        return ()
-    return walk.of_kind([LayerKind.CONVOLUTION] if offload == "conv" else list(LayerKind))
+    def waiting(
+        self, program: Program, costs: Costs, walk: Walk, timeline: Timeline, budget: int | None
+    ) -> Timeline:
+        """`timeline`, which waits at the end of each layer, with the waits that are asked for."""
+        del program, costs, walk, budget
+        return timeline
 
 
 def transfers(walk: Walk, offloaded: Collection[int]) -> tuple[Transfer, ...]:

@@ -1,0 +1,207 @@
+"""pool: one pool of device memory from which a schedule is served, and how it falls to pieces.
+
+Source: Shriram et al., "Dynamic Memory Management for GPU-based Training of Deep Neural Networks"
+(vDNN++), IPDPS 2019, sections III-B and IV-B. Nothing is moved within the pool, so a request can fail
+although enough is free in all. Two heuristics say where it goes, two orders what is asked for first;
+which of them is best differs from step to step, so all four are tried on paper.
+
+XLA places device memory by itself. The figures here say what a pool like the paper's would need.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+
+from vmem_jax.core.plan import Transfer
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import last_reads
+
+
+class Heuristic(enum.StrEnum):
+    """Where in the pool a request goes.
+
+    BEST_FIT: into the smallest free block that holds it, at its lower end.
+    HIGH_END: what will be offloaded at the highest free address, all else as before.
+    """
+
+    BEST_FIT = "best-fit"
+    HIGH_END = "high-end"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocate:
+    """A request for `nbytes`, to be freed by its key; `offloaded` if it leaves for the host later."""
+
+    key: int
+    nbytes: int
+    offloaded: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free:
+    """The end of what was allocated under `key`."""
+
+    key: int
+
+
+Request = Allocate | Free
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unserved:
+    """The request that a pool could not serve, and the largest block that was free then, in bytes."""
+
+    request: Allocate
+    largest: int
+
+
+def aggregate_nbytes(requests: Iterable[Request]) -> int:
+    """The most bytes asked for at once; no pool is smaller."""
+    sizes: dict[int, int] = {}
+    now = most = 0
+    for request in requests:
+        if isinstance(request, Allocate):
+            sizes[request.key] = request.nbytes
+            now += request.nbytes
+            most = max(most, now)
+        else:
+            now -= sizes.pop(request.key)
+    return most
+
+
+def serve(
+    requests: Iterable[Request], nbytes: int, heuristic: Heuristic
+) -> dict[int, int] | Unserved:
+    """Offsets by key in a pool of `nbytes`, or what could not be served."""
+    free = [(0, nbytes)] if nbytes else []  # (offset, bytes) by offset, never two side by side
+    used: dict[int, tuple[int, int]] = {}
+    offsets: dict[int, int] = {}
+    for request in requests:
+        if isinstance(request, Free):
+            _give_back(free, *used.pop(request.key))
+            continue
+        fitting = [block for block in free if block[1] >= request.nbytes]
+        if not fitting:
+            return Unserved(request, max((n for _, n in free), default=0))
+        high = heuristic is Heuristic.HIGH_END and request.offloaded
+        block = max(fitting) if high else min(fitting, key=lambda block: (block[1], block[0]))
+        at = free.index(block)
+        rest = block[1] - request.nbytes
+        offset = block[0] + rest if high else block[0]
+        left = (block[0] if high else block[0] + request.nbytes, rest)
+        free[at : at + 1] = [left] if rest else []
+        used[request.key] = offset, request.nbytes
+        offsets[request.key] = offset
+    return offsets
+
+
+def _give_back(free: list[tuple[int, int]], offset: int, nbytes: int) -> None:
+    at = bisect.bisect(free, (offset, 0))
+    if at < len(free) and free[at][0] == offset + nbytes:
+        nbytes += free.pop(at)[1]
+    if at and sum(free[at - 1]) == offset:
+        offset, before = free.pop(at - 1)
+        nbytes, at = nbytes + before, at - 1
+    if nbytes:
+        free.insert(at, (offset, nbytes))
+
+
+def smallest_pool(requests: Sequence[Request], heuristic: Heuristic) -> int:
+    """Bytes of a pool that serves all of `requests`, about the smallest (IV-B).
+
+    From the most bytes asked for at once on it grows by what the largest free block lacked of the
+    request that failed. A smaller one may do, since a pool can fail where a smaller one does not.
+    """
+    nbytes = aggregate_nbytes(requests)
+    while isinstance(failed := serve(requests, nbytes, heuristic), Unserved):
+        nbytes += failed.request.nbytes - failed.largest
+    return nbytes
+
+
+def requests_of(
+    program: Program,
+    order: Sequence[int],
+    transfers: Sequence[Transfer] = (),
+    prefetch_first: bool = True,
+) -> list[Request]:
+    """What a pool is asked for while `order` runs; arguments and outputs lie elsewhere.
+
+    Args:
+      prefetch_first: whether what is fetched before a step is allocated before what the step writes
+        (its derivatives), or behind it.
+    """
+    dying = last_reads(program, order)
+    moved = {t.buffer for t in transfers}
+    points: dict[int, tuple[list[int], list[int]]] = {}
+    for t in transfers:
+        if t.buffer not in program.hosted:
+            points.setdefault(t.gone, ([], []))[0].append(t.buffer)
+            points.setdefault(t.fetch, ([], []))[1].append(t.buffer)
+    key: dict[int, int] = {}  # of the block that a live buffer has
+    made: list[Request] = []
+    count = 0
+
+    def allocate(b: int, nbytes: int, offloaded: bool = False) -> None:
+        nonlocal count
+        key[b] = count
+        made.append(Allocate(count, nbytes, offloaded))
+        count += 1
+
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        gone, fetched = points.get(position, ([], []))
+        made += [Free(key.pop(b)) for b in gone]
+        for prefetches in (prefetch_first, not prefetch_first):
+            if prefetches:
+                for b in fetched:
+                    allocate(b, program.buffers[b].nbytes)
+                continue
+            taken: set[int] = set()
+            for r, w in step.in_place:
+                dies = r in dying[position] and r in key and w not in key
+                if dies and not program.is_resident[w] and not {r, w} & taken:
+                    taken |= {r, w}
+                    key[w] = key.pop(r)
+            for w in step.writes:
+                if not program.is_resident[w] and w not in key:
+                    allocate(w, program.buffers[w].nbytes, w in moved)
+        if step.workspace:
+            made += [Allocate(count, step.workspace), Free(count)]
+            count += 1
+        made += [Free(key.pop(b)) for b in dying[position] if b in key]
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragmentation:
+    """What a schedule needs in all, and what pools need that serve it; bytes without residents.
+
+    Attributes:
+      aggregate: the most bytes live at once.
+      pools: by (whether prefetches come first, heuristic), as the paper's Table V has them.
+    """
+
+    aggregate: int
+    pools: Mapping[tuple[bool, Heuristic], int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the smallest of the pools."""
+        return min(self.pools.values())
+
+
+def fragmentation(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
+) -> Fragmentation:
+    """The pools that serve `order` with each heuristic and order of requests."""
+    pools: dict[tuple[bool, Heuristic], int] = {}
+    aggregate = 0
+    for prefetch_first in (True, False):
+        requests = requests_of(program, order, transfers, prefetch_first)
+        aggregate = max(aggregate, aggregate_nbytes(requests))
+        for heuristic in Heuristic:
+            pools[prefetch_first, heuristic] = smallest_pool(requests, heuristic)
+    return Fragmentation(aggregate, pools)
