@@ -54,6 +54,7 @@ def run(policy, budget, **options):
         pytest.param("vdnn", 0.45, id="vdnn dyn"),
         pytest.param("superneurons", 0.45, id="superneurons"),
         pytest.param("vdnnpp", 0.45, id="vdnnpp"),
+        pytest.param("modnn", 0.45, id="modnn"),
     ],
 )
 @built

@@ -6,6 +6,7 @@ from vmem_jax.policy.auto import Auto
 from vmem_jax.policy.base import AbstractPolicy
 from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.keep import Keep
+from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.recompute import Recompute
 from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.ucudnn import UCuDNN
@@ -14,7 +15,7 @@ from vmem_jax.policy.vdnnpp import VDNNpp
 
 POLICIES: dict[str, type[AbstractPolicy]] = {
     policy.name: policy
-    for policy in (Auto, Exact, Keep, Recompute, SuperNeurons, UCuDNN, VDNN, VDNNpp)
+    for policy in (Auto, Exact, Keep, MoDNN, Recompute, SuperNeurons, UCuDNN, VDNN, VDNNpp)
 }
 """A new policy is a file and one entry here."""
 
@@ -25,6 +26,7 @@ __all__ = [
     "Auto",
     "Exact",
     "Keep",
+    "MoDNN",
     "Recompute",
     "SuperNeurons",
     "UCuDNN",

@@ -1,0 +1,398 @@
+"""modnn: Algorithm 1 of moDNN, which runs the step on paper and makes room when an allocation fails.
+
+Source: Chen et al., "moDNN: Memory Optimal DNN Training on GPUs", DATE 2018, pages 13-18.
+
+- II: tasks read and write data blocks; weights always stay. That graph is the Program itself: its
+  steps and buffers, and its arguments and outputs stay (Figure 1).
+- IV-A: equation 1 is what a task needs, equation 2 the lower bound of any schedule, equation 3 the
+  size of sub-batches (`policy.sub_batch`).
+- IV-B, Algorithm 1: task after task, the inputs that are away are allocated and loaded, the outputs
+  allocated; a convolution gets the algorithm of the largest gain (equation 5); then data of future
+  tasks is prefetched (equation 4).
+- IV-B.1: for an allocation that fails, the stretch of neighbouring blocks leaves that delays the
+  least (Figures 3 and 4). A block stays if (a) the task needs it, or (b) it was not used since it was
+  made or fetched. Where there is no such stretch, everything leaves (defragmentation).
+
+Differs from the paper:
+1. Copies out and in have a lane each; the paper has one stream for both.
+2. XLA places device memory, so blocks are not put side by side by moving them: in a defragmentation
+   what the task needs stays where it is. Segments only decide what leaves.
+3. A block that left before is only freed the second time in the paper. A Transfer copies it again,
+   begun as soon as it is back, so that it seldom shows.
+4. Whether the data of a future task can be allocated (line 16; the paper leaves out how that is
+   predicted) is told by what is live then in the order, without what is away until later.
+5. Of equation 5, the delay of prefetching is that of all data of the next task that waits for any,
+   where it does not fit beside the workspace: at most until this task ends.
+6. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so
+   nothing is moved. Without a link nothing is either, and each is the fastest that fits.
+7. Sub-batches are not made yet, so the lowest budget is that of equation 2 for the whole batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import ClassVar
+
+from vmem_jax.core.convolution import Configuration
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.planned import simulate_with, with_convolutions
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import Timeline, last_reads
+from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.convolving import fastest, fastest_fitting, least
+from vmem_jax.policy.order import lower_order
+from vmem_jax.policy.segments import Segments
+
+_WORKSPACE = -1
+"""The key of the workspace among the segments."""
+
+Found = tuple[Timeline, dict[int, Configuration]]
+"""A schedule, and what does each convolution in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoDNN(AbstractPolicy):
+    """Moves what must leave when an allocation fails, and fetches it in time."""
+
+    name: ClassVar[str] = "modnn"
+    needs: ClassVar[tuple[str, ...]] = ("offload",)
+    chooses_convolutions: ClassVar[bool] = True
+
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+        """The plan of Algorithm 1 with `budget`; the lowest that it has, if it has none."""
+        order, ways = lower_order(program, costs), costs.convolutions
+        chosen = fastest(ways)
+        timeline = simulate_with(program, order, costs, chosen.items())
+        if budget is not None and timeline.peak > budget:
+            if costs.link is None or program.resident_nbytes > budget:
+                timeline, chosen = _unmoved(program, costs, order, budget)
+            else:
+                found = schedule(program, costs, order, budget)
+                if found is None or found[0].peak > budget:
+                    found = _lowest(program, costs, order)
+                timeline, chosen = found
+        return finish(self.name, program, timeline, budget, convolutions=chosen)
+
+
+def _unmoved(program: Program, costs: Costs, order: Sequence[int], budget: int) -> Found:
+    chosen = least(costs.convolutions)
+    timeline = simulate_with(program, order, costs, chosen.items())
+    if timeline.peak <= budget:
+        chosen = fastest_fitting(costs.convolutions, timeline, chosen, budget)
+        timeline = simulate_with(program, order, costs, chosen.items())
+    return timeline, chosen
+
+
+def _lowest(program: Program, costs: Costs, order: Sequence[int]) -> Found:
+    """The schedule of the least memory with which Algorithm 1 comes to an end, or nearly so."""
+    budget = least_nbytes(program, costs, order)
+    found = schedule(program, costs, order, budget)
+    most = simulate_with(program, order, costs, least(costs.convolutions).items()).peak
+    while found is None:  # something that cannot leave is in the way
+        budget += max((most - budget) // 16, 1)
+        if budget >= most:
+            return _unmoved(program, costs, order, most)
+        found = schedule(program, costs, order, budget)
+    return found
+
+
+def least_nbytes(program: Program, costs: Costs, order: Sequence[int]) -> int:
+    """What arguments and outputs take, and the task that needs the most beside them (equation 2).
+
+    Bytes, for the whole batch, with the least workspaces.
+    """
+    smallest = with_convolutions(program, least(costs.convolutions).items())
+    dying = last_reads(program, order)
+    most = 0
+    for position, s in enumerate(order):
+        step = smallest.steps[s]
+        taken = set(_taken_over(program, s, dying[position]).values())
+        blocks = {*step.reads, *step.writes} - taken
+        needed = sum(program.buffers[b].nbytes for b in blocks if not program.is_resident[b])
+        most = max(most, needed + step.workspace)
+    return program.resident_nbytes + most
+
+
+def _taken_over(program: Program, s: int, dying: Collection[int]) -> dict[int, int]:
+    """Which of what step `s` reads last hands its memory to which of what it writes."""
+    found: dict[int, int] = {}
+    for r, w in program.steps[s].in_place:
+        free = r in dying and r not in found and w not in found.values()
+        if free and not program.is_resident[r] and not program.is_resident[w]:
+            found[r] = w
+    return found
+
+
+def schedule(program: Program, costs: Costs, order: Sequence[int], budget: int) -> Found | None:
+    """Algorithm 1 within `budget` bytes; None where a task finds no room.
+
+    Its memory of segments is never smaller than what `simulate` counts.
+    """
+    return _Schedule(program, costs, order, budget).run()
+
+
+def offloading_delay(free: float, made: float, seconds: float, now: float) -> float:
+    """How much longer than `now` an offload lasts, in seconds (Figure 3).
+
+    Args:
+      free: when its lane is.
+      made: when its data is complete.
+      seconds: that it takes.
+    """
+    return max(max(free, made) + seconds - now, 0.0)
+
+
+def prefetch_is_due(now: float, task: float, transfers: Iterable[float], expected: float) -> bool:
+    """Whether data would come too late if fetched only after the task that is next (equation 4).
+
+    Args:
+      now: before that task, seconds.
+      task: that it takes.
+      transfers: that each block takes.
+      expected: the begin of the task that reads them.
+    """
+    return now + task + sum(transfers) > expected
+
+
+class _Schedule:
+    """One run of Algorithm 1; times in seconds, `position` is that of a task in the order."""
+
+    def __init__(self, program: Program, costs: Costs, order: Sequence[int], budget: int) -> None:
+        assert costs.link is not None
+        self.program, self.costs, self.order = program, costs, order
+        self.link = costs.link
+        self.memory = Segments(budget - program.resident_nbytes)
+        self.chosen = least(costs.convolutions)
+        self.live = simulate_with(program, order, costs, self.chosen.items()).live_nbytes
+        self.budget = budget
+        self.dying = last_reads(program, order)
+        self.uses: dict[int, list[int]] = {}
+        for position, s in enumerate(order):
+            for b in (*program.steps[s].reads, *program.steps[s].writes):
+                self.uses.setdefault(b, []).append(position)
+        seconds = [self.chosen[s].seconds if s in self.chosen else costs.seconds[s] for s in order]
+        self.until = [0.0, *itertools.accumulate(seconds)]  # without waits
+        self.now = self.out_free = self.in_free = 0.0
+        self.begins: list[float] = []
+        self.made: dict[int, float] = {}  # when the bytes of a block are complete
+        self.used: dict[int, bool] = {}  # whether it was, since it was made or fetched
+        self.away: dict[int, tuple[int, int]] = {}  # block -> its points start and gone
+        self.coming: dict[int, tuple[int, float]] = {}  # block -> its point fetch, and its arrival
+        self.back: dict[int, int] = {}  # block -> position of its last return
+        self.transfers: list[Transfer] = []
+
+    def run(self) -> Found | None:
+        for position, s in enumerate(self.order):
+            step = self.program.steps[s]
+            reads = [b for b in step.reads if self._counts(b)]
+            taken = _taken_over(self.program, s, self.dying[position])
+            made = [b for b in step.writes if self._counts(b) and b not in taken.values()]
+            self.begins.append(self.now)
+            needed = {*reads, *step.writes}
+            if not self._prepare(position, s, reads, made, needed):
+                return None
+            seconds = self._choose(position, s, needed)
+            self._prefetch(position, needed, seconds)
+            self.begins[position] = self.now
+            self.now += seconds
+            self.memory.free(_WORKSPACE)
+            for r, w in taken.items():
+                self.memory.hand_over(r, w)
+            self.used.update(dict.fromkeys(reads, True))
+            self.used.update(dict.fromkeys(step.writes, False))
+            self.made.update(dict.fromkeys(step.writes, self.now))
+            for b in self.dying[position]:
+                if b not in taken:
+                    self.memory.free(b)
+        transfers = sorted(self.transfers, key=lambda t: (t.start, t.buffer))
+        timeline = simulate_with(
+            self.program, self.order, self.costs, self.chosen.items(), transfers
+        )
+        return timeline, self.chosen
+
+    # -- lines 3 to 8: inputs and outputs
+
+    def _prepare(
+        self, position: int, s: int, reads: list[int], made: list[int], needed: set[int]
+    ) -> bool:
+        """Makes room for the task's data and its least workspace, and loads what is away."""
+        away = [b for b in reads if b in self.away and b not in self.coming]
+        for b in (*away, *made):
+            if not self._allocate(b, self._nbytes(b), position, needed):
+                return False
+        workspace = self.program.steps[s].workspace
+        if s in self.chosen:
+            workspace = self.chosen[s].workspace
+        if workspace and not self._allocate(_WORKSPACE, workspace, position, needed):
+            return False
+        for b in away:
+            self.coming[b] = position, self._fetched(b)
+        for b in reads:
+            if b in self.coming:
+                fetch, arrival = self.coming.pop(b)
+                self.now = max(self.now, arrival)
+                start, gone = self.away.pop(b)
+                self.transfers.append(Transfer(b, start, gone, fetch, position))
+                self.back[b] = position
+        return True
+
+    def _fetched(self, b: int) -> float:
+        """When `b` is there, if its fetch begins now."""
+        self.in_free = max(self.in_free, self.now) + self._nbytes(b) / self.link.into
+        return self.in_free
+
+    def _allocate(self, key: int, nbytes: int, position: int, needed: set[int]) -> bool:
+        """Takes memory, after an offload or a defragmentation where that is necessary."""
+        if self.memory.allocate(key, nbytes):
+            return True
+        if self._offload_for(nbytes, position, needed):
+            return self.memory.allocate(key, nbytes)
+        for segment in self.memory.segments:  # defragmentation
+            b = segment.key
+            if b is not None and b not in needed and self._movable(b):
+                if b in self.coming:
+                    del self.coming[b]  # a prefetch that was of no use
+                else:
+                    self._leave(b, position)
+        kept = [
+            b
+            for x in self.memory.segments
+            if (b := x.key) is not None and (b not in self.away or b in self.coming or b in needed)
+        ]
+        self.memory.pack(kept)
+        return self.memory.allocate(key, nbytes)
+
+    # -- IV-B.1: what leaves
+
+    def _offload_for(self, nbytes: int, position: int, needed: Collection[int]) -> bool:
+        """Offloads the stretch of blocks that delays the least, if there is one."""
+        scheme = self._scheme(nbytes, needed)
+        if scheme is None:
+            return False
+        for b in scheme:
+            self._leave(b, position)
+            self.memory.free(b)
+        return True
+
+    def _scheme(self, nbytes: int, needed: Collection[int]) -> tuple[int, ...] | None:
+        may_leave = lambda b: b not in needed and self._movable(b) and self.used[b]
+        found = self.memory.schemes(nbytes, may_leave)
+        size = lambda scheme: sum(map(self._nbytes, scheme))
+        return min(found, key=lambda x: (self._delay(x), size(x)), default=None)
+
+    def _delay(self, scheme: Iterable[int]) -> float:
+        """Seconds until all of `scheme` are out."""
+        free = self.out_free
+        delay = 0.0
+        for b in scheme:
+            seconds = 0.0 if b in self.back else self._nbytes(b) / self.link.out
+            delay = offloading_delay(free, self.made[b], seconds, self.now)
+            free = max(free, self.made[b]) + seconds
+        return delay
+
+    def _leave(self, b: int, position: int) -> None:
+        """`b` is gone from `position` on."""
+        seconds = 0.0 if b in self.back else self._nbytes(b) / self.link.out
+        begin = max(self.out_free, self.made[b])
+        self.now = max(self.now, begin + seconds)
+        self.out_free = begin + seconds
+        first = max(self.uses[b][0] + 1, self.back.get(b, 0))
+        start = max(bisect.bisect_left(self.begins, begin), first)
+        self.away[b] = min(start, position), position
+
+    # -- lines 9 to 14: the algorithm
+
+    def _choose(self, position: int, s: int, needed: set[int]) -> float:
+        """Gives task `s` the algorithm of the largest gain (equation 5); its seconds."""
+        if s not in self.chosen:
+            return self.costs.seconds[s]
+        base = self.chosen[s]
+        waiting = self._next_waiting(position)
+        self.memory.free(_WORKSPACE)
+        free = max((x.nbytes for x in self.memory.segments if x.key is None), default=0)
+        gains = []
+        for way in self.costs.convolutions[s]:
+            gain = base.seconds - way.seconds - self._delayed(waiting, way)
+            if way.workspace > free:
+                scheme = self._scheme(way.workspace, needed)
+                if scheme is None:
+                    continue
+                gain -= self._delay(scheme)
+            gains.append((gain, -way.workspace, way))
+        way = max(gains, key=lambda entry: entry[:2])[2]
+        if way.workspace and not self.memory.allocate(_WORKSPACE, way.workspace):
+            self._offload_for(way.workspace, position, needed)
+            self.memory.allocate(_WORKSPACE, way.workspace)
+        self.chosen[s] = way
+        return way.seconds
+
+    def _delayed(self, waiting: Collection[int], way: Configuration) -> float:
+        """Seconds by which prefetching is late because of the workspace of `way`."""
+        free, late = self.memory.free_nbytes - way.workspace, 0.0
+        for b in waiting:
+            free -= self._nbytes(b)
+            if free < 0:
+                late += self._nbytes(b) / self.link.into
+        return min(late, way.seconds)
+
+    # -- lines 15 to 27: prefetching
+
+    def _next_waiting(self, position: int) -> list[int]:
+        """The blocks that the next task which waits for any does."""
+        following = self._following(position)
+        return following[0][1] if following else []
+
+    def _following(self, position: int) -> list[tuple[int, list[int]]]:
+        """Tasks that read what is away, in order, each with these blocks."""
+        tasks: dict[int, list[int]] = {}
+        for b in self.away:
+            if b not in self.coming:
+                tasks.setdefault(self._next_use(b, position), []).append(b)
+        return sorted(tasks.items())
+
+    def _prefetch(self, position: int, needed: set[int], seconds: float) -> None:
+        for later, blocks in self._following(position):
+            if self._expected(position, later) > self.budget:
+                break
+            transfers = [self._nbytes(b) / self.link.into for b in blocks]
+            begins = self.now + seconds + self.until[later] - self.until[position + 1]
+            if not prefetch_is_due(self.now, seconds, transfers, begins):
+                break
+            locked = {*needed, *self.program.steps[self.order[later]].reads, _WORKSPACE}
+            for b in sorted(blocks):
+                nbytes = self._nbytes(b)
+                if not self.memory.allocate(b, nbytes):
+                    if not self._offload_for(nbytes, position, locked):
+                        return
+                    self.memory.allocate(b, nbytes)
+                self.coming[b] = position, self._fetched(b)
+                self.used[b] = False
+
+    def _expected(self, position: int, later: int) -> int:
+        """Bytes live at position `later`, if nothing else leaves until then."""
+        still = sum(
+            self._nbytes(b)
+            for b in self.away
+            if b not in self.coming and self._next_use(b, position) > later
+        )
+        return self.live[later] - still
+
+    # -- blocks
+
+    def _counts(self, b: int) -> bool:
+        """Whether `b` takes memory that is not there throughout."""
+        return not self.program.is_resident[b] and self.program.buffers[b].nbytes > 0
+
+    def _movable(self, b: int) -> bool:
+        return b != _WORKSPACE and self.program.buffers[b].movable
+
+    def _nbytes(self, b: int) -> int:
+        return self.program.buffers[b].nbytes
+
+    def _next_use(self, b: int, position: int) -> int:
+        uses = self.uses[b]
+        return uses[bisect.bisect_right(uses, position)]
