@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
-from vmem_jax.conv.choices import choices_of, learned
+from vmem_jax.conv.choices import learned, with_choices
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
@@ -367,12 +367,20 @@ class BudgetedStep:
         learn: Callable[..., Costs] = lambda costs, compiled: costs
         convolves = any(step.convolution for step in program.steps)
         if self._plan is None and (convolves or "workspace" in self._asked):
-            costs = self._with_choices(traced, costs, target)
+            device = devices_of(traced.avals)[0]
+            costs = with_choices(
+                self._name,
+                program,
+                costs,
+                device,
+                target,
+                self._profile,
+                self._allowed,
+                self._asked,
+            )
             policy = policy if self._policy.chooses_convolutions else Convolving(policy)
-            if target is None and devices_of(traced.avals)[0].platform == "gpu":
-                learn = functools.partial(
-                    learned, program, devices_of(traced.avals)[0], self._profile
-                )
+            if target is None and device.platform == "gpu":
+                learn = functools.partial(learned, program, device, self._profile)
         budget, plain_need = self._budget_nbytes(traced, target)
         compile_plan = lambda plan: self._compile(traced, plan, target, transport)
         if self._plan is not None:
@@ -397,22 +405,6 @@ class BudgetedStep:
             len(attempts),
         )
         return Entry(traced, budget, plain_need, best.costs, attempts, transport, policy)
-
-    def _with_choices(self, traced: Traced, costs: Costs, target: str | None) -> Costs:
-        """`costs` with what can do each convolution, where that is asked for, or is known."""
-        device, program = devices_of(traced.avals)[0], traced.captured.program
-        asked = "workspace" in self._asked
-        known = "workspace" in self._allowed and target is None and device.platform == "gpu"
-        if not asked and not known:
-            return costs
-        try:
-            choices = choices_of(self._name, program, costs, device, target, self._profile)
-        except (ValueError, ImportError) as error:
-            if asked:
-                raise
-            logging.info("%s: no convolution is divided: %s", self._name, error)
-            return costs
-        return dataclasses.replace(costs, convolutions=choices)
 
     def _choose_transport(
         self, traced: Traced, costs: Costs, target: str | None, inlined: bool, asked: bool

@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +70,7 @@ def heavy(name, program, costs, device, *rest):
 def budgeted():
     """The step in a budget in which every convolution has to be divided, and its plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sys.modules["vmem_jax.jit"], "choices_of", heavy
-        )  # the name is the function's
+        patch.setattr(choices, "choices_of", heavy)
         found = vmem_jax.jit(step, budget=32 * MIB, allow=MEANS)
         return found, found.plan(*arguments())
 

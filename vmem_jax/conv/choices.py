@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 
 from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import Own, own_convolutions
@@ -72,6 +73,37 @@ def choices_of(
             "`profile=True`, or run `vmem-jax profile --conv` there first"
         )
     return choices
+
+
+def with_choices(
+    name: str,
+    program: Program,
+    costs: Costs,
+    device: jax.Device,
+    target: str | None,
+    profile: bool | None,
+    allowed: Sequence[str],
+    asked: Sequence[str],
+) -> Costs:
+    """`costs` with what can do each convolution, where that is asked for, or is allowed and known.
+
+    Args:
+      allowed, asked: means, as `options.policy_of` has them.
+
+    Raises:
+      ValueError, ImportError: as `choices_of`, where "workspace" is asked for.
+    """
+    known = "workspace" in allowed and target is None and device.platform == "gpu"
+    if "workspace" not in asked and not known:
+        return costs
+    try:
+        choices = choices_of(name, program, costs, device, target, profile)
+    except (ValueError, ImportError) as error:
+        if "workspace" in asked:
+            raise
+        logging.info("%s: no convolution is divided: %s", name, error)
+        return costs
+    return dataclasses.replace(costs, convolutions=choices)
 
 
 def learned(

@@ -48,6 +48,8 @@ def restated(plan: Plan, costs: Costs) -> Plan:
         calls = convolutions[s].calls if s in convolutions else ways[0].calls
         convolutions |= ((s, way) for way in ways if way.calls == calls)
     return dataclasses.replace(plan, convolutions=tuple(sorted(convolutions.items())))
+
+
 def simulate_with(
     program: Program,
     order: Sequence[int],
