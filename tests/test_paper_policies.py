@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +18,23 @@ from vmem_jax.transfer.extension import describe
 built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
 
 
+class Normed(nn.Module):
+    """Convolutions with a normalisation and an activation each, which are cheap to make again."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(5):
+            x = nn.gelu(nn.GroupNorm(4)(nn.Conv(16, (3, 3))(x)))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+MODELS = {"vgg": VGG(((16, 6), (16, 1)), classes=10, head_width=32), "normed": Normed()}
+
+
 @functools.cache
-def case():
-    """A small VGG with its loss, as a step that donates its parameters; its arguments; its result."""
-    model = VGG(((16, 6), (16, 1)), classes=10, head_width=32)
+def case(name="vgg"):
+    """A small network with its loss, as a training step; its arguments; its result."""
+    model = MODELS[name]
     x = jax.random.normal(jax.random.key(0), (32, 16, 16, 3))
     labels = jnp.arange(32) % 10
     params = model.init(jax.random.key(1), x[:1])
@@ -37,10 +51,10 @@ def case():
     return step, args, jax.jit(step)(*args)
 
 
-def run(policy, budget, **options):
+def run(policy, budget, name="vgg"):
     """The compiled step, after its result was held against plain jit's."""
-    step, args, expected = case()
-    budgeted = vmem_jax.jit(step, budget=budget, policy=policy, **options)
+    step, args, expected = case(name)
+    budgeted = vmem_jax.jit(step, budget=budget, policy=policy)
     compiled = budgeted.lower(*args).compile()
     pairs = zip(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(expected), strict=True)
     for ours, theirs in pairs:
@@ -72,6 +86,16 @@ def test_budget_that_it_cannot_reach(policy):
     with pytest.raises(BudgetError, match=f"policy `{policy}` cannot fit") as error:
         vmem_jax.jit(step, budget=0.1, policy=policy)(*args)
     assert error.value.lowest_peak > error.value.budget
+
+
+@built
+def test_superneurons_makes_again_what_lies_between_convolutions():
+    compiled = run("superneurons", 0.4, "normed")
+    plan = compiled.plan
+    assert compiled.need_nbytes <= plan.budget
+    assert plan.recomputed and plan.transfers
+    again = {compiled._entry.traced.captured.program.steps[s].op for s in plan.recomputed}
+    assert "conv_general_dilated" not in again
 
 
 def test_ucudnn_divides_convolutions_and_nothing_else():
