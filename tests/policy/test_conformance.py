@@ -68,7 +68,7 @@ def test_plans_are_valid_and_fit(name, program, share):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(some, max_examples=40)
+@settings(some, max_examples=25)
 @given(specs=st.lists(layers, min_size=2, max_size=8), share=st.floats(0, 1.1), data=st.data())
 def test_plans_that_may_move_and_choose_convolutions(name, specs, share, data):
     """Small networks with a link, and with three algorithms for each of their convolutions."""
@@ -147,7 +147,7 @@ def test_lowest_peak_of_the_error_is_reached(name, shape):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_never_a_higher_peak_than_keep(name):
-    @settings(some, max_examples=200)
+    @settings(some, max_examples=100)
     @given(program=programs(pure=True), share=st.floats(0, 1.1))
     def check(program, share):
         keep = planned("keep", program, None).predicted_peak

@@ -221,7 +221,7 @@ def planned(net, policy, costs, budget):
     return plan
 
 
-def test_the_techniques_are_added_in_turn():
+def test_less_memory_takes_more_of_the_techniques():
     specs = [Spec("other", 8)]
     for _ in range(4):
         specs += [CONV, Spec("act", 8), Spec("act", 8)]

@@ -15,8 +15,8 @@ PPoPP 2018, arXiv:1801.04380.
 - 3.5: each convolution gets the fastest algorithm for which there is memory at its step.
 
 Differs from the paper:
-1. The three techniques are added in turn until the budget holds; with more memory than that, the
-   next one would only cost time. What does not fit with all of them is a BudgetError.
+1. With more memory than liveness needs, nothing else is done. With less, the cache, recomputation
+   and both are compared by `simulate`, and the fastest that fits is taken.
 2. Algorithm 2 is run on paper, before the step is compiled, so what the cache evicts is known: it
    begins to leave as soon as it is made, and is fetched ahead where there is room. At run time the
    tensor cache of the arena serves what is moved, with the same rule.
@@ -78,7 +78,7 @@ class SuperNeurons(AbstractPolicy):
             raise ValueError(f"`recompute`={self.recompute!r}; there is {', '.join(STRATEGIES)}.")
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
-        """Liveness alone, or with the cache, or with recomputation as well: the first that fits."""
+        """Liveness alone if that fits, else the fastest of the cache, recomputation, and both."""
         ways = costs.convolutions
         chosen = fastest(ways) if budget is None else least(ways)
         less = with_convolutions(program, chosen.items())
@@ -88,13 +88,14 @@ class SuperNeurons(AbstractPolicy):
         best = simulate(less, order, seconds)
         if budget is not None and best.peak > budget:
             found = [best, self._moved(less, seconds, order, walk, budget)]
-            if found[1].peak > budget and self.recompute != "none":
+            if self.recompute != "none":
                 run = recomputing(less, seconds, walk, order, self.recompute)
                 found += [
                     simulate(less, run, seconds),
-                    moving(less, seconds, walk, run),
                     self._moved(less, seconds, run, walk, budget),
                 ]
+                if all(timeline.peak > budget for timeline in found):
+                    found.append(moving(less, seconds, walk, run))
             best = min(found, key=lambda timeline: rank(timeline, budget))
         if budget is not None and best.peak <= budget:
             chosen = fastest_fitting(ways, best, chosen, budget)
