@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from helpers import BACKWARD, SHAPES, UPDATE, Builder, orders, plan_of, programs, unit_costs
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +20,7 @@ from vmem_jax.policy.order import canonical_order
 
 layers = st.builds(
     Spec,
-    st.sampled_from(["conv", "conv", "pool", "act", "fc"]),
+    st.sampled_from(["conv", "conv", "pool", "act", "act", "fc"]),
     st.integers(1, 16),
     reads=st.sampled_from(["x", "y", "xy"]),
 )
@@ -71,7 +73,11 @@ def test_plans_are_valid_and_fit(name, program, share):
 @settings(some, max_examples=25)
 @given(specs=st.lists(layers, min_size=2, max_size=8), share=st.floats(0, 1.1), data=st.data())
 def test_plans_that_may_move_and_choose_convolutions(name, specs, share, data):
-    """Small networks with a link, and with three algorithms for each of their convolutions."""
+    """Small networks with a link, with joins, and with three algorithms for each convolution."""
+    for n in range(2, len(specs)):
+        if data.draw(st.booleans(), "join"):
+            other = data.draw(st.integers(0, n - 2), "joined")
+            specs[n] = dataclasses.replace(specs[n], sources=(n - 1, other))
     net = network(specs)
     rate = data.draw(st.sampled_from([1.0, 10.0]), "bytes a second")
     costs = net.costs({}, rate)
@@ -118,7 +124,7 @@ def test_recomputation_reads_no_overwritten_input(name):
 
 @pytest.mark.parametrize("name", ["auto", "recompute"])
 def test_plans_are_valid_with_effects_and_donation(name):
-    @settings(some, max_examples=300)
+    @settings(some, max_examples=25)
     @given(program=programs(), share=st.floats(0, 1.1))
     def check(program, share):
         planned(name, program, between(program, share))

@@ -212,6 +212,22 @@ def test_algorithm_2_evicts_the_least_recently_used():
     assert LINEAR.backward[3] <= first.fetch <= first.back
 
 
+def test_no_checkpoint_is_run_again():
+    """Layer 4 reads conv1's output last, before what the activation made of it is needed again."""
+    fork = [CONV, Spec("act", 8, reads="y"), CONV, Spec("conv", 8, (1,)), Spec("other", 8, (3, 4))]
+    net = network([Spec("other", 8), *fork, CONV, Spec("fc", 2)])
+    order = tuple(range(len(net.program.steps)))
+    costs = net.costs({}, rate=100.0)
+    walk = Walk(net.program, order)
+    for strategy in ("speed-centric", "memory-centric", "cost-aware"):
+        again = recomputing(net.program, costs, walk, order, strategy)
+        assert net.forward[1] not in again[len(net.forward) :]
+        for capacity in range(40, 100, 4):
+            timeline = caching(net.program, costs, walk, again, capacity)
+            peak = peak_by_definition(net.program, timeline.order, timeline.transfers)
+            assert timeline.peak == peak
+
+
 def planned(net, policy, costs, budget):
     plan = policy.plan(net.program, costs, budget)
     assert violations(net.program, plan) == []

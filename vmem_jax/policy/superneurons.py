@@ -32,6 +32,7 @@ Differs from the paper:
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
@@ -223,7 +224,7 @@ def _turn(program: Program, order: Sequence[int]) -> int:
 
 def _checkpoints(program: Program, walk: Walk, order: Sequence[int]) -> dict[int, list[int]]:
     """What can be moved, each with the positions of its uses: the outputs of convolutions, and what
-    would take one of them to be made again."""
+    would take one of them to be made again. What is made again all the same is not moved."""
     home = {s: layer for layer in walk.layers for s in layer.forward}
     cheap = _cheap(program, walk)
     uses: dict[int, list[int]] = {}
@@ -231,6 +232,8 @@ def _checkpoints(program: Program, walk: Walk, order: Sequence[int]) -> dict[int
         made_by = home[program.producer[b]]
         if made_by.kind is LayerKind.CONVOLUTION or not (_costly(program, made_by) or b in cheap):
             uses[b] = []
+    runs = collections.Counter(order)
+    uses = {b: at for b, at in uses.items() if runs[program.producer[b]] == 1}
     for position, s in enumerate(order):
         for b in (*program.steps[s].reads, *program.steps[s].writes):
             if b in uses:
@@ -329,6 +332,14 @@ def _again(
 ) -> tuple[int, ...]:
     """`base` with `segments` made again: those of `memory_centric` for each layer anew."""
     remaking = Remaking(program, base)
+    costly = {s for layer in walk.layers if _costly(program, layer) for s in layer.forward}
+
+    def cheap(b: int, need: int) -> bool:
+        """Whether `b` is made before position `need` from what is there, with no checkpoint again."""
+        s = program.producer[b]
+        there = lambda r: program.is_resident[r] or remaking.uses[r][-1] >= need
+        return s not in costly and all(there(r) or cheap(r, need) for r in program.steps[s].reads)
+
     visits = [p for p, _ in walk.backward]
     drops: set[Drop] = set()
     forget: set[int] = set()
@@ -336,6 +347,8 @@ def _again(
         for b in segment:
             uses = remaking.uses[b]
             for n, (use, following) in enumerate(itertools.pairwise(uses)):
+                if not cheap(b, following):
+                    continue
                 if use < walk.turn <= following:
                     drops.add((b, n))
                 elif use >= walk.turn and i in memory_centric:
