@@ -16,7 +16,7 @@ from vmem_jax.conv.known import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.costs import Costs, Source, machine_for
 from vmem_jax.core.program import Program
-from vmem_jax.policy.workspace_division import front
+from vmem_jax.policy.workspace_division import desirable, front
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
 
 Choices = dict[int, tuple[Configuration, ...]]
@@ -147,7 +147,7 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
         if whole:
             fastest, workspace = min(whole)
             seconds = costs.seconds[s] if _was_timed(costs, s) else fastest
-            choices[s] = _after_own(convolution, workspace, seconds, _improving(ways))
+            choices[s] = _after_own(convolution, workspace, seconds, desirable(ways))
     return choices
 
 
@@ -174,15 +174,6 @@ def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: flo
     within = [m for m in whole if m.workspace <= own.workspace]
     same = [m for m in within if (m.engine, m.workspace) == (own.engine, own.workspace)]
     return min((m.seconds for m in same or within), default=default)
-
-
-def _improving(ways: Iterable[Configuration]) -> list[Configuration]:
-    """Of ascending workspace those that are faster than all before."""
-    found: list[Configuration] = []
-    for way in sorted(ways, key=lambda way: (way.workspace, way.seconds)):
-        if not found or way.seconds < found[-1].seconds:
-            found.append(way)
-    return found
 
 
 def convolutions_in(program: Program) -> dict[int, Convolution]:

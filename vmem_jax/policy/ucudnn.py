@@ -12,8 +12,8 @@ Differs from the paper:
 2. A workspace is there only while its convolution runs, also with WD, whose limit is for all of them
    together as if they lay side by side. So plans of WD take less than they are allowed, and where
    even the least workspaces are over what the budget leaves, each takes its least.
-3. The micro-batches are those of `Costs.convolutions`; what was never timed is not chosen, whatever
-   the batch-size policy.
+3. What can be chosen is `Costs.convolutions`: the desirable sets of what was timed. The batch-size
+   policy takes those of other micro-batches out; it does not time more.
 4. cuDNN alone is asked in the paper. Here XLA's own convolution, whole, is one of the ways.
 """
 
@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from vmem_jax.core.convolution import Configuration, Micro
+from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_with
@@ -31,7 +31,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import WorkspaceError
 from vmem_jax.policy.base import AbstractPolicy, finish
-from vmem_jax.policy.workspace_division import Choice, divide, front
+from vmem_jax.policy.workspace_division import Choice, desirable, divide
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
 
 Fronts = Mapping[int, Choice]
@@ -70,7 +70,7 @@ class UCuDNN(AbstractPolicy):
         Raises:
           WorkspaceError: `limit` is less than the least workspaces.
         """
-        fronts = {s: desirable(ways, self.batch_sizes) for s, ways in costs.convolutions.items()}
+        fronts = {s: allowed(ways, self.batch_sizes) for s, ways in costs.convolutions.items()}
         chosen = self._chosen(program, costs, fronts, budget)
         fenced = any(not way.is_xlas for way in chosen.values())
         timeline = _traced(program, costs, chosen)
@@ -104,17 +104,10 @@ class UCuDNN(AbstractPolicy):
         return chosen
 
 
-def desirable(ways: Choice, policy: BatchSizes) -> Choice:
-    """The desirable set of one convolution from the micro-batches of `ways` that `policy` allows.
-
-    The whole batch is always allowed.
-    """
-    batch = ways[0].batch
-    sizes = set(batch_sizes(batch, policy))
-    micros: dict[Micro, None] = dict.fromkeys(
-        m for way in ways for m in way.micros if m.batch in sizes
-    )
-    return front(micros, batch)
+def allowed(ways: Choice, policy: BatchSizes) -> Choice:
+    """The desirable set of those of `ways` whose micro-batches `policy` has; the whole is one."""
+    sizes = set(batch_sizes(ways[0].batch, policy))
+    return desirable(way for way in ways if all(m.batch in sizes for m in way.micros))
 
 
 def reused(program: Program, fronts: Fronts, limit: int) -> dict[int, Configuration]:

@@ -55,6 +55,15 @@ def front(micros: Iterable[Micro], batch: int) -> Choice:
     return tuple(improving(micros, batch))
 
 
+def desirable(ways: Iterable[Configuration]) -> Choice:
+    """The desirable set of `ways`, whatever they are made of."""
+    found: list[Configuration] = []
+    for way in sorted(ways, key=lambda way: (way.workspace, way.seconds)):
+        if not found or way.seconds < found[-1].seconds:
+            found.append(way)
+    return tuple(found)
+
+
 def divide(fronts: Fronts, limit: int) -> Choice:
     """One configuration of each of `fronts`, in the fewest seconds, `limit` bytes for all together.
 
