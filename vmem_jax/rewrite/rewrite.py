@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.convolutions import Behind, Matched, match, match_epilogue
 from vmem_jax.conv.fused import fused_convolution
@@ -17,7 +18,6 @@ from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
-from vmem_jax.rewrite.calls import Calls
 from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.transfers import Transfers
 from vmem_jax.transfer.transport import AbstractTransport

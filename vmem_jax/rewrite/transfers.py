@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
+from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.core.fences import spines
 from vmem_jax.core.looped import EXTRA
 from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import JaxprEqn, Var
-from vmem_jax.rewrite.calls import Calls
 from vmem_jax.transfer.layout import Layout, Parked
 from vmem_jax.transfer.memory_kinds import MemoryKinds
 from vmem_jax.transfer.transport import WHOLE, AbstractTransport

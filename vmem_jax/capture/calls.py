@@ -20,12 +20,12 @@ class Calls:
     """
 
     def __init__(self, emit: Callable[[JaxprEqn], None]) -> None:
-        self._emit = emit
+        self.emit = emit
 
     def fence(self, values: Sequence[Var], like: JaxprEqn) -> list[Var]:
         """One barrier over `values`; returns what stands for them from there on."""
         outs = [compat.new_var(v.aval) for v in values]
-        self._emit(compat.new_equation(lax.optimization_barrier_p, values, outs, {}, like))
+        self.emit(compat.new_equation(lax.optimization_barrier_p, values, outs, {}, like))
         return outs
 
     def bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> list[Any]:
@@ -37,7 +37,7 @@ class Calls:
         for eqn in opened.eqns:
             outs = [compat.new_var(v.aval) for v in eqn.outvars]
             here.update(zip(eqn.outvars, outs, strict=True))
-            self._emit(
+            self.emit(
                 eqn.replace(
                     invars=[read(a) for a in eqn.invars], outvars=outs, source_info=like.source_info
                 )
