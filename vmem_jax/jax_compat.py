@@ -109,9 +109,14 @@ def name_stack(eqn: JaxprEqn) -> str:
 
 
 def nest_name_stack(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` of an inner jaxpr with the name stack of the equation that called it put in front."""
+    """`eqn` of an inner jaxpr with the name stack of the equation that called it put in front.
+
+    What was traced before, for another caller, has no line of this one's: then it gets the caller's.
+    """
     stack = outer.source_info.name_stack + eqn.source_info.name_stack
-    traceback = eqn.source_info.traceback or outer.source_info.traceback
+    traceback = eqn.source_info.traceback
+    if traceback is None or source_info_util.user_frame(traceback) is None:
+        traceback = outer.source_info.traceback
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack, traceback=traceback))
 
 

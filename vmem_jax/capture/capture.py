@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
@@ -24,8 +25,26 @@ from vmem_jax.capture.primitives import (
     workspace,
 )
 from vmem_jax.capture.shards import Shards, follow_shards
-from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
+from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What is known of the inputs of a step.
+
+    Attributes:
+      names: the user's name of each, "state.params['conv1']['kernel']".
+      donated: for each whether the caller gives it up.
+      shardings: the `jax.sharding.Sharding` of each; none for those on one device.
+      hosted: for each in host memory its index, and that of the output that goes there again.
+    """
+
+    names: tuple[str, ...] = ()
+    donated: tuple[bool, ...] = ()
+    shardings: tuple[Any, ...] = ()
+    hosted: tuple[tuple[int, int | None], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +57,9 @@ class Captured:
       variables: the variable of `flat` of every buffer.
       shards: how its values are split over its devices.
       applied: the exact-residual rules that were applied to get `flat`.
+      inputs: what is known of its inputs.
+      sub_batches: how its batch runs in parts; None where it runs as a whole. Then `flat` is of one
+        of them.
     """
 
     flat: ClosedJaxpr
@@ -45,6 +67,25 @@ class Captured:
     variables: tuple[Var, ...]
     shards: Shards
     applied: tuple[Applied, ...]
+    inputs: Inputs = Inputs()
+    sub_batches: SubBatches | None = None
+
+    def in_sub_batches(self, batch: Batch, count: int) -> Captured:
+        """The same step, which must run as a whole, in at most `count` sub-batches."""
+        if count == 1:
+            return self
+        flat, sub_batches = divided(self.flat, batch, count)
+        return _captured(flat, self.applied, self.inputs, sub_batches)
+
+    def of(self, flat: ClosedJaxpr) -> Captured:
+        """The same for `flat`, which has the same equations on other shapes."""
+        ours, theirs = compat.open_jaxpr(self.flat), compat.open_jaxpr(flat)
+        twin = dict(zip(ours.invars, theirs.invars, strict=True))
+        twin.update(zip(ours.constvars, theirs.constvars, strict=True))
+        for a, b in zip(ours.eqns, theirs.eqns, strict=True):
+            twin.update(zip(a.outvars, b.outvars, strict=True))
+        variables = tuple(twin[v] for v in self.variables)
+        return dataclasses.replace(self, flat=flat, variables=variables)
 
     def moved_by_the_compiler(self) -> Captured:
         """The same where the compiler itself moves buffers: it splits them as it likes, so that
@@ -74,15 +115,25 @@ def capture(
       hosted: for each input in host memory its index, and that of the output that goes there again.
     """
     flat, applied = apply_exact_rules(flatten(closed))
-    flat = drop_dead(flat)
+    inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted))
+    return _captured(drop_dead(flat), applied, inputs, None)
+
+
+def _captured(
+    flat: ClosedJaxpr,
+    applied: tuple[Applied, ...],
+    given: Inputs,
+    sub_batches: SubBatches | None,
+) -> Captured:
+    """The Program of `flat`, in which all exact-residual rules are applied."""
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
     kernels = fuse(flat)
-    shards = follow_shards(flat, shardings)
+    shards = follow_shards(flat, given.shardings)
     slices = stacks(flat)
 
     inputs = [*opened.invars, *opened.constvars]
-    names = [*input_names] if input_names else [f"argument {i}" for i in range(len(opened.invars))]
+    names = [*given.names] or [f"argument {i}" for i in range(len(opened.invars))]
     names += [f"constant {i}" for i in range(len(opened.constvars))]
     variables: list[Var] = [*inputs, *(v for k in kernels for v in k.writes)]
     index = {v: b for b, v in enumerate(variables)}
@@ -108,8 +159,10 @@ def capture(
         _step(kernel, phase, eqns, index, shards, maker)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
-    in_host_memory = _hosted(hosted, opened.outvars, index, len(inputs))
-    given_up = [b for b, gives in enumerate(donated) if gives and b not in in_host_memory]
+    if sub_batches is not None:
+        steps = _repeated(steps, sub_batches.count)
+    in_host_memory = _hosted(given.hosted, opened.outvars, index, len(inputs))
+    given_up = [b for b, gives in enumerate(given.donated) if gives and b not in in_host_memory]
     program = Program(
         buffers=tuple(buffers),
         steps=tuple(steps),
@@ -118,7 +171,17 @@ def capture(
         aliases=_aliases(given_up, [o for o in outputs if o not in in_host_memory], variables),
         hosted=in_host_memory,
     )
-    return Captured(flat, program, tuple(variables), shards, applied)
+    return Captured(flat, program, tuple(variables), shards, applied, given, sub_batches)
+
+
+def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
+    """`steps` with those between the marks repeated `count` times."""
+    ops = [step.op for step in steps]
+    begin, end = ops.index(BEGIN), ops.index(END)
+    return [
+        dataclasses.replace(step, times=count) if begin < s < end else step
+        for s, step in enumerate(steps)
+    ]
 
 
 def layer_of(eqn: compat.JaxprEqn) -> str:
@@ -201,10 +264,19 @@ def _step(
     sizes = {index[v]: nbytes(v.aval) // shards.count(v) for v in values}
     gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
     in_place: list[tuple[int, int]] = []
-    if class_of(root) in (Class.FUSIBLE, Class.VIEW):
+    mark = root.primitive.name in (BEGIN, END)
+    if mark:  # its results are its operands
+        outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
+        pairs = zip(root.invars, outs, strict=False)
+        in_place = [(index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index]
+    elif class_of(root) in (Class.FUSIBLE, Class.VIEW):
         in_place = [(r, w) for w in writes for r in reads if sizes[r] == sizes[w]]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
+    else:  # a sum over samples that is added to a total where it is made
+        total = lambda v: v in maker and maker[v].primitive.name == BEGIN
+        given = [index[v] for v in kernel.reads if total(v)]
+        in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
     return Step(
         reads=reads,
         writes=writes,
@@ -215,9 +287,9 @@ def _step(
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
-        nbytes=sum(sizes.values()),
+        nbytes=0 if mark else sum(sizes.values()),
         workspace=0 if fusible else workspace(root) + gathered,
-        pure=not any(eqns[i].effects for i in kernel.equations),
+        pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root),
         source=compat.user_line(root),

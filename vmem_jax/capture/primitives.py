@@ -50,6 +50,23 @@ _REDUCE = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reduce
 """.split()
 
+ELEMENTWISE = (
+    frozenset(_FUSIBLE)
+    .difference(
+        """
+broadcast broadcast_in_dim concatenate dynamic_slice gather iota pad rev select_and_gather_add slice
+split
+""".split()
+    )
+    .union(
+        """
+bessel_i0e bessel_i1e bitcast_convert_type copy igamma igammac name polygamma random_gamma_grad
+reduce_precision regularized_incomplete_beta stop_gradient zeta
+""".split()
+    )
+)
+"""Each element of the result is made of the same elements of the operands."""
+
 _CLASSES = {
     **dict.fromkeys(_VIEWS, Class.VIEW),
     **dict.fromkeys(_FUSIBLE, Class.FUSIBLE),

@@ -43,13 +43,15 @@ class Machine:
     pinning: float = 1.2 / 2**31
 
     def seconds(self, step: Step) -> float:
-        """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch."""
+        """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
+        each time that it runs."""
         rate = self.flops.get(step.dtype, self.flops[""])
         if step.op in ("conv_general_dilated", "micro_convolution"):
             rate = self.convolutions.get(step.dtype, rate)
         if not step.aligned:
             rate /= _UNALIGNED
-        return max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
+        once = max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
+        return step.times * once
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""
@@ -116,6 +118,22 @@ def analytic(program: Program, machine: Machine) -> Costs:
     """Costs of `program` on `machine` by its roofline."""
     link = Link(machine.link_out, machine.link_in, machine.link_both)
     return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps), link)
+
+
+def calibrated(program: Program, machine: Machine, like: Program, costs: Costs) -> Costs:
+    """Costs of `program` by the roofline of `machine`, as much above it as `costs` of `like` are.
+
+    Args:
+      like: the same step in another number of sub-batches.
+    """
+    roofline, own = analytic(program, machine), sum(analytic(like, machine).seconds)
+    factor = sum(costs.seconds) / own if own else 1.0
+    return dataclasses.replace(
+        roofline,
+        machine=costs.machine,
+        seconds=tuple(factor * s for s in roofline.seconds),
+        sources=(Source.CALIBRATED,) * len(program.steps) if costs.sources else (),
+    )
 
 
 # An H200 as `vmem-jax profile` measured it (JAX 0.11.2, cuDNN 9.19). Its convolutions run at 710

@@ -32,6 +32,11 @@ class Phase(enum.StrEnum):
     UPDATE = "update"
 
 
+BEGIN, END = "sub_batches_begin", "sub_batches_end"
+"""The steps between which one sub-batch stands for all of them: nothing runs before or after them
+that stood on the other side when it was traced."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
     """One value that exists in device memory.
@@ -77,6 +82,7 @@ class Step:
       convolution: what it convolves, where that can be done in micro-batches.
       epilogue_nbytes: memory traffic in bytes that is saved because the library kernel does more than
         its product, a bias or a ReLU for instance. What convolves in its place must not forget it.
+      times: how often it runs: once for each sub-batch.
     """
 
     reads: tuple[int, ...]
@@ -96,6 +102,12 @@ class Step:
     aligned: bool = True
     convolution: Convolution | None = None
     epilogue_nbytes: int = 0
+    times: int = 1
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether sub-batches begin or end here."""
+        return self.op in (BEGIN, END)
 
     @property
     def where(self) -> str:
@@ -151,6 +163,11 @@ class Program:
         return tuple(b in held for b in range(len(self.buffers)))
 
     @functools.cached_property
+    def sub_batches(self) -> int:
+        """How often the steps on samples run."""
+        return max((step.times for step in self.steps), default=1)
+
+    @functools.cached_property
     def streamed_in(self) -> frozenset[int]:
         """Hosted inputs that a step reads: each is fetched once a step."""
         return frozenset(b for b in self.hosted if b in self.inputs and self.readers[b])
@@ -201,6 +218,7 @@ class Program:
             self.outputs,
             self.aliases,
             *([self.hosted] if self.hosted else []),
+            *([self.sub_batches] if self.sub_batches > 1 else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 

@@ -116,6 +116,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         by: [r for r in program.readers[i] if r != by] for i, by in program.overwritten_by.items()
     }
     last_effect: int | None = None
+    mark: int | None = None
     for s in order:
         step = program.steps[s]
         ready = position[last_effect] + 1 if not step.pure and last_effect is not None else 0
@@ -133,6 +134,10 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
             program.buffers[b].nbytes for b in _temporary(program, step.reads) if remaining[b] == 1
         )
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
+        if step.is_mark:
+            ready = len(placed)
+        elif mark is not None:
+            ready = max(ready, position[mark] + 1)  # nothing leaves the loop over sub-batches
         at = len(placed)
         scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
@@ -146,6 +151,8 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
                 position[placed[p]] = p
         if not step.pure:
             last_effect = s
+        if step.is_mark:
+            mark = s
         for b in step.reads:
             remaining[b] -= 1
     return placed

@@ -106,7 +106,9 @@ def costs_from(
       timings: by key.
       folded: steps that their readers do in the same kernel, and that were timed with them.
     """
-    roofline = analytic(program, machine).seconds
+    times = [step.times for step in program.steps]
+    once = lambda seconds: [s / n for s, n in zip(seconds, times, strict=True)]
+    roofline = once(analytic(program, machine).seconds)
     kinds = [class_of(step) for step in program.steps]
     heavy = {s: timings[key] for s, key in enumerate(alone) if key in timings}
     samples: dict[str, tuple[StepClass, float, float]] = {}
@@ -139,7 +141,7 @@ def costs_from(
         seconds[s], sources[s] = 0.0, Source.MEASURED
     return Costs(
         machine.name,
-        tuple(seconds),
+        tuple(s * n for s, n in zip(seconds, times, strict=True)),
         link=analytic(program, machine).link,
         sources=tuple(sources),
         error=calibration.error,

@@ -16,13 +16,15 @@ import numpy as np
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import Class, class_of, flops, inner_jaxprs, nbytes
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import BEGIN, END, Program
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
 _NAMES = frozenset({"name", "name_and_src_info", "debug_info", "metadata", "backend"})
 """Parameters of equations that name something for people."""
 
 _UNTIMEABLE = {
+    BEGIN: "a mark",
+    END: "a mark",
     "while": "a loop whose length depends on its data",
     "ffi_call": "a foreign function",
     "custom_call": "a foreign function",

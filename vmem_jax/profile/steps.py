@@ -163,7 +163,8 @@ def profile_steps(
     began = time.monotonic()
     found = distinct_parts(captured, device.platform)
     program = captured.program
-    roofline = analytic(program, machine).seconds
+    each = zip(analytic(program, machine).seconds, program.steps, strict=True)
+    roofline = [seconds / step.times for seconds, step in each]
     expected = {key: sum(roofline[s] for s in part.steps) for key, part in found.parts.items()}
     missing = [key for key in found.parts if key not in timings]
     missing.sort(key=lambda key: expected[key] * found.parts[key].count, reverse=True)

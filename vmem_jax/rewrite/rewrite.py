@@ -17,8 +17,10 @@ from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import BEGIN, END
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.loops import Loops
+from vmem_jax.rewrite.sub_batches import looped
 from vmem_jax.rewrite.transfers import Transfers
 from vmem_jax.transfer.transport import AbstractTransport
 
@@ -34,7 +36,20 @@ def rewrite(
 
     A step that stands in the order again becomes a clone of its equations on new variables; each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
+    Of a step in sub-batches that one which it is of becomes the body of a loop.
     """
+    parts = captured.sub_batches
+    rewritten = _in_order(captured, plan, transport)
+    if parts is None:
+        return rewritten
+    last = None
+    if parts.last is not None:
+        last = _in_order(captured.of(parts.last), plan, transport)
+    return looped(rewritten, parts, last)
+
+
+def _in_order(captured: Captured, plan: Plan, transport: AbstractTransport | None) -> ClosedJaxpr:
+    """`captured.flat` in the order of `plan`, with its fences and transfers."""
     if not plan.fenced and plan.order == tuple(range(len(captured.program.steps))):
         return captured.flat
     return _Rewriter(captured, plan, transport).run()
@@ -79,7 +94,11 @@ class _Rewriter:
                 self._fence(tuple(b for b in at[position] if b not in away), like)
             if self.transfers is not None:
                 self.transfers.before(position, self.opened.eqns[like])
+            if self.program.steps[s].op == BEGIN:
+                outside = dict(self.current)
             self._step(s)
+            if self.program.steps[s].op == END:  # what was fenced in the loop was so for it alone
+                self.current.update(outside)
         here = self.current
         if self.transfers is not None:
             if self.plan.order:

@@ -1,0 +1,234 @@
+"""sub_batches: a flat jaxpr made again with its work on samples for one sub-batch.
+
+    what is the same for all samples and what is summed early, of the whole batch
+    begin: the first sample of the sub-batch, what of the above it reads, the totals so far
+        the work on samples, of one sub-batch; its sums added to the totals, its results put in place
+    end: the totals
+    everything after that, once
+
+So one sub-batch stands for all of them, between two *marks*: for the Program, for policies, and for
+`rewrite`, which makes a loop of what it finds between the marks. Sums are kept in float32 at least.
+What is as large as the batch without depending on its samples (zeros, a dropout mask) is made for the
+sub-batch alone; what is not larger than what it is made of (a cast weight) is made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.batch import Batch
+from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.sliced import Slicer, opened, put
+from vmem_jax.core.program import BEGIN, END
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+begin_p = Primitive(BEGIN)
+"""(what the sub-batch reads) -> (its first sample i32[], the same, the totals so far)."""
+
+end_p = Primitive(END)
+"""(totals with this sub-batch, what it read) -> (totals)."""
+
+begin_p.multiple_results = end_p.multiple_results = True
+begin_p.def_abstract_eval(lambda *_, avals: list(avals))
+end_p.def_abstract_eval(lambda *given, count: list(given[:count]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SubBatches:
+    """How the batch of a step runs in parts.
+
+    Attributes:
+      count: sub-batches, one after another.
+      size: samples in each, but perhaps the last.
+      last: the step for a last one that is smaller, equation by equation the same; None if none is.
+      last_size: samples in that one.
+    """
+
+    count: int
+    size: int
+    last: ClosedJaxpr | None = None
+    last_size: int = 0
+
+
+def divided(flat: ClosedJaxpr, batch: Batch, count: int) -> tuple[ClosedJaxpr, SubBatches]:
+    """`flat` for one of at most `count` sub-batches, and how many there are.
+
+    They are equal, but for the last one where `count` is no divisor of the batch.
+    """
+    size = -(-batch.size // count)
+    whole, last = divmod(batch.size, size)
+    first = _Divider(flat, batch, size).run()
+    if not last:
+        return first, SubBatches(whole, size)
+    other = _Divider(flat, batch, last).run()
+    names = lambda closed: [eqn.primitive for eqn in compat.open_jaxpr(closed).eqns]
+    assert names(first) == names(other), "the last sub-batch differs in size alone"
+    return first, SubBatches(whole + 1, size, other, last)
+
+
+class _Divider:
+    def __init__(self, flat: ClosedJaxpr, batch: Batch, size: int) -> None:
+        self.flat, self.batch, self.size = flat, batch, size
+        self.opened = compat.open_jaxpr(flat)
+        self.eqns: Sequence[JaxprEqn] = self.opened.eqns
+        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.inlined = self._inlined()
+        self.early = self._makers([v for i in batch.early for v in self.eqns[i].outvars])
+        self.entered: dict[Var, Var] = {}  # what the sub-batch reads, and its variable there
+        self.copied: dict[Var, Atom] = {}
+        self.inside: list[JaxprEqn] = []
+        self.calls = Calls(self.inside.append)
+
+    def run(self) -> ClosedJaxpr:
+        batch = self.batch
+        needed, after = self._needed()
+        live = self._live({*needed})
+        offset = compat.new_var(jax.typeof(np.int32(0)))
+        emitter = Slicer(self.eqns, batch, self.size, offset, self.calls, self._whole)
+        before: dict[Var, Var] = {}  # totals so far
+        now: dict[Var, Atom] = {}
+        for i in live:
+            emitter.emit(i)
+            for v in self.eqns[i].outvars:
+                if v in needed:
+                    before[v] = compat.new_var(self._total_aval(v))
+                    now[v] = self._add(v, before[v], emitter, self.eqns[i])
+        first, last = self.eqns[live[0]], self.eqns[live[-1]]
+        begins = [offset, *self.entered.values(), *before.values()]
+        begin = compat.new_equation(
+            begin_p, [*self.entered], begins, {"avals": tuple(v.aval for v in begins)}, first
+        )
+        early = self._makers(self.entered) | self.early
+        mine = {v for v in before if self.maker[v] not in early}  # the others are there already
+        is_done = lambda v, total: v in mine and _alike(v, total)
+        sums = [v if is_done(v, b) else compat.new_var(b.aval) for v, b in before.items()]
+        operands = [*now.values(), *self.entered.values()]
+        end = compat.new_equation(end_p, operands, sums, {"count": len(sums)}, last)
+        finish: list[JaxprEqn] = []
+        for v, total in zip(before, sums, strict=True):
+            if total is not v and v in mine:
+                aval: Any = v.aval
+                make = lambda x, aval=aval: x.reshape(aval.shape).astype(aval.dtype)
+                Calls(finish.append).bind(make, [total], last)
+                finish[-1] = finish[-1].replace(outvars=[v])
+        eqns = [self.eqns[i] for i in sorted(early)]
+        eqns += [begin, *self.inside, end, *finish]
+        eqns += [self.eqns[i] for i in sorted(after - early)]
+        ours = self.opened
+        parts = (ours.constvars, compat.constants(self.flat), ours.invars, ours.outvars, eqns)
+        return drop_dead(compat.close(*parts, like=self.flat))
+
+    def _needed(self) -> tuple[dict[Var, None], set[int]]:
+        """What of the work on samples is needed after it, and the equations that run there."""
+        need = {a for a in self.opened.outvars if isinstance(a, Var)}
+        needed: dict[Var, None] = {}
+        after: set[int] = set()
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            wanted = [v for v in eqn.outvars if v in need]
+            if not wanted or i in self.early:
+                continue
+            if not self.batch.is_split(i, eqn) or self._moves(eqn):
+                after.add(i)
+                need.update(a for a in eqn.invars if isinstance(a, Var))
+                continue
+            for v in wanted:
+                needed[v] = None
+        return needed, after
+
+    def _moves(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation on sums does not shrink them, and so runs once, on the totals."""
+        read = [self.batch.of(a) for a in eqn.invars]
+        sums = {a for a, v in zip(eqn.invars, read, strict=True) if v.summed >= 0}
+        if len(sums) != 1 or any(v.layout is not None for v in read) or len(eqn.outvars) != 1:
+            return False
+        if eqn.primitive.name == "scan":
+            return False
+        [a] = sums
+        return nbytes(self._total_aval(a)) <= nbytes(self._total_aval(eqn.outvars[0]))
+
+    def _live(self, needed: set[Var]) -> list[int]:
+        """The equations on samples that lead to `needed`, in order."""
+        need, live = set(needed), []
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            if self.batch.is_split(i, eqn) and any(v in need for v in eqn.outvars):
+                live.append(i)
+                need.update(a for a in eqn.invars if isinstance(a, Var))
+        return live[::-1]
+
+    def _makers(self, wanted: Iterable[Var]) -> set[int]:
+        """The equations that lead to `wanted` from the arguments."""
+        stack, found = list(wanted), set[int]()
+        while stack:
+            i = self.maker.get(stack.pop())
+            if i is not None and i not in found:
+                found.add(i)
+                stack += [a for a in self.eqns[i].invars if isinstance(a, Var)]
+        return found
+
+    def _inlined(self) -> set[int]:
+        """Equations that are the same for all samples, and cheaper to repeat than to keep."""
+        price: dict[Var, int] = {}
+        found = set()
+        for i, eqn in enumerate(self.eqns):
+            if i in self.batch.early or not all(self.batch.of(v).is_same for v in eqn.outvars):
+                continue
+            reads = {a for a in eqn.invars if isinstance(a, Var)}
+            cost = sum(price.get(a, nbytes(a.aval)) for a in reads)
+            size = sum(nbytes(v.aval) for v in eqn.outvars)
+            if class_of(eqn) in (Class.VIEW, Class.FUSIBLE) and cost <= size:
+                found.add(i)
+                price.update((v, cost) for v in eqn.outvars)
+        return found
+
+    def _whole(self, v: Var) -> Atom:
+        """What stands within the sub-batch for a value that is the same for all samples."""
+        i = self.maker.get(v)
+        if i is None:
+            return v
+        if i not in self.inlined:
+            return self.entered.setdefault(v, compat.new_var(v.aval))
+        if v not in self.copied:
+            eqn = self.eqns[i]
+            invars = [a if isinstance(a, Literal) else self._whole(a) for a in eqn.invars]
+            outs = [compat.new_var(o.aval) for o in eqn.outvars]
+            self.inside.append(eqn.replace(invars=invars, outvars=outs))
+            self.copied.update(zip(eqn.outvars, outs, strict=True))
+        return self.copied[v]
+
+    def _total_aval(self, v: Var) -> Any:
+        """The type in which `v` is kept from one sub-batch to the next."""
+        aval: Any = v.aval
+        layout = self.batch.values[v].layout
+        if layout is not None:
+            return aval.update(shape=opened(aval.shape, layout, self.batch.size))
+        small = jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+        return aval.update(dtype=jnp.dtype("float32")) if small else aval
+
+    def _add(self, v: Var, before: Var, emitter: Slicer, like: JaxprEqn) -> Atom:
+        """Emits what makes the total so far that with this sub-batch."""
+        layout = self.batch.values[v].layout
+        part = emitter.env[v]
+        if self.batch.values[v].is_same:
+            return part  # of each sub-batch the same
+        if layout is None:
+            add = lambda total, part: total + part.astype(total.dtype)
+            return self.calls.bind(add, [before, part], like)[0]
+        place = functools.partial(put, layout=layout, size=self.size)
+        return self.calls.bind(place, [before, part, emitter.offset], like)[0]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return (a.aval.shape, a.aval.dtype) == (b.aval.shape, b.aval.dtype)

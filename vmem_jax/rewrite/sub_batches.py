@@ -1,0 +1,103 @@
+"""The loop over sub-batches: what stands between the two marks, once, in a `lax.scan`.
+
+A last sub-batch that is smaller follows the loop, equation by equation as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
+from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
+
+
+class _Part:
+    """What stands between the marks of `closed`: one sub-batch.
+
+    Attributes:
+      begin, end: where the marks stand.
+      free: what it reads from before, other than through the first mark.
+      run: (first sample, what goes through the first mark, totals so far, free) -> totals.
+    """
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        opened = compat.open_jaxpr(closed)
+        self.eqns: Sequence[JaxprEqn] = opened.eqns
+        names = [eqn.primitive for eqn in self.eqns]
+        self.begin, self.end = names.index(begin_p), names.index(end_p)
+        inside = self.eqns[self.begin + 1 : self.end]
+        first, last = self.eqns[self.begin], self.eqns[self.end]
+        made = {*first.outvars, *(v for eqn in inside for v in eqn.outvars)}
+        given = last.invars[: len(last.outvars)]
+        read = [a for eqn in inside for a in eqn.invars] + given
+        self.free = [*dict.fromkeys(a for a in read if isinstance(a, Var) and a not in made)]
+        self.run = jaxpr_as_fun(
+            compat.close([], [], [*first.outvars, *self.free], given, inside, closed)
+        )
+
+
+def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | None) -> ClosedJaxpr:
+    """`closed`, which has one sub-batch between two marks, with a loop over all in their place.
+
+    Args:
+      last: the same for the last sub-batch, where it is smaller.
+    """
+    opened = compat.open_jaxpr(closed)
+    part = _Part(closed)
+    begin, end = part.eqns[part.begin], part.eqns[part.end]
+    through, free = len(begin.invars), len(part.free)
+    smaller, places = None, [*range(free)]
+    if last is not None:
+        smaller = _Part(last)
+        twin = _twins(last, closed)
+        places = [part.free.index(twin[v]) for v in smaller.free]
+    avals = [v.aval for v in begin.outvars[1 + through :]]
+    whole = sub_batches.count - (last is not None)
+
+    def loop(*values: Any) -> Any:
+        entered, outside = values[:through], values[through:]
+
+        def once(totals: Any, offset: Any) -> Any:
+            return tuple(part.run(offset, *entered, *totals, *outside)), None
+
+        zeros = tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+        offsets = jnp.arange(whole, dtype=jnp.int32) * sub_batches.size
+        totals, _ = lax.scan(once, zeros, offsets)
+        if smaller is not None:
+            offset = jnp.int32(whole * sub_batches.size)
+            totals = smaller.run(offset, *entered, *totals, *(outside[p] for p in places))
+        return list(totals)
+
+    equations = [*part.eqns[: part.begin]]
+    outs = Calls(equations.append).bind(loop, [*begin.invars, *part.free], begin)
+    env = dict(zip(end.outvars, outs, strict=True))
+    read = lambda a: a if isinstance(a, Literal) else env.get(a, a)
+    for eqn in part.eqns[part.end + 1 :]:
+        equations.append(eqn.replace(invars=[read(a) for a in eqn.invars]))
+    return drop_dead(
+        compat.close(
+            opened.constvars,
+            compat.constants(closed),
+            opened.invars,
+            [read(a) for a in opened.outvars],
+            equations,
+            closed,
+        )
+    )
+
+
+def _twins(last: ClosedJaxpr, closed: ClosedJaxpr) -> dict[Var, Var]:
+    """For every variable of `last` that of `closed`, which has the same equations."""
+    a, b = compat.open_jaxpr(last), compat.open_jaxpr(closed)
+    pairs = [*zip(a.invars, b.invars, strict=True), *zip(a.constvars, b.constvars, strict=True)]
+    for one, other in zip(a.eqns, b.eqns, strict=True):
+        pairs += zip(one.outvars, other.outvars, strict=True)
+    return dict(pairs)
