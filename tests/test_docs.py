@@ -10,7 +10,14 @@ pytest.importorskip("flax")
 pytest.importorskip("equinox")
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/tutorial.md", "docs/policies.md", "docs/ffi.md", "docs/convolutions.md")
+PAGES = (
+    "README.md",
+    "docs/tutorial.md",
+    "docs/policies.md",
+    "docs/ffi.md",
+    "docs/convolutions.md",
+    "docs/sub-batches.md",
+)
 MARKERS = {"gpu_compile": "jax_plugins.xla_cuda13"}
 """What a block may say that it needs, in a comment above it, and the module that brings it."""
 

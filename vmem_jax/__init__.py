@@ -13,6 +13,7 @@ from vmem_jax.errors import (
     HostMemoryError,
     LayersError,
     PlanError,
+    SubBatchError,
     VmemError,
     WorkspaceError,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Recompute",
+    "SubBatchError",
     "SuperNeurons",
     "UCuDNN",
     "VDNNpp",

@@ -21,7 +21,8 @@ from vmem_jax import jax_compat as compat
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Which arguments of the user's function are static and which are donated, by place and name."""
+    """Which arguments of the user's function are static, which are donated and which hold the batch,
+    by place and name."""
 
     fun: Callable
     static_nums: frozenset[int]
@@ -29,6 +30,8 @@ class Signature:
     donate_nums: frozenset[int]
     donate_names: frozenset[str]
     parameters: tuple[str, ...]
+    batch_nums: frozenset[int] = frozenset()
+    batch_names: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,8 @@ def signature(
     static_argnames: str | Sequence[str],
     donate_argnums: int | Sequence[int],
     donate_argnames: str | Sequence[str],
+    batch_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
 ) -> Signature:
     """Resolves numbers and names against each other, as `jax.jit` does.
 
@@ -108,7 +113,19 @@ def signature(
         raise ValueError(
             f"arguments {twice} are both static and donated; a static one has no array."
         )
-    return Signature(fun, static_nums, static_names, donate_nums, donate_names, tuple(positional))
+    batch_nums, batch_names = resolve(batch_argnums, batch_argnames, "batch")
+    if static_nums & batch_nums or static_names & batch_names:
+        raise ValueError("arguments are both static and of the batch; a static one has no array.")
+    return Signature(
+        fun,
+        static_nums,
+        static_names,
+        donate_nums,
+        donate_names,
+        tuple(positional),
+        batch_nums,
+        batch_names,
+    )
 
 
 def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:

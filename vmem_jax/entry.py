@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
+from vmem_jax.batch_arguments import BatchArguments
 from vmem_jax.capture import Captured
+from vmem_jax.capture.batch import Batch
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -25,6 +27,7 @@ class Traced:
       whole: the tree of (args, kwargs) where the compiled step takes those as they are; None where
         it takes the leaves (static arguments, modules, arguments in host memory).
       hosted: for each argument in host memory its index, and that of the result that goes there.
+      batch: which arguments hold the batch.
     """
 
     plain: ClosedJaxpr
@@ -36,6 +39,11 @@ class Traced:
     aux: Any
     whole: Any
     hosted: tuple[tuple[int, int | None], ...]
+    batch: BatchArguments
+
+    def in_sub_batches(self, batch: Batch, count: int) -> Traced:
+        """The same, which must run its batch as a whole, in at most `count` sub-batches."""
+        return dataclasses.replace(self, captured=self.captured.in_sub_batches(batch, count))
 
     def moved_by(self, transport: str) -> Traced:
         """The same, with everything movable that `transport` can move."""
@@ -56,6 +64,7 @@ class Entry:
       policy: that planned it.
       tuner: what runs it instead while its first calls are timed (`tune=True`).
       tuning: what that gave.
+      unsplit: why its batch cannot run in parts, for people; "" where it can.
     """
 
     traced: Traced
@@ -67,6 +76,7 @@ class Entry:
     policy: AbstractPolicy
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None
+    unsplit: str = ""
 
     @property
     def best(self) -> Attempt:

@@ -47,6 +47,15 @@ class BudgetError(VmemError, ValueError):
         self.at = at
         self.lowest_plan = lowest_plan
 
+    def adding(self, advice: str) -> BudgetError:
+        """Itself, with more to say."""
+        self.args = (f"{self.args[0]} {advice}",)
+        return self
+
+
+class SubBatchError(VmemError, ValueError):
+    """Sub-batches were asked for, and the batch of the step cannot be split so."""
+
 
 class LayersError(VmemError, ValueError):
     """A step without the layers that a policy plans with: no convolution, or no backward pass."""

@@ -13,8 +13,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
+from vmem_jax.batch_arguments import batch_arguments
 from vmem_jax.capture import capture
-from vmem_jax.conv.choices import learned, with_choices
+from vmem_jax.compiling import compile_jaxpr
+from vmem_jax.conv.choices import learner, with_choices
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
@@ -25,17 +27,18 @@ from vmem_jax.errors import (
     parse_budget,
     show_nbytes,
 )
-from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.options import MEANS, host_nbytes, policy_of, transport_of
-from vmem_jax.policy import AbstractPolicy
+from vmem_jax.options import MEANS, host_nbytes, policy_of, sub_batches_of, transport_of
+from vmem_jax.policy import AbstractPolicy, Auto
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
 from vmem_jax.profile.measured import costs_of
-from vmem_jax.prove.device import devices_of, free_nbytes, total_nbytes
-from vmem_jax.prove.prove import Attempt, need_nbytes, prove
+from vmem_jax.prove.device import devices_of, limit_nbytes
+from vmem_jax.prove.prove import Attempt, need_nbytes
+from vmem_jax.prove.sub_batches import Member, prove_fastest
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
+from vmem_jax.splitting import part_costs, splits
 from vmem_jax.stages import Compiled, Lowered
 from vmem_jax.transfer.choice import choose, open_transport
 from vmem_jax.transfer.executable import Moving
@@ -55,6 +58,9 @@ def jit(
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    batch_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
+    sub_batches: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
     profile: bool | None = None,
@@ -74,7 +80,8 @@ def jit(
         pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
         when they are read, and what takes their place in the state is returned there), "workspace"
         (convolutions in micro-batches, so that they take less). By default all that are of use here:
-        "offload" and "workspace" on a GPU with measured times (`profile`).
+        "offload" and "workspace" on a GPU with measured times (`profile`). "sub_batches": the batch
+        runs in parts, one after another.
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
@@ -82,6 +89,11 @@ def jit(
       plan: a plan made before, for exactly this step; nothing is planned then.
       donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
         `jax.jit`.
+      batch_argnums, batch_argnames: the arguments that hold the batch, along the first dimensions of
+        their arrays. By default those that are neither donated nor returned and whose first
+        dimensions agree.
+      sub_batches: in how many parts the batch runs, one after another; 1 for as a whole. By default
+        as many as are predicted to be fastest within the budget (policy "auto").
       machine: what to reckon time with (default: the device's, from its name, and what
         `vmem-jax profile` or `profile=True` measured on it before).
       profile: `True` times the distinct steps on the device on the first call, as far as that was
@@ -112,6 +124,9 @@ def jit(
             donate_argnames=donate_argnames,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            batch_argnums=batch_argnums,
+            batch_argnames=batch_argnames,
+            sub_batches=sub_batches,
             compiler_options=compiler_options,
             machine=machine,
             profile=profile,
@@ -127,6 +142,7 @@ def jit(
         raise ValueError(
             "`tune` may make another plan, but `plan` is given: leave one of them out."
         )
+    chosen, allowed, asked = policy_of(policy, allow)
     return BudgetedStep(
         fun,
         arguments.signature(
@@ -135,9 +151,13 @@ def jit(
             static_argnames,
             donate_argnums,
             donate_argnames,
+            batch_argnums,
+            batch_argnames,
         ),
         None if budget is None else parse_budget(budget),
-        *policy_of(policy, allow),
+        chosen,
+        allowed,
+        asked,
         plan,
         host_nbytes(host_budget),
         transport_of(transport),
@@ -145,6 +165,7 @@ def jit(
         machine,
         profile,
         tune,
+        sub_batches_of(sub_batches, chosen),
     )
 
 
@@ -181,6 +202,7 @@ class BudgetedStep:
         machine: Machine | None,
         profile: bool | None,
         tune: bool,
+        sub_batches: int | None,
     ) -> None:
         functools.update_wrapper(self, fun)
         self._sig = sig
@@ -190,10 +212,14 @@ class BudgetedStep:
         self._plan = plan
         self._host_budget = host_budget
         self._transport = transport
-        self._compiler_options = compiler_options
+        self._compile_jaxpr = functools.partial(
+            compile_jaxpr, name=self._name, sig=sig, options=compiler_options
+        )
         self._machine = machine
         self._profile = profile
         self._tune = tune
+        self._sub_batches = sub_batches
+        self._may_split = isinstance(policy, Auto) and "sub_batches" in policy.allow
         self._entries: dict[Hashable, Entry] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
 
@@ -266,6 +292,7 @@ class BudgetedStep:
             compiled_need=entry.best.need,
             compiles=len(entry.attempts),
             tuning=entry.tuning,
+            unsplit=entry.unsplit,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -345,66 +372,76 @@ class BudgetedStep:
         if call.plain and not pairs:  # the same leaves in the same order, as the caller holds them
             by_place, by_name = call.tree
             whole = jax.tree.structure((tuple(by_place.values()), by_name))
+        batch = batch_arguments(self._sig, paths, names, avals, donated, out_avals)
         return Traced(
-            plain, captured, avals, donated, names, found["tree"], found["aux"], whole, pairs
+            plain, captured, avals, donated, names, found["tree"], found["aux"], whole, pairs, batch
         )
 
     def _make(self, traced: Traced, target: str | None, inlined: bool) -> Entry:
-        program = traced.captured.program
+        asked = "offload" in self._asked or (
+            self._plan is not None and parks(traced.captured.program, self._plan)
+        )
         costs = self._costs(traced, target)
-        asked = "offload" in self._asked or (self._plan is not None and parks(program, self._plan))
         transport, still = self._choose_transport(traced, costs, target, inlined, asked)
         if still and asked:
             raise ValueError(f"`{self._name}` cannot offload: {still}.")
         if still:
             logging.info("%s: nothing is offloaded: %s", self._name, still)
-        traced = traced.moved_by(transport)
-        program, policy = traced.captured.program, self._policy
-        if traced.hosted and costs.link is not None:
-            policy = Streaming(policy, costs.link, moves=not still)
-        elif still:
-            costs = dataclasses.replace(costs, link=None)
-        learn: Callable[..., Costs] = lambda costs, compiled: costs
-        convolves = any(step.convolution for step in program.steps)
-        if self._plan is None and (convolves or "workspace" in self._asked):
-            device = devices_of(traced.avals)[0]
-            costs = with_choices(
-                self._name,
-                program,
-                costs,
-                device,
-                target,
-                self._profile,
-                self._allowed,
-                self._asked,
-            )
-            policy = policy if self._policy.chooses_convolutions else Convolving(policy)
-            if target is None and device.platform == "gpu":
-                learn = functools.partial(learned, program, device, self._profile)
+        given = self._sub_batches if self._plan is None else self._plan.sub_batches
+        split = splits(self._name, traced, 1 if given is None and not self._may_split else given)
+
+        @functools.cache
+        def member(count: int) -> tuple[Traced, Member]:
+            own = split.into(count)
+            means = costs if count == 1 else part_costs(own, traced, costs, self._machine, target)
+            if still and not own.hosted:
+                means = dataclasses.replace(means, link=None)
+            own = own.moved_by(transport)
+            program, policy = own.captured.program, self._policy
+            if own.hosted and means.link is not None:
+                policy = Streaming(policy, means.link, moves=not still)
+            compile_plan = lambda plan: self._compile(own, plan, target, transport)
+            one = Member(program, policy, means, compile_plan)
+            convolves = any(step.convolution for step in program.steps)
+            if self._plan is not None or not (convolves or "workspace" in self._asked):
+                return own, one
+            # of a part of the batch no convolution is timed, but those known are used
+            profile = self._profile if count == 1 or not self._profile else None
+            device = devices_of(own.avals)[0]
+            wanted = self._allowed, self._asked
+            means = with_choices(self._name, program, means, device, target, profile, *wanted)
+            learn = learner(program, device, target, self._profile)
+            if not self._policy.chooses_convolutions:
+                policy = Convolving(policy)
+            return own, Member(program, policy, means, compile_plan, learn)
+
+        member(split.counts[0])  # what cannot be is said before anything is compiled
         budget, plain_need = self._budget_nbytes(traced, target)
-        compile_plan = lambda plan: self._compile(traced, plan, target, transport)
         if self._plan is not None:
-            self._plan.check_made_for(program)
-            compiled = compile_plan(self._plan)
-            attempt = Attempt(self._plan, compiled, need_nbytes(compiled), costs)
+            count = self._plan.sub_batches
+            traced, one = member(count)
+            self._plan.check_made_for(one.program)
+            compiled = one.compile_plan(self._plan)
+            attempt = Attempt(self._plan, compiled, need_nbytes(compiled), one.costs)
             limit = budget if budget is not None else self._plan.budget
             if limit is not None and attempt.need > limit:
                 raise PlanError(
                     f"the given plan compiles to {show_nbytes(attempt.need)} here, over its budget "
                     f"of {show_nbytes(limit)}. Plan again for this machine."
                 )
-            return Entry(traced, limit, plain_need, costs, (attempt,), transport, policy)
-        attempts = prove(program, policy, costs, budget, compile_plan, plain_need, learn)
-        best = attempts[-1]
-        logging.info(
-            "%s: %s of a budget of %s, predicted %s, after %d compiles",
-            self._name,
-            show_nbytes(best.need),
-            show_nbytes(budget or 0),
-            show_nbytes(best.plan.predicted_peak),
-            len(attempts),
-        )
-        return Entry(traced, budget, plain_need, best.costs, attempts, transport, policy)
+            return Entry(traced, limit, plain_need, one.costs, (attempt,), transport, one.policy)
+        try:
+            of = lambda count: member(count)[1]
+            count, attempts = prove_fastest(of, split.counts, budget, plain_need)
+        except BudgetError as error:
+            if split.why:
+                error.adding(f"Its batch cannot run in parts: {split.why}.")
+            raise
+        best, (traced, one) = attempts[-1], member(count)
+        need, compiles = show_nbytes(best.need), len(attempts)
+        logging.info("%s: %s needs %s, after %d compiles", self._name, best.plan, need, compiles)
+        made = (traced, budget, plain_need, best.costs, attempts, transport, one.policy)
+        return Entry(*made, unsplit=split.why)
 
     def _choose_transport(
         self, traced: Traced, costs: Costs, target: str | None, inlined: bool, asked: bool
@@ -430,25 +467,11 @@ class BudgetedStep:
 
     def _budget_nbytes(self, traced: Traced, target: str | None) -> tuple[int | None, int | None]:
         """(budget in bytes, plain jit's need where that had to be compiled)."""
-        budget = self._budget
-        if budget is None:
-            return None, None
-        total = total_nbytes(traced.avals, target)
-        if budget == "device":
-            arguments_nbytes = sum(
-                b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)]
-            )
-            return min(free_nbytes(traced.avals, target) + arguments_nbytes, total), None
-        if isinstance(budget, float):
+        if isinstance(self._budget, float):
             plain_need = need_nbytes(self._compile_plain(traced, target))
-            return int(budget * plain_need), plain_need
-        assert isinstance(budget, int)
-        if budget > total:
-            raise ValueError(
-                f"`budget` is {show_nbytes(budget)}, but the device has {show_nbytes(total)}. Use "
-                "`budget='device'` for what is free, or a smaller one."
-            )
-        return budget, None
+            return int(self._budget * plain_need), plain_need
+        own = sum(b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)])
+        return limit_nbytes(self._budget, traced.avals, own, target), None
 
     def _compile_plain(self, traced: Traced, target: str | None) -> Any:
         return self._compile_jaxpr(traced, traced.plain, target)
@@ -460,56 +483,10 @@ class BudgetedStep:
         if parks(captured.program, plan):
             layout = layout_of(captured.program, plan)
             mover = open_transport(transport, layout, self._host_budget, captured.shards.mesh)
-        compiled = self._compile_jaxpr(traced, rewrite(captured, plan, mover), target, True)
+        compiled = self._compile_jaxpr(traced, rewrite(captured, plan, mover), target, streams=True)
         if mover is None:
             return compiled
         return Moving(compiled, mover, [] if target else devices_of(traced.avals))
-
-    def _compile_jaxpr(
-        self, traced: Traced, jaxpr: ClosedJaxpr, target: str | None, streams: bool = False
-    ) -> Any:
-        """`jaxpr` compiled; without `streams` all its arguments are on the device."""
-        avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
-        if target is not None:
-            from vmem_jax.prove.targets import target as card
-
-            avals = tuple(
-                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)
-                for a, sharding in zip(
-                    avals, card(target).shardings([a.sharding for a in avals]), strict=True
-                )
-            )
-        flat = jaxpr_as_fun(jaxpr)
-        options = {
-            **compat.FENCE_OPTIONS.get(devices_of(avals)[0].platform, {}),
-            **self._compiler_options,
-        }
-        if streams and traced.hosted:
-            donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
-            which = {i for i, _ in traced.hosted}
-            return hosted.compile_reordered(
-                flat, avals, donations, which, self._name, options, target is not None
-            )
-
-        donate: dict[str, Any]
-        args: Any = avals
-        kwargs: Any = {}
-        if traced.whole is None:
-            donate = {"donate_argnums": [i for i, gives in enumerate(traced.donated) if gives]}
-        else:
-            args, kwargs = jax.tree.unflatten(traced.whole, avals)
-            donate = {
-                "donate_argnums": [i for i in sorted(self._sig.donate_nums) if i < len(args)],
-                "donate_argnames": [k for k in sorted(self._sig.donate_names) if k in kwargs],
-            }
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            outs = flat(*jax.tree.leaves((args, kwargs)))
-            return outs if traced.whole is None else jax.tree.unflatten(traced.out_tree, outs)
-
-        step.__name__ = step.__qualname__ = self._name
-        lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
-        return lowered.compile(compiler_options=options or None)
 
 
 __all__ = ["MEANS", "BudgetError", "BudgetedStep", "Compiled", "Lowered", "jit"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vmem_jax.errors import parse_budget
-from vmem_jax.policy import POLICIES, AbstractPolicy, Auto
+from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
 from vmem_jax.transfer.choice import TRANSPORTS
 
-MEANS = ("order", "recompute", "offload", "stream", "workspace")
-"""What a plan may use. Sub-batches will follow."""
+MEANS = ("order", "recompute", "offload", "stream", "workspace", "sub_batches")
+"""What a plan may use."""
 
 
 def means(allow: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -52,6 +52,22 @@ def host_nbytes(host_budget: int | str | None) -> int | None:
     if not isinstance(nbytes, int):
         raise ValueError(f"`host_budget`={host_budget!r} is no size: bytes, or '64GiB'.")
     return nbytes
+
+
+def sub_batches_of(sub_batches: int | None, policy: AbstractPolicy) -> int | None:
+    """`sub_batches`, if there can be so many. Raises TypeError or ValueError."""
+    if sub_batches is None:
+        return None
+    if isinstance(sub_batches, bool) or not isinstance(sub_batches, int):
+        raise TypeError(f"`sub_batches` must be an int or None. Got {sub_batches!r}.")
+    if sub_batches < 1:
+        raise ValueError(f"`sub_batches` must be at least 1. Got {sub_batches}.")
+    if sub_batches > 1 and isinstance(policy, Keep):
+        raise ValueError(
+            f"policy `keep` leaves the step as it is, but `sub_batches` is {sub_batches}. Use "
+            "policy='exact', which recomputes nothing."
+        )
+    return sub_batches
 
 
 def transport_of(transport: str) -> str:

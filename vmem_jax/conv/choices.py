@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -106,6 +107,15 @@ def with_choices(
     return dataclasses.replace(costs, convolutions=choices)
 
 
+def learner(
+    program: Program, device: jax.Device, target: str | None, profile: bool | None
+) -> Callable[[Costs, Any], Costs]:
+    """`learned` of (costs, compiled step), where something can be: on a GPU."""
+    if target is not None or device.platform != "gpu":
+        return lambda costs, compiled: costs
+    return functools.partial(learned, program, device, profile)
+
+
 def learned(
     program: Program, device: jax.Device, profile: bool | None, costs: Costs, compiled: Any
 ) -> Costs:
@@ -126,7 +136,9 @@ def learned(
         before, *others = choices.get(s) or (None,)
         seconds = costs.seconds[s] if before is None else before.seconds
         if not _was_timed(costs, s):
-            seconds = _seconds_of(owns[convolution], convolution, ways_of, seconds)
+            times = program.steps[s].times
+            once = _seconds_of(owns[convolution], convolution, ways_of, seconds / times)
+            seconds = times * once
         choices[s] = _after_own(convolution, owns[convolution].workspace, seconds, others)
     return dataclasses.replace(costs, convolutions=choices)
 
@@ -143,10 +155,12 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
             of_all = (m for m in micros if m.batch == convolution.batch)
             whole += ((m.seconds, m.workspace) for m in of_all)
             for way in front(micros, convolution.batch):
-                ways.append(dataclasses.replace(way, epilogue=variant.epilogue).longer(besides))
+                way = dataclasses.replace(way, epilogue=variant.epilogue).longer(besides)
+                ways.append(way.scaled(program.steps[s].times))
         if whole:
             fastest, workspace = min(whole)
-            seconds = costs.seconds[s] if _was_timed(costs, s) else fastest
+            once = fastest * program.steps[s].times
+            seconds = costs.seconds[s] if _was_timed(costs, s) else once
             choices[s] = _after_own(convolution, workspace, seconds, desirable(ways))
     return choices
 

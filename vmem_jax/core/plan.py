@@ -73,6 +73,7 @@ class Plan:
       convolutions: steps that are convolutions, each with what does it. One that is not there is
         XLA's own, of a workspace that is not known. `predicted_*` are those of
         `core.planned.planned_program`.
+      sub_batches: how often the steps on samples run, each time for a part of the batch.
     """
 
     program: str
@@ -85,6 +86,7 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()
     looped: tuple[int, ...] = ()
     convolutions: tuple[tuple[int, Configuration], ...] = ()
+    sub_batches: int = 1
 
     @property
     def moves(self) -> bool:
@@ -113,6 +115,7 @@ class Plan:
         moved += f", {len(self.looped)} stacks moved by slices" if self.looped else ""
         convolutions = len(self.divided)
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
+        moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -188,6 +191,7 @@ class Plan:
             "looped": isinstance(values["looped"], list) and all(map(is_int, values["looped"])),
             "convolutions": isinstance(values["convolutions"], list)
             and all(map(_is_configured, values["convolutions"])),
+            "sub_batches": is_int(values["sub_batches"]) and values["sub_batches"] > 0,
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -257,4 +261,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         budget=budget,
         predicted_peak=peak,
         predicted_seconds=seconds,
+        sub_batches=program.sub_batches,
     )

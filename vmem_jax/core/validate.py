@@ -57,7 +57,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
     the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
     read nor made again while it is away; a hosted input that is read comes once, before its first
     read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
-    its loops run once; a configuration is of a convolution, and of all its samples.
+    its loops run once; a configuration is of a convolution, and of all its samples; the steps on
+    samples stand between the marks of their sub-batches, and no others.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
@@ -87,6 +88,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
             return [f"{name} has two configurations"]
         if not plan.fenced and not configuration.is_xlas:
             return [f"{name} has micro-batches in a plan without fences"]
+    if plan.sub_batches != program.sub_batches:
+        return [f"it is for {plan.sub_batches} sub-batches, the step runs {program.sub_batches}"]
     program = planned_program(program, plan)
     broken = []
     made = set(program.inputs)
@@ -116,7 +119,25 @@ def violations(program: Program, plan: Plan) -> list[str]:
     if missing:
         first = min(missing)
         broken.append(f"step {first} ({program.steps[first].where}) never runs")
-    return broken + _broken_transfers(program, plan)
+    return broken + _broken_transfers(program, plan) + _broken_sub_batches(program, plan)
+
+
+def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
+    """What is wrong with the places of the steps on samples, and of those after them."""
+    marks = [s for s, step in enumerate(program.steps) if step.is_mark]
+    if not marks or not set(marks) <= set(plan.order):
+        return []  # what never runs is found below
+    begin, end = map(plan.order.index, marks)
+    broken = []
+    for position, s in enumerate(plan.order):
+        if s in marks or not 0 <= s < len(program.steps):
+            continue
+        name = f"step {s} ({program.steps[s].where}) at position {position}"
+        if (program.steps[s].times > 1) != (begin < position < end):
+            broken.append(f"{name} is on the wrong side of the loop over sub-batches")
+        elif s > marks[1] and position < end:
+            broken.append(f"{name} comes before the sub-batches are done")
+    return broken
 
 
 def _broken_transfers(program: Program, plan: Plan) -> list[str]:

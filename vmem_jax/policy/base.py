@@ -63,6 +63,7 @@ def finish(
         transfers=timeline.transfers,
         looped=looped,
         convolutions=tuple(sorted((convolutions or {}).items())),
+        sub_batches=program.sub_batches,
     )
     if budget is not None and timeline.peak > budget:
         raise cannot_fit(policy, planned_program(program, plan), timeline, budget, plan)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import jax
 
+from vmem_jax.errors import show_nbytes
+
 
 def devices_of(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
     """The devices that a step with these arguments runs on: the default one, if they name none."""
@@ -39,6 +41,34 @@ def free_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None
         else:
             free.append(_host_nbytes("SC_AVPHYS_PAGES"))
     return min(free)
+
+
+def limit_nbytes(
+    budget: int | str | None,
+    avals: Sequence[jax.ShapeDtypeStruct],
+    own: int,
+    target: str | None = None,
+) -> int | None:
+    """`budget` in bytes, None for no limit.
+
+    Args:
+      budget: bytes, or "device" for what is free.
+      own: bytes that the arguments take of what is not free.
+
+    Raises:
+      ValueError: the device has less.
+    """
+    if budget is None:
+        return None
+    total = total_nbytes(avals, target)
+    if isinstance(budget, str):
+        return min(free_nbytes(avals, target) + own, total)
+    if budget > total:
+        raise ValueError(
+            f"`budget` is {show_nbytes(budget)}, but the device has {show_nbytes(total)}. Use "
+            "`budget='device'` for what is free, or a smaller one."
+        )
+    return budget
 
 
 def _host_nbytes(pages: str) -> int:

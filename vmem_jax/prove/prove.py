@@ -130,7 +130,8 @@ def prove(
         target = min(budget - excess, predicted - step)
         target -= (len(attempts) - 1) * (budget // 100)
     fits = lambda attempt: budget is None or attempt.need <= budget
-    untouched = not program.hosted  # the plain step has what is hosted on the device
+    # the plain step has what is hosted on the device, and its batch as a whole
+    untouched = not program.hosted and program.sub_batches == 1
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
         plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
         compiled = compile_plan(plan)

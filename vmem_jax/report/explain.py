@@ -59,6 +59,7 @@ class Explanation:
       program, costs: what the plan was made from.
       timeline: what running it is predicted to be.
       tuning: what timing it gave (`jit(tune=True)`), once that is done.
+      unsplit: why the batch cannot run in parts; "" where it can.
     """
 
     program: Program
@@ -75,6 +76,7 @@ class Explanation:
     plain_seconds: float
     rows: tuple[LayerRow, ...]
     tuning: Tuning | None = None
+    unsplit: str = ""
 
     def table(self) -> Table:
         table = Table(title=str(self.plan))
@@ -107,6 +109,7 @@ class Explanation:
             f"predicted time: {self.seconds * 1e3:.2f} ms, {self.plain_seconds * 1e3:.2f} ms without "
             f"recomputation; {self._where_times_come_from()}"
             + self._gap()
+            + self._batch()
             + (f"\n{self.tuning}" if self.tuning is not None else "")
         )
 
@@ -129,6 +132,19 @@ class Explanation:
         return (
             f"\nno plan in this order takes less than {self.bound.seconds * 1e3:.2f} ms (gap "
             f"{max(self.bound.gap(self.seconds), 0.0):.1%}) or {show_nbytes(self.bound.peak)}"
+        )
+
+    def _batch(self) -> str:
+        """In how many parts the batch runs, and what is split."""
+        split = [s for s, step in enumerate(self.program.steps) if step.times > 1]
+        if not split:
+            return f"\nthe batch runs as a whole: {self.unsplit}" if self.unsplit else ""
+        seconds = [self.costs.seconds[s] for s in self.plan.order]
+        own = sum(self.costs.seconds[s] for s in self.plan.order if self.program.steps[s].times > 1)
+        return (
+            f"\nthe batch runs in {self.plan.sub_batches} sub-batches: {len(split)} of "
+            f"{len(self.program.steps)} steps, {own / (sum(seconds) or 1.0):.0%} of the time; the "
+            "rest runs once"
         )
 
     @property
@@ -179,6 +195,7 @@ def explain(
     compiled_need: int,
     compiles: int,
     tuning: Tuning | None = None,
+    unsplit: str = "",
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
     plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
@@ -209,6 +226,7 @@ def explain(
         compiled_need=compiled_need,
         compiles=compiles,
         tuning=tuning,
+        unsplit=unsplit,
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,

@@ -1,0 +1,248 @@
+"""Sub-batches through `jit`: chosen, proved, compiled once, explained, refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from steps import arrays_of, normal
+
+import vmem_jax
+from vmem_jax import BudgetError, Plan, PlanError
+from vmem_jax.core.validate import check_program, violations
+from vmem_jax.errors import SubBatchError
+from vmem_jax.prove.prove import need_nbytes
+from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_fastest
+
+LAYERS, ROWS, WIDTH = 6, 512, 32
+
+
+def loss_of(params, x, y):
+    for i, (w, b) in enumerate(params):
+        with jax.named_scope(f"layer{i}"):
+            x = jnp.tanh(x @ w + b)
+    return jnp.square(x - y).mean()
+
+
+def step(params, x, y):
+    loss, grads = jax.value_and_grad(loss_of)(params, x, y)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def normed(params, x, y):
+    with jax.named_scope("norm"):
+        x = x @ params[0][0]
+        x = (x - x.mean(0)) / x.std(0)
+    return step(params, x, y)
+
+
+def params():
+    return [(normal(i, (WIDTH, WIDTH), jnp.float32, 0.2), jnp.zeros(WIDTH)) for i in range(LAYERS)]
+
+
+def batch(rows=ROWS):
+    return normal(8, (rows, WIDTH), jnp.float32), normal(9, (rows, WIDTH), jnp.float32)
+
+
+def compiled(count, fun=step, budget="1GiB", **options):
+    budgeted = vmem_jax.jit(fun, budget=budget, sub_batches=count, donate_argnums=0, **options)
+    return budgeted.lower(params(), *batch()).compile()
+
+
+def test_the_peak_falls_with_the_number_of_sub_batches():
+    needs = {count: compiled(count, policy="exact") for count in (1, 2, 4, 8)}
+    activations = LAYERS * ROWS * WIDTH * 4
+    for few, many in ((1, 2), (2, 4), (4, 8)):
+        saved = needs[few].need_nbytes - needs[many].need_nbytes
+        assert saved > 0.6 * activations / many, (few, many, saved)
+    for one in needs.values():
+        assert one.need_nbytes <= 1.1 * one.plan.predicted_peak + 4096
+
+
+def test_one_body_is_compiled_and_a_second_for_a_smaller_last_one():
+    products = lambda one: len(re.findall(r"= \S+ dot\(|custom-call.*matmul", one.as_text()))
+    whole = products(compiled(1, policy="exact"))
+    assert products(compiled(8, policy="exact")) == whole
+    assert products(compiled(3, policy="exact")) == 2 * whole
+
+
+def test_auto_splits_where_recomputation_takes_longer_or_does_not_reach():
+    plain = jax.jit(step, donate_argnums=0).lower(params(), *batch()).compile()
+    assert compiled(None).plan.sub_batches == 1  # nothing asks for it
+    budget = int(0.74 * need_nbytes(plain))
+    auto, whole = compiled(None, budget=budget), compiled(1, budget=budget)
+    assert auto.plan.sub_batches > 1 and auto.need_nbytes <= budget
+    assert whole.plan.recomputed and whole.plan.predicted_seconds > auto.plan.predicted_seconds
+    recomputing = compiled(None, budget=budget, allow=("order", "recompute"))
+    assert recomputing.plan == whole.plan
+    low = int(0.4 * need_nbytes(plain))
+    assert compiled(None, budget=low).need_nbytes <= low
+    with pytest.raises(BudgetError):
+        compiled(1, budget=low)
+    for a, b in zip(
+        jax.tree.leaves(auto(params(), *batch())),
+        jax.tree.leaves(plain(params(), *batch())),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_recomputation_happens_within_the_sub_batches():
+    kept = compiled(4, policy="exact")
+    low = compiled(4, policy="recompute", budget=kept.need_nbytes - ROWS * WIDTH)
+    assert low.plan.recomputed and low.plan.sub_batches == 4
+    assert low.need_nbytes < kept.need_nbytes
+    for a, b in zip(
+        jax.tree.leaves(low(params(), *batch())),
+        jax.tree.leaves(kept(params(), *batch())),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["vgg", "autoencoder", "mixer"])
+def test_families_train_in_sub_batches_as_a_whole(family, monkeypatch):
+    [case] = [case for case in steps.CASES if case.name == family]
+    precise = lambda x, y: -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], -1).mean()
+    monkeypatch.setattr(steps, "cross_entropy", precise)
+    with jax.enable_x64(True):
+        fun, args = case.make(jnp.float64, 1)
+        whole = arrays_of((case.jit(fun)(*args), args))
+        fun, args = case.make(jnp.float64, 1)
+        budgeted = vmem_jax.jit(fun, budget="1GiB", policy="exact", sub_batches=3)
+        parts = arrays_of((budgeted(*args), args))
+    assert budgeted._entries and len(whole) == len(parts)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_the_program_of_a_split_step_is_sound_and_its_plans_are_checked(tmp_path):
+    budgeted = vmem_jax.jit(step, budget="1GiB", sub_batches=4)
+    entry = budgeted._entry_for((params(), *batch()), {}, None)
+    program, plan = entry.traced.captured.program, entry.best.plan
+    assert check_program(program) == [] and violations(program, plan) == []
+    times = {step.op: step.times for step in program.steps}
+    assert times["dot_general"] == 4 and times["sub"] == 1
+    begin, _ = (s for s, step in enumerate(program.steps) if step.is_mark)
+    order = [*plan.order]
+    for s, to in ((begin + 1, 0), (begin + 1, len(order)), (len(program.steps) - 1, begin + 2)):
+        moved = [other for other in order if other != s]
+        moved.insert(to, s)
+        wrong = Plan.from_json(json.dumps({**json.loads(plan.to_json()), "order": moved}))
+        assert violations(program, wrong)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.sub_batches == 4
+    again = vmem_jax.jit(step, plan=loaded).lower(params(), *batch()).compile()
+    assert again.need_nbytes == entry.best.need
+    other = Plan.from_json(json.dumps({**json.loads(plan.to_json()), "sub_batches": 2}))
+    with pytest.raises(PlanError, match="made for another step"):
+        vmem_jax.jit(step, plan=other)(params(), *batch())
+
+
+def test_explain_says_what_is_split_or_why_not():
+    text = str(vmem_jax.jit(step, budget="1GiB", sub_batches=4).explain(params(), *batch()))
+    assert re.search(r"the batch runs in 4 sub-batches: \d+ of \d+ steps, \d+% of the time", text)
+    assert "4 sub-batches" in " ".join(text.split())
+    text = str(vmem_jax.jit(normed, budget="1GiB").explain(params(), *batch()))
+    assert "the batch runs as a whole: norm: reduce_sum at test_sub_batches_jit.py:" in text
+    with pytest.raises(
+        BudgetError, match=r"cannot run in parts: norm: reduce_sum at \S+:\d+ needs"
+    ):
+        vmem_jax.jit(normed, budget=0.3)(params(), *batch())
+
+
+def test_the_arguments_with_the_batch():
+    find = lambda fun, *args, **options: vmem_jax.jit(
+        fun, budget="1GiB", policy="exact", **options
+    )._entry_for(args, {}, None)
+    layouts = lambda entry: [layout is not None for layout in entry.traced.batch.layouts]
+    split = [False] * 2 * LAYERS + [True] * 2
+    assert layouts(find(step, params(), *batch())) == split  # the state is returned
+    assert layouts(find(step, params(), *batch(), donate_argnums=0)) == split
+    assert layouts(find(step, params(), *batch(), batch_argnums=(1, 2))) == split
+    assert layouts(find(step, params(), *batch(), batch_argnames=("x", "y"))) == split
+    keyed = lambda params, x, key: step(params, x, x + jax.random.normal(key, x.shape))
+    x, _ = batch()
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        assert layouts(find(keyed, params(), x, key)) == [*split[:-1], False]
+    two = lambda params, x, y: step(params, x, x)[1] + y.sum()
+    assert "disagree" in find(two, params(), x, x[:3]).traced.batch.why
+
+
+def sized(rows, **options):
+    x, y = batch(rows)
+    return vmem_jax.jit(step, budget="1GiB", **options)(params(), x, y)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (
+            lambda: sized(8, sub_batches=9),
+            SubBatchError,
+            "in 9 sub-batches: its batch has 8 samples",
+        ),
+        (lambda: sized(1, sub_batches=2), SubBatchError, "the batch has 1 sample"),
+        (lambda: sized(8, sub_batches=0), ValueError, "at least 1. Got 0"),
+        (lambda: sized(8, sub_batches=2.0), TypeError, "int or None. Got 2.0"),
+        (lambda: sized(8, sub_batches=2, policy="keep"), ValueError, "policy `keep` leaves"),
+        (
+            lambda: vmem_jax.jit(normed, budget="1GiB", sub_batches=2)(params(), *batch()),
+            SubBatchError,
+            r"norm: reduce_sum at test_sub_batches_jit.py:\d+ needs all samples at once, and \S+: "
+            r"dot_general at test_sub_batches_jit.py:\d+ waits for it",
+        ),
+        (
+            lambda: vmem_jax.jit(
+                lambda x, y: x.sum() + y.sum(), budget="1GiB", batch_argnums=(0, 1)
+            )(batch()[0], batch(4)[0]),
+            ValueError,
+            "512 samples by `x`, but 4 by `y`",
+        ),
+        (
+            lambda: vmem_jax.jit(step, budget="1GiB", batch_argnums=5),
+            ValueError,
+            "batch_argnums` has 5",
+        ),
+        (
+            lambda: vmem_jax.jit(lambda x, s: x * s, budget="1GiB", batch_argnums=1)(1.0, 2.0),
+            ValueError,
+            "no array with a dimension",
+        ),
+    ],
+)
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_batch_of_one_and_an_uneven_one_run():
+    jax.block_until_ready(sized(1))
+    whole, parts = sized(7), sized(7, sub_batches=4)  # 2, 2, 2 and 1
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_planning_ends_where_more_sub_batches_cannot_win():
+    budgeted = vmem_jax.jit(step, budget="1GiB", sub_batches=1)
+    entry = budgeted._entry_for((params(), *batch()), {}, None)
+    program, costs, policy = entry.traced.captured.program, entry.costs, entry.policy
+    asked = []
+
+    def member(count):
+        asked.append(count)
+        return Member(program, policy, costs, lambda plan: entry.best.compiled)
+
+    assert prove_fastest(member, (1, 2, 4, 8), entry.best.need)[0] == 1
+    assert 4 not in asked  # the second has no fewer seconds than the first
+    assert program.resident_nbytes < least_nbytes(program) <= entry.best.plan.predicted_peak
+    asked.clear()
+    with pytest.raises(BudgetError):
+        prove_fastest(member, (1, 2, 4, 8), entry.best.need // 100)
+    assert asked == [1, 2, 4, 8, 8]  # the last alone is planned: no step of the others fits

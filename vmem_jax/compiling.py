@@ -1,0 +1,74 @@
+"""compiling: a step's jaxpr, compiled as `jax.jit` would, for the devices of its arguments or a card
+that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from vmem_jax import arguments, hosted
+from vmem_jax import jax_compat as compat
+from vmem_jax.entry import Traced
+from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.prove.device import devices_of
+
+
+def compile_jaxpr(
+    traced: Traced,
+    jaxpr: ClosedJaxpr,
+    target: str | None,
+    *,
+    name: str,
+    sig: arguments.Signature,
+    options: Mapping[str, Any],
+    streams: bool = False,
+) -> Any:
+    """`jaxpr`, which does what `traced` does, compiled.
+
+    Args:
+      target: a card to compile for, by name.
+      name: of the step.
+      options: the user's for the compiler.
+      streams: whether arguments in host memory are taken from there; without, all are on the device.
+    """
+    avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
+    if target is not None:
+        from vmem_jax.prove.targets import target as card
+
+        avals = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)
+            for a, sharding in zip(
+                avals, card(target).shardings([a.sharding for a in avals]), strict=True
+            )
+        )
+    flat = jaxpr_as_fun(jaxpr)
+    options = {**compat.FENCE_OPTIONS.get(devices_of(avals)[0].platform, {}), **options}
+    if streams and traced.hosted:
+        donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
+        which = {i for i, _ in traced.hosted}
+        return hosted.compile_reordered(
+            flat, avals, donations, which, name, options, target is not None
+        )
+
+    donate: dict[str, Any]
+    args: Any = avals
+    kwargs: Any = {}
+    if traced.whole is None:
+        donate = {"donate_argnums": [i for i, gives in enumerate(traced.donated) if gives]}
+    else:
+        args, kwargs = jax.tree.unflatten(traced.whole, avals)
+        donate = {
+            "donate_argnums": [i for i in sorted(sig.donate_nums) if i < len(args)],
+            "donate_argnames": [k for k in sorted(sig.donate_names) if k in kwargs],
+        }
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        outs = flat(*jax.tree.leaves((args, kwargs)))
+        return outs if traced.whole is None else jax.tree.unflatten(traced.out_tree, outs)
+
+    step.__name__ = step.__qualname__ = name
+    lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
+    return lowered.compile(compiler_options=options or None)

@@ -1,0 +1,103 @@
+"""In how many sub-batches a step runs: as many as are predicted to be fastest within the budget.
+
+More of them need less memory and take more time: every kernel is launched once for each, and reads
+its weights again. So the step is planned for more and more of them, as long as what the steps take
+without any recomputation is less than the best plan so far; and what is best by prediction is proved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from absl import logging
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Program, Step
+from vmem_jax.errors import BudgetError
+from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.prove.prove import Attempt, prove
+
+MOST_PROVED = 3
+"""Numbers of sub-batches that are compiled, one after another, until one fits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A step in some number of sub-batches, with what plans it, what compiles its plans, and what
+    that teaches."""
+
+    program: Program
+    policy: AbstractPolicy
+    costs: Costs
+    compile_plan: Callable[[Plan], Any]
+    learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs
+
+
+def prove_fastest(
+    member: Callable[[int], Member],
+    counts: Iterable[int],
+    budget: int | None,
+    plain_need: int | None = None,
+) -> tuple[int, tuple[Attempt, ...]]:
+    """In how many of `counts` sub-batches the step runs, and the attempts for that, the best last.
+
+    Args:
+      member: the step in so many sub-batches.
+      counts: in rising order, at least one.
+      budget: bytes, or None for no limit.
+      plain_need: bytes that the untouched program needs, where that is known.
+
+    Raises:
+      BudgetError: none fits; the one with the lowest peak.
+    """
+    lowest: BudgetError | None = None
+    for count in _ranked(member, [*counts], budget)[:MOST_PROVED]:
+        one = member(count)
+        try:
+            compiles, learn = one.compile_plan, one.learn
+            costs, policy = one.costs, one.policy
+            return count, prove(one.program, policy, costs, budget, compiles, plain_need, learn)
+        except BudgetError as error:
+            logging.info("in %d sub-batches: %s", count, error)
+            if lowest is None or error.lowest_peak < lowest.lowest_peak:
+                lowest = error
+    assert lowest is not None, "every number of sub-batches has a plan or an error"
+    raise lowest
+
+
+def _ranked(
+    member: Callable[[int], Member], counts: Sequence[int], budget: int | None
+) -> list[int]:
+    """`counts` in the order in which they are worth a try: what fits, the fastest first, and then
+    what takes longer in any case; where nothing fits, the one with the lowest peak."""
+    if len(counts) == 1:
+        return [*counts]
+    fitting: list[tuple[float, int]] = []
+    others: list[tuple[float, int]] = []
+    for i, count in enumerate(counts):
+        one = member(count)
+        if fitting and sum(one.costs.seconds) >= min(fitting)[0]:
+            return [count for _, count in sorted(fitting)] + [*counts[i:]]
+        if budget is not None and least_nbytes(one.program) > budget and count != counts[-1]:
+            continue
+        try:
+            plan = one.policy.plan(one.program, one.costs, budget)
+            fitting.append((plan.predicted_seconds, count))
+        except BudgetError as error:
+            others.append((error.lowest_peak, count))
+    return [count for _, count in sorted(fitting) or sorted(others)[:1]]
+
+
+def least_nbytes(program: Program) -> int:
+    """Bytes below which no plan of `program` goes that moves nothing: those of its largest step."""
+    resident, buffers = program.is_resident, program.buffers
+
+    def during(step: Step) -> int:
+        own = sum(buffers[b].nbytes for b in {*step.reads, *step.writes} if not resident[b])
+        shared = {w for _, w in step.in_place if not resident[w]}
+        return own - sum(buffers[w].nbytes for w in shared) + step.workspace
+
+    return program.resident_nbytes + max(map(during, program.steps), default=0)

@@ -1,0 +1,108 @@
+"""Whether the batch of a traced step can run in sub-batches, and in how many."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.batch import Batch, Mixing, follow_batch
+from vmem_jax.capture.capture import layer_of
+from vmem_jax.core.costs import Costs, Machine, calibrated, machine_for
+from vmem_jax.entry import Traced
+from vmem_jax.errors import SubBatchError
+from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
+from vmem_jax.prove.device import devices_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """In how many sub-batches a step may run.
+
+    Attributes:
+      counts: how many, in rising order.
+      into: the step in so many.
+      why: why it runs as a whole alone, for people; "" where it need not.
+    """
+
+    counts: Sequence[int]
+    into: Callable[[int], Traced]
+    why: str = ""
+
+
+def splits(name: str, traced: Traced, asked: int | None) -> Splits:
+    """In how many sub-batches `traced`, a step called `name`, may run.
+
+    Args:
+      asked: how many there must be; None for all that can be considered, powers of two that divide
+        the batch.
+
+    Raises:
+      SubBatchError: there cannot be so many.
+    """
+    if asked == 1:
+        return Splits((1,), lambda count: traced)
+    found = _follow(traced)
+    if isinstance(found, str):
+        if asked is not None:
+            raise SubBatchError(f"`{name}` cannot run in {asked} sub-batches: {found}.")
+        return Splits((1,), lambda count: traced, found)
+    into = functools.partial(traced.in_sub_batches, found)
+    if asked is not None:
+        if asked > found.size:
+            raise SubBatchError(
+                f"`{name}` cannot run in {asked} sub-batches: its batch has {found.size} samples."
+            )
+        return Splits((asked,), into)
+    counts = [1]
+    while found.size % (2 * counts[-1]) == 0:
+        counts.append(2 * counts[-1])
+    return Splits(counts, into)
+
+
+def part_costs(
+    parts: Traced, whole: Traced, costs: Costs, machine: Machine | None, target: str | None
+) -> Costs:
+    """Costs of a step in sub-batches: the roofline, as much above it as the whole batch's are.
+
+    What was measured of the whole batch says nothing of the shapes of a part. Nothing is moved.
+
+    Args:
+      parts, whole: the step in sub-batches, and with its batch as a whole.
+      costs: of the latter.
+      machine: what to reckon with; by default the one of the device or `target`, by its name.
+    """
+    machine = machine or machine_for(target or devices_of(whole.avals)[0].device_kind)
+    found = calibrated(parts.captured.program, machine, whole.captured.program, costs)
+    return dataclasses.replace(found, link=None)
+
+
+def _follow(traced: Traced) -> Batch | str:
+    """The step by samples; or why its batch cannot run in parts."""
+    if traced.batch.why:
+        return traced.batch.why
+    if traced.hosted:
+        return "arguments that are streamed from host memory need the whole batch at once"
+    if traced.captured.shards.device_count > 1:
+        return "it runs on several devices"
+    found = follow_batch(traced.captured.flat, traced.batch.layouts, traced.batch.size)
+    return found if isinstance(found, Batch) else _said(traced.captured.flat, found)
+
+
+def _said(flat: ClosedJaxpr, mixing: Mixing) -> str:
+    eqns = compat.open_jaxpr(flat).eqns
+    if mixing.mixer < 0:
+        return mixing.why
+    if mixing.why:
+        return f"{_where(eqns[mixing.mixer])}: {mixing.why}"
+    mixer = f"{_where(eqns[mixing.mixer])} needs all samples at once"
+    if mixing.reader in (-1, mixing.mixer):
+        return mixer
+    return f"{mixer}, and {_where(eqns[mixing.reader])} waits for it sample by sample"
+
+
+def _where(eqn: JaxprEqn) -> str:
+    line = compat.user_line(eqn)
+    at = f" at {line}" if line else ""
+    return f"{layer_of(eqn) or '(no layer)'}: {eqn.primitive.name}{at}"
