@@ -182,6 +182,7 @@ SPLIT = {
     "embedding": embedded,
     "bfloat16": bfloat16,
     "time first": time_major,
+    "stacked": of(lambda w, x: jnp.stack(jnp.unstack(hidden(w, x), axis=1)[:2], 1) @ w["c"][:2]),
     "of the inputs": lambda w, x, y, mask: jax.grad(lambda x: hidden(w, x).sum())(x),
 }
 

@@ -358,7 +358,7 @@ def _adds_up(eqn: JaxprEqn, read: Sequence[Value], size: int) -> bool:
 
 _UNARY = frozenset(
     "broadcast_in_dim copy reshape transpose squeeze expand_dims neg slice rev reduce_sum cumsum "
-    "real imag reduce_window_sum optimization_barrier".split()
+    "real imag reduce_window_sum optimization_barrier unstack".split()
 )
 
 
@@ -368,7 +368,7 @@ def is_linear(eqn: JaxprEqn, read: Sequence[Value]) -> bool:
     counts = [v.summed >= 0 or v.zero for v in read]  # linear in it, or zero
     sums = [v.summed >= 0 for v in read]
     inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-    if name in _UNARY or name in ("add", "add_any", "sub", "concatenate"):
+    if name in _UNARY or name in ("add", "add_any", "sub", "concatenate", "stack"):
         return all(counts)
     if name in ("convert_element_type", "reduce_precision"):
         was = eqn.invars[0].aval.dtype

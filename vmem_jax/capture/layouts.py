@@ -80,6 +80,12 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
+def _last(eqn: JaxprEqn, count: int) -> range:
+    """The last `count` dimensions of the first operand."""
+    rank = len(_shape(eqn.invars[0]))
+    return range(rank - count, rank)
+
+
 def _elementwise(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     layout = _one(at)
     if layout is None:
@@ -140,6 +146,21 @@ def _concatenate(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     if layout is None or layout.dim == eqn.params["dimension"]:
         return None
     return [layout], [layout] * len(eqn.invars)
+
+
+def _stack(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
+    layout = _one(at)
+    if layout is None:
+        return None
+    moved = layout.at(layout.dim + (eqn.params["axis"] <= layout.dim))
+    return [moved], [layout] * len(eqn.invars)
+
+
+def _unstack(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
+    layout, axis = at[0], eqn.params["axis"]
+    if layout is None or layout.dim == axis:
+        return None
+    return [layout.at(layout.dim - (axis < layout.dim))] * len(eqn.outvars), list(at)
 
 
 def _pad(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
@@ -253,6 +274,14 @@ def _leading(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     return [layout] * len(eqn.outvars), wants
 
 
+def _matrices(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
+    """Of matrices, each for itself: their dimensions come last."""
+    layout = _one(at)
+    if layout is None or any(layout.dim >= len(_shape(a)) - 2 for a in eqn.invars):
+        return None
+    return [layout] * len(eqn.outvars), [layout] * len(eqn.invars)
+
+
 def _is_by_key(eqn: JaxprEqn) -> bool:
     """Whether a key's results depend on no other key. Of others than threefry bits do."""
     return eqn.primitive.name != "random_bits" or str(eqn.invars[0].aval.dtype) == "key<fry>"
@@ -313,7 +342,7 @@ def _scatter(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
         if index.dim in index_batch:
             want = updates.at(operand_batch[index_batch.index(index.dim)])
             return ([want], [want, index, updates]) if x in (None, want) else None
-        adds = eqn.primitive.name in ("scatter-add", "scatter_add")
+        adds = eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub")
         return ([SUMMED], [None, index, updates]) if adds and x is None else None
     want = updates.at(window[list(numbers.update_window_dims).index(updates.dim)])
     whole = shape[want.dim] == update_shape[updates.dim]
@@ -345,7 +374,11 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         "random_wrap random_unwrap random_bits random_fold_in random_split".split(), _leading
     ),
-    **dict.fromkeys("scatter scatter-add scatter_add scatter_mul scatter_min".split(), _scatter),
+    **dict.fromkeys(
+        "scatter scatter-add scatter_add scatter-sub scatter-mul scatter-min scatter-max".split(),
+        _scatter,
+    ),
+    **dict.fromkeys("cholesky eigh lu qr svd triangular_solve".split(), _matrices),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "conv_general_dilated": _conv,
@@ -362,6 +395,9 @@ _RULES: dict[str, _Rule] = {
     "split": _along_others(lambda eqn: (eqn.params["axis"],)),
     "squeeze": _reshape,
     "expand_dims": _reshape,
+    "stack": _stack,
+    "unstack": _unstack,
+    "fft": _along_others(lambda eqn: _last(eqn, len(eqn.params["fft_lengths"]))),
     "tile": _tile,
     "top_k": _along_others(lambda eqn: (eqn.params["axis"],)),
     "transpose": _transpose,
@@ -420,6 +456,8 @@ def wanted(eqn: JaxprEqn, layout: Layout, size: int) -> list[Where] | None:
         return [layout.at(eqn.params["permutation"][layout.dim])]
     if name == "concatenate" and eqn.params["dimension"] != layout.dim:
         return [layout] * len(eqn.invars)
+    if name == "stack" and eqn.params["axis"] != layout.dim:
+        return [layout.at(layout.dim - (eqn.params["axis"] < layout.dim))] * len(eqn.invars)
     if name in ("random_bits", "random_split", "random_wrap") and _is_by_key(eqn):
         keys = len(_shape(eqn.invars[0])) - (name == "random_wrap")
         return [layout] if layout.dim < keys else None
