@@ -246,3 +246,19 @@ def test_planning_ends_where_more_sub_batches_cannot_win():
     with pytest.raises(BudgetError):
         prove_fastest(member, (1, 2, 4, 8), entry.best.need // 100)
     assert asked == [1, 2, 4, 8, 8]  # the last alone is planned: no step of the others fits
+
+
+@pytest.mark.gpu_compile
+def test_the_peak_falls_on_a_gpu_too():
+    [case] = [case for case in steps.CASES if case.name == "vgg"]
+    fun, args = case.make(jnp.bfloat16, 16)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    needs = {}
+    for count in (1, 4):
+        budgeted = vmem_jax.jit(
+            fun, budget="8GiB", policy="exact", sub_batches=count, donate_argnums=0
+        )
+        best = budgeted._entry_for(args, {}, "h200").best
+        assert best.need <= 1.1 * best.plan.predicted_peak
+        needs[count] = best.need
+    assert needs[4] < 0.35 * needs[1]
