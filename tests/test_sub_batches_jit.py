@@ -18,6 +18,7 @@ from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_fastest
+from vmem_jax.splitting import counts_of
 
 LAYERS, ROWS, WIDTH = 6, 512, 32
 
@@ -227,6 +228,12 @@ def test_a_batch_of_one_and_an_uneven_one_run():
     whole, parts = sized(7), sized(7, sub_batches=4)  # 2, 2, 2 and 1
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_of_sub_batches_that_are_tried():
+    assert counts_of(256) == tuple(2**n for n in range(9))
+    assert counts_of(96) == (1, 2, 4, 8, 16, 32, 96)
+    assert counts_of(255) == (1, 3, 5, 15, 17, 51, 85, 255) and counts_of(7) == (1, 2, 7)
 
 
 def test_planning_ends_where_more_sub_batches_cannot_win():

@@ -35,8 +35,7 @@ def splits(name: str, traced: Traced, asked: int | None) -> Splits:
     """In how many sub-batches `traced`, a step called `name`, may run.
 
     Args:
-      asked: how many there must be; None for all that can be considered, powers of two that divide
-        the batch.
+      asked: how many there must be; None for all that are worth a try.
 
     Raises:
       SubBatchError: there cannot be so many.
@@ -55,10 +54,14 @@ def splits(name: str, traced: Traced, asked: int | None) -> Splits:
                 f"`{name}` cannot run in {asked} sub-batches: its batch has {found.size} samples."
             )
         return Splits((asked,), into)
-    counts = [1]
-    while found.size % (2 * counts[-1]) == 0:
-        counts.append(2 * counts[-1])
-    return Splits(counts, into)
+    return Splits(counts_of(found.size), into)
+
+
+def counts_of(size: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, … up to `size` samples; a divisor of that stands for the power of two below it."""
+    powers = (2**n for n in range(size.bit_length()))
+    divisor = lambda n: size % n == 0
+    return tuple(next(filter(divisor, range(p, min(2 * p, size + 1))), p) for p in powers)
 
 
 def part_costs(

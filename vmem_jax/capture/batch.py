@@ -12,8 +12,8 @@ Late work on samples is no gain: what a loop over sub-batches is for would run o
 - if a heavy equation on samples is late all the same (behind a batch norm), the step cannot be
   split, and the equation that needs all samples first is named.
 
-moDNN (Chen et al., DATE 2018, section III-B) runs the layers of a chain in sub-batches, with a
-library's layers in place of equations.
+moDNN (Chen et al., DATE 2018, section III) accumulates the gradients of sub-batches, with the layers
+of a framework in place of equations.
 """
 
 from __future__ import annotations

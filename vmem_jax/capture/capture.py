@@ -149,7 +149,9 @@ def _captured(
             label = f"{names[b]} {v.aval.str_short()}"
         else:
             root = eqns[writer[v].root]
-            label = f"{layer_of(root) or root.primitive.name} {v.aval.str_short()}"
+            mark = root.primitive.name in (BEGIN, END)
+            where = "" if mark else layer_of(root)  # a total is no layer's
+            label = f"{where or root.primitive.name} {v.aval.str_short()}"
         movable = is_array(v.aval) and (shards.device_count == 1 or shards.spec(v) is not None)
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
         buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
