@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import vmem_jax
 from vmem_jax import BudgetError, Plan, PlanError
+from vmem_jax.core.validate import violations
 from vmem_jax.hosted import Donations, pairs
 
 WIDTH, DEPTH, ROWS = 32, 5, 64
@@ -83,6 +86,26 @@ def test_moments_live_in_host_memory_from_step_to_step(donate):
     assert len(compiled.plan.transfers) == 4 * DEPTH and compiled.transport is None
     assert compiled.moved_nbytes == 2 * DEPTH * WIDTH * WIDTH * 4
     assert len(streamed._entries) == 1  # what comes out goes in again
+
+
+def test_moments_are_streamed_around_sub_batches():
+    options = dict(budget="1GiB", donate_argnums=0)
+    a, b = state(), state("device")
+    parts = vmem_jax.jit(step, sub_batches=4, **options)
+    for _ in range(2):
+        a, loss_a = parts(a, batch())
+        b, loss_b = vmem_jax.jit(step, policy="exact", **options)(b, batch())
+        assert kinds(moments(a[1])) == {"pinned_host"} and kinds(a[0]) == {"device"}
+    for x, y in zip(jax.tree.leaves((a, loss_a)), jax.tree.leaves((b, loss_b)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+    entry = parts._entry_for((a, batch()), {}, None)
+    program, plan = entry.traced.captured.program, entry.best.plan
+    assert plan.sub_batches == 4 and len(plan.transfers) == 4 * DEPTH
+    _, end = (p for p, s in enumerate(plan.order) if program.steps[s].is_mark)
+    assert all(t.fetch > end for t in plan.transfers)
+    within = tuple(dataclasses.replace(t, fetch=end) for t in plan.transfers)
+    assert violations(program, plan) == []
+    assert violations(program, dataclasses.replace(plan, transfers=within))
 
 
 @pytest.mark.parametrize("fun, at", [(loss_first, (1, 1)), (moments_first, (0,))])

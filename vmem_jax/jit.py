@@ -399,7 +399,7 @@ class BudgetedStep:
             own = own.moved_by(transport)
             program, policy = own.captured.program, self._policy
             if own.hosted and means.link is not None:
-                policy = Streaming(policy, means.link, moves=not still)
+                policy = Streaming(policy, means.link, moves=not still and count == 1)
             compile_plan = lambda plan: self._compile(own, plan, target, transport)
             one = Member(program, policy, means, compile_plan)
             convolves = any(step.convolution for step in program.steps)

@@ -69,7 +69,8 @@ def part_costs(
 ) -> Costs:
     """Costs of a step in sub-batches: the roofline, as much above it as the whole batch's are.
 
-    What was measured of the whole batch says nothing of the shapes of a part. Nothing is moved.
+    What was measured of the whole batch says nothing of the shapes of a part. Nothing is moved but
+    what is hosted.
 
     Args:
       parts, whole: the step in sub-batches, and with its batch as a whole.
@@ -78,15 +79,13 @@ def part_costs(
     """
     machine = machine or machine_for(target or devices_of(whole.avals)[0].device_kind)
     found = calibrated(parts.captured.program, machine, whole.captured.program, costs)
-    return dataclasses.replace(found, link=None)
+    return dataclasses.replace(found, link=costs.link if parts.hosted else None)
 
 
 def _follow(traced: Traced) -> Batch | str:
     """The step by samples; or why its batch cannot run in parts."""
     if traced.batch.why:
         return traced.batch.why
-    if traced.hosted:
-        return "arguments that are streamed from host memory need the whole batch at once"
     if traced.captured.shards.device_count > 1:
         return "it runs on several devices"
     found = follow_batch(traced.captured.flat, traced.batch.layouts, traced.batch.size)

@@ -128,7 +128,11 @@ def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
     if not marks or not set(marks) <= set(plan.order):
         return []  # what never runs is found below
     begin, end = map(plan.order.index, marks)
-    broken = []
+    broken = [
+        f"transfer {i} of buffer {t.buffer} moves within the loop over sub-batches"
+        for i, t in enumerate(plan.transfers)
+        if any(begin < point <= end for point in (t.start, t.gone, t.fetch, t.back))
+    ]
     for position, s in enumerate(plan.order):
         if s in marks or not 0 <= s < len(program.steps):
             continue

@@ -3,18 +3,22 @@
 The policy plans as if they were there when they are used, at no cost. Then each fetch is placed as
 late as it hides and each offload as early, together with what the policy itself moves; what the
 copies on their way take above the budget is taken off what the policy may use.
+
+Nothing moves within the loop over sub-batches, where it would do so for each of them: what is read
+there comes before it, and the rest after it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs, Link
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_costs, planned_program
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline
+from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, cannot_fit
 from vmem_jax.policy.executor import Away
@@ -72,6 +76,9 @@ class Streaming(AbstractPolicy):
         costs = planned_costs(program, plan, costs)
         program = planned_program(program, plan)
         timeline = stream(program, plan.order, away, costs, limit)
+        if program.sub_batches > 1:
+            outside = _outside(program, plan.order, timeline.transfers)
+            timeline = simulate(program, plan.order, costs, outside)
         streamed = dataclasses.replace(
             plan,
             fenced=True,
@@ -81,3 +88,17 @@ class Streaming(AbstractPolicy):
             transfers=timeline.transfers,
         )
         return streamed, timeline
+
+
+def _outside(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer]
+) -> list[Transfer]:
+    """`transfers` with their points outside of the loop over sub-batches."""
+    begin, end = (p for p, s in enumerate(order) if program.steps[s].is_mark)
+    found = []
+    for t in transfers:
+        reads = (p for p, s in enumerate(order) if t.buffer in program.steps[s].reads)
+        place = begin if next(reads, len(order)) <= end else end + 1
+        points = (place if begin < p <= end else p for p in (t.start, t.gone, t.fetch, t.back))
+        found.append(Transfer(t.buffer, *points))
+    return found
