@@ -82,6 +82,19 @@ def test_micro_batches_give_the_same_numbers(layer, parts):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * float(abs(b).max()))
 
 
+@pytest.mark.parametrize("kernel, strides", [((1, 2), (2, 1)), ((3, 3), (2, 2)), ((4, 2), (1, 2))])
+def test_a_transposed_convolution_has_a_kernel_that_nothing_flipped(kernel, strides):
+    draw = np.random.default_rng(0).standard_normal
+    x, w = draw((4, 5, 6, 2), np.float32), draw((*kernel, 2, 3), np.float32)
+    up = lambda x, w: jax.lax.conv_transpose(
+        x, w, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    m = match(only(up, x, w), {})
+    assert m.convolution.which == Pass.BACKWARD_DATA
+    got = m.result(micro_convolution(m.convolution, split(4, 2), *m.operands(x, w)))
+    np.testing.assert_allclose(got, up(x, w), rtol=1e-5, atol=1e-5)
+
+
 def conv(x, w, **kwargs):
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, **kwargs)

@@ -30,12 +30,10 @@ class Matched:
     Attributes:
       convolution: of that layer.
       numbers: of the equation, which operand axes are what.
-      flipped: the layer's kernel is the equation's second operand flipped (backward data only).
     """
 
     convolution: Convolution
     numbers: lax.ConvDimensionNumbers
-    flipped: bool = False
 
     def operands(self, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The operands of the equation as those of the pass, in the layout of `convolution`.
@@ -49,8 +47,8 @@ class Matched:
         if c.which == Pass.BACKWARD_FILTER:
             lhs, rhs = lhs.swapaxes(0, 1), rhs.swapaxes(0, 1)  # samples first
         elif c.which == Pass.BACKWARD_DATA:
-            if self.flipped:
-                rhs = lax.rev(rhs, range(2, rhs.ndim))  # XLA cancels it against the flip before it
+            # the layer's kernel; XLA cancels this against the flip before it, where there is one
+            rhs = lax.rev(rhs, range(2, rhs.ndim))
             rhs = _exchange(rhs, c.groups)
         return _laid_out(lhs, c), _laid_out(rhs, c)
 
@@ -187,7 +185,7 @@ def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:
     fits = all(low >= 0 and high >= 0 for low, high in convolution.padding)
     if not fits or convolution.out != found_out(facts, which):
         return None
-    return Matched(convolution, numbers, flipped and which == Pass.BACKWARD_DATA)
+    return Matched(convolution, numbers)
 
 
 @dataclasses.dataclass(frozen=True)
