@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,10 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.layouts import Layout, reshaped
+from vmem_jax.conv.choice import slice_by_xla
+from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import keep_plan
+from vmem_jax.core.validate import violations
 from vmem_jax.rewrite.rewrite import rewrite
 
 N, WIDTH, CLASSES = 10, 6, 5
@@ -213,6 +217,24 @@ def test_sub_batches_compute_what_the_whole_batch_does(name):
     for a, b in zip(jax.tree.leaves(whole), parts, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_convolutions_in_micro_batches_within_sub_batches():
+    captured, batch, leaves = traced(SPLIT["convolutions"])
+    split = captured.in_sub_batches(batch, 3)
+    halves = {
+        s: Configuration((slice_by_xla(step.convolution.with_batch(2)),) * 2)
+        for s, step in enumerate(split.program.steps)
+        if step.convolution
+    }
+    plan = keep_plan(split.program, None, 0, 0.0)
+    plan = dataclasses.replace(plan, fenced=True, convolutions=tuple(halves.items()))
+    assert halves and violations(split.program, plan) == []
+    rewritten = rewrite(split, plan)
+    parts = jax.jit(jaxpr_as_fun(rewritten))(*leaves)
+    whole = jax.jit(SPLIT["convolutions"])(W, X, Y, MASK)
+    for a, b in zip(jax.tree.leaves(whole), parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
 def batch_norm(x):

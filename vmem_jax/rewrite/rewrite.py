@@ -43,7 +43,10 @@ def rewrite(
     if parts is None:
         return rewritten
     last = None
-    if parts.last is not None:
+    if parts.last is not None:  # its convolutions are smaller, and so XLA's own
+        times = [step.times for step in captured.program.steps]
+        others = tuple((s, way) for s, way in plan.convolutions if times[s] == 1)
+        plan = dataclasses.replace(plan, convolutions=others)
         last = _in_order(captured.of(parts.last), plan, transport)
     return looped(rewritten, parts, last)
 

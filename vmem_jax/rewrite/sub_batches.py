@@ -1,6 +1,6 @@
 """The loop over sub-batches: what stands between the two marks, once, in a `lax.scan`.
 
-A last sub-batch that is smaller follows the loop, equation by equation as the others.
+A last sub-batch that is smaller follows the loop, in the same order as the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
     smaller, places = None, [*range(free)]
     if last is not None:
         smaller = _Part(last)
-        twin = _twins(last, closed)
+        twin = _twins(last, closed, part.begin)
         places = [part.free.index(twin[v]) for v in smaller.free]
     avals = [v.aval for v in begin.outvars[1 + through :]]
     whole = sub_batches.count - (last is not None)
@@ -94,10 +94,11 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
     )
 
 
-def _twins(last: ClosedJaxpr, closed: ClosedJaxpr) -> dict[Var, Var]:
-    """For every variable of `last` that of `closed`, which has the same equations."""
+def _twins(last: ClosedJaxpr, closed: ClosedJaxpr, begin: int) -> dict[Var, Var]:
+    """For every variable of `last` that of `closed`, with which it shares the first `begin`
+    equations: for those that they make."""
     a, b = compat.open_jaxpr(last), compat.open_jaxpr(closed)
     pairs = [*zip(a.invars, b.invars, strict=True), *zip(a.constvars, b.constvars, strict=True)]
-    for one, other in zip(a.eqns, b.eqns, strict=True):
+    for one, other in zip(a.eqns[:begin], b.eqns[:begin], strict=True):
         pairs += zip(one.outvars, other.outvars, strict=True)
     return dict(pairs)
