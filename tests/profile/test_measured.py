@@ -247,7 +247,7 @@ def test_profile_of_a_model(capsys, device, monkeypatch):
         (("resnet11",), "go together"),
         (("--batch", 4), "go together"),
         (("resnet11", "--batch", 2, "--seconds", -1), "0 or more"),
-        (("alexnet", "--batch", 2), "no model 'alexnet'"),
+        (("lenet", "--batch", 2), "no model 'lenet'"),
     ],
 )
 def test_what_is_wrong_is_said(capsys, argv, says):
