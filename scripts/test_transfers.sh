@@ -18,7 +18,7 @@ for sanitizer in thread address; do
     build=build/sanitize-$sanitizer
     cmake -S . -B "$build" -DVMEM_JAX_SANITIZE=$sanitizer \
         "-DXLA_FFI_INCLUDE_DIR=$xla" "-DCUDNN_INCLUDE_DIR=$cudnn" >/dev/null
-    cmake --build "$build" >/dev/null
+    cmake --build "$build" --parallel >/dev/null
     echo "$sanitizer:"
     ctest --test-dir "$build" --output-on-failure
 done

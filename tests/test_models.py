@@ -217,10 +217,7 @@ def test_checkpoint_gives_the_same_loss_and_gradients(model, wrapped_layers):
     [
         ("vgg16", 32, 13),
         ("resnet50", 32, 16),
-        ("alexnet", 63, 5),
         ("googlenet", 32, 9),
-        ("inception4", 75, 17),
-        ("densenet40k40", 32, 36),
         ("fcn", 32, 15),
         ("gpt3w128", 32, 3),
     ],
