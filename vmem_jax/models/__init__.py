@@ -8,7 +8,7 @@ try:
     from vmem_jax.models.jobs import Job, TrainState, cross_entropy, job
     from vmem_jax.models.networks import Network, build_network
     from vmem_jax.models.resnet import ResidualBlock, ResNet, ResNetBlocks, resnet_blocks
-    from vmem_jax.models.vgg import VGG, ConvLayer, vgg_stages
+    from vmem_jax.models.vgg import VGG, vgg_stages
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("flax", "optax"):
         raise ModuleNotFoundError(
@@ -18,7 +18,6 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "VGG",
-    "ConvLayer",
     "Digits",
     "Job",
     "Network",

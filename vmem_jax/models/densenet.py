@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vmem_jax.models.layers import HE, Head
+from vmem_jax.models.layers import HE, Head, batch_norm
 
 BLOCKS = 3
 STEM = 16
@@ -49,14 +49,7 @@ class NormReluConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.BatchNorm(
-            use_running_average=not self.train,
-            momentum=0.9,
-            epsilon=1e-5,
-            dtype=self.dtype,
-            param_dtype=jnp.float32,
-            name="norm",
-        )(x)
+        x = batch_norm(self.train, self.dtype, "norm")(x)
         return nn.Conv(
             self.channels,
             (self.kernel, self.kernel),
@@ -107,12 +100,5 @@ class DenseNet(nn.Module):
                 name = f"transition{block}"
                 x = NormReluConv(x.shape[-1], kernel=1, train=train, name=name, **types)(x)
                 x = nn.avg_pool(x, (2, 2), strides=(2, 2))
-        x = nn.BatchNorm(
-            use_running_average=not train,
-            momentum=0.9,
-            epsilon=1e-5,
-            dtype=self.dtype,
-            param_dtype=jnp.float32,
-            name="norm",
-        )(x)
+        x = batch_norm(train, self.dtype, "norm")(x)
         return Head((), self.classes, name="head", **types)(nn.relu(x).mean(axis=(1, 2)))

@@ -13,6 +13,23 @@ HE = drawn_in_float32(jax.nn.initializers.variance_scaling(2.0, "fan_in", "norma
 LECUN = drawn_in_float32(jax.nn.initializers.lecun_normal())
 
 
+def batch_norm(train: bool, dtype: Any, name: str | None = None) -> nn.BatchNorm:
+    """Batch norm; statistics, scale and bias stay in float32 whatever the type of the computation.
+
+    Args:
+      train: normalise by the batch's statistics and not by the running ones.
+      dtype: type of the computation and of the result.
+    """
+    return nn.BatchNorm(
+        use_running_average=not train,
+        momentum=0.9,
+        epsilon=1e-5,
+        dtype=dtype,
+        param_dtype=jnp.float32,
+        name=name,
+    )
+
+
 class ConvRelu(nn.Module):
     """A convolution with bias or batch norm, then ReLU: [n, h, w, c] -> `dtype`[n, h', w', channels].
 
@@ -26,6 +43,7 @@ class ConvRelu(nn.Module):
       train: normalise by the batch's statistics and not by the running ones.
       dtype: type of the computation and of the result.
       param_dtype: type of the kernel and the bias.
+      kernel_init: draws the kernel.
     """
 
     channels: int
@@ -36,6 +54,7 @@ class ConvRelu(nn.Module):
     train: bool = True
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    kernel_init: Any = HE
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,18 +67,11 @@ class ConvRelu(nn.Module):
             use_bias=not self.norm,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            kernel_init=HE,
+            kernel_init=self.kernel_init,
             name="conv",
         )(x)
         if self.norm:
-            x = nn.BatchNorm(
-                use_running_average=not self.train,
-                momentum=0.9,
-                epsilon=1e-5,
-                dtype=self.dtype,
-                param_dtype=jnp.float32,
-                name="norm",
-            )(x)
+            x = batch_norm(self.train, self.dtype, "norm")(x)
         return nn.relu(x)
 
 

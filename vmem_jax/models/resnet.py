@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from vmem_jax.models.initialisers import drawn_in_float32
+from vmem_jax.models.layers import batch_norm
 
 
 class ResNetBlocks(NamedTuple):
@@ -79,15 +80,7 @@ def _layers(dtype: Any, param_dtype: Any, train: bool) -> _Layers:
             param_dtype=param_dtype,
             kernel_init=he,
         ),
-        # Statistics, scale and bias stay in float32 whatever the type of the computation.
-        norm=partial(
-            nn.BatchNorm,
-            use_running_average=not train,
-            momentum=0.9,
-            epsilon=1e-5,
-            dtype=dtype,
-            param_dtype=jnp.float32,
-        ),
+        norm=partial(batch_norm, train, dtype),
     )
 
 

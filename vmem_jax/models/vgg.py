@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vmem_jax.models.initialisers import drawn_in_float32, padding_aware_he
+from vmem_jax.models.layers import ConvRelu
 
 CHANNELS = (64, 128, 256, 512, 512)
 """Channels of the five groups, in every depth."""
@@ -41,33 +42,6 @@ def vgg_stages(depth: int) -> tuple[tuple[int, int], ...]:
             "(16, 21, ..., 101, 116, 216, 316, 416, ...)."
         )
     return tuple(zip(CHANNELS, convs, strict=True))
-
-
-class ConvLayer(nn.Module):
-    """A 3x3 convolution with bias, then ReLU: [n, h, w, c] -> `dtype`[n, h, w, channels].
-
-    Attributes:
-      channels: output channels.
-      dtype: type of the computation and of the result.
-      param_dtype: type of the kernel and the bias.
-    """
-
-    channels: int
-    dtype: Any = jnp.float32
-    param_dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        conv = nn.Conv(
-            self.channels,
-            (3, 3),
-            padding="SAME",
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=padding_aware_he(x.shape[1], x.shape[2]),
-            name="conv",
-        )
-        return nn.relu(conv(x))
 
 
 class VGG(nn.Module):
@@ -109,12 +83,16 @@ class VGG(nn.Module):
                 f"VGG with {len(self.stages)} groups needs images of at least "
                 f"{smallest}x{smallest} pixels, not {x.shape[1]}x{x.shape[2]}."
             )
-        layer = nn.remat(ConvLayer) if self.checkpoint else ConvLayer
+        layer = nn.remat(ConvRelu) if self.checkpoint else ConvRelu
         x = x.astype(self.dtype)
         for stage, (channels, convs) in enumerate(self.stages, start=1):
             for index in range(1, convs + 1):
                 x = layer(
-                    channels, self.dtype, self.param_dtype, name=f"stage{stage}_layer{index}"
+                    channels,
+                    dtype=self.dtype,
+                    param_dtype=self.param_dtype,
+                    kernel_init=padding_aware_he(x.shape[1], x.shape[2]),
+                    name=f"stage{stage}_layer{index}",
                 )(x)
             x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = x.reshape(x.shape[0], -1)
