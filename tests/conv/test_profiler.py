@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmem_jax.conv.database import Database, identity_of
-from vmem_jax.conv.profiler import profile, useful
+from vmem_jax.conv.profiler import profile
 from vmem_jax.core.convolution import Micro
-from vmem_jax.policy.workspace_division import front
+from vmem_jax.policy.workspace_division import desirable, front
 from vmem_jax.policy.workspace_reuse import BatchSizes, reuse
 
 ALL, POWERS, UNDIVIDED = BatchSizes.ALL, BatchSizes.POWER_OF_TWO, BatchSizes.UNDIVIDED
@@ -229,8 +229,8 @@ _POINTS = [(3, 2.0), (3, 2.5), (4, 2.0), (1, 5.0), (2, 6.0), (2, 5.0)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5).map(float))))
-def test_useful_is_pareto(points):
-    found = useful([Micro(4, 0, (), w, t) for w, t in points])
+def test_desirable_is_pareto(points):
+    found = desirable([Micro(4, 0, (), w, t) for w, t in points])
     best = sorted(
         {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
     )
@@ -240,7 +240,7 @@ def test_useful_is_pareto(points):
 def test_pruning_costs_nothing_on_real_kernels():
     for kernel in measured():
         pruned = [
-            m for b in (256, 64, 16) for m in useful(m for m in kernel.micros if m.batch == b)
+            m for b in (256, 64, 16) for m in desirable(m for m in kernel.micros if m.batch == b)
         ]
         assert len(pruned) < len(kernel.micros)
         points = lambda found: [(c.workspace, c.seconds) for c in found]

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from vmem_jax.conv.database import Database, Entry
 from vmem_jax.core.convolution import Convolution, Micro
+from vmem_jax.policy.workspace_division import desirable
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
 
 SECONDS = 90.0
@@ -147,17 +148,10 @@ def profile(
             database.keep(new)
     on_progress(len(work), len(work), "")
     of = lambda c: entries[c].timed if c in entries else ()
-    micros = {c: tuple(m for part in of_c for m in useful(of(part))) for c, of_c in parts.items()}
+    micros = {
+        c: tuple(m for part in of_c for m in desirable(of(part))) for c, of_c in parts.items()
+    }
     return Profile(micros, timed, reused, tuple(untimed), time.monotonic() - began, hopeless)
-
-
-def useful(micros: Iterable[Micro]) -> tuple[Micro, ...]:
-    """Of micro-configurations of one size those faster than all of no more workspace, ever faster."""
-    found: list[Micro] = []
-    for m in sorted(micros, key=lambda m: (m.workspace, m.seconds)):
-        if not found or m.seconds < found[-1].seconds:
-            found.append(m)
-    return tuple(found)
 
 
 def _ordered(parts: Mapping[Convolution, Sequence[Convolution]]) -> list[Convolution]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from vmem_jax.core.convolution import Configuration, Micro
 from vmem_jax.errors import WorkspaceError
@@ -55,9 +55,21 @@ def front(micros: Iterable[Micro], batch: int) -> Choice:
     return tuple(improving(micros, batch))
 
 
-def desirable(ways: Iterable[Configuration]) -> Choice:
-    """The desirable set of `ways`, whatever they are made of."""
-    found: list[Configuration] = []
+class Way(Protocol):
+    """What has a workspace, in bytes, and takes a time: a configuration, or one of its parts."""
+
+    @property
+    def workspace(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+W = TypeVar("W", bound=Way)
+
+
+def desirable(ways: Iterable[W]) -> tuple[W, ...]:
+    """Of `ways` those faster than all of no more workspace: of ascending workspace, ever faster."""
+    found: list[W] = []
     for way in sorted(ways, key=lambda way: (way.workspace, way.seconds)):
         if not found or way.seconds < found[-1].seconds:
             found.append(way)
