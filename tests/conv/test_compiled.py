@@ -12,7 +12,7 @@ from jax import lax
 
 from vmem_jax.capture import capture
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.choices import learned
+from vmem_jax.conv.choices import learner
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.layers import convolutions_of
@@ -109,7 +109,7 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
         program = capture(jax.jit(conv).trace(x, w).jaxpr).program
     [s] = [s for s, step in enumerate(program.steps) if step.convolution]
     costs = analytic(program, machine_for("NVIDIA H200"))
-    learn = lambda costs: learned(program, H200, None, costs, Compiled()).convolutions[s]
+    learn = lambda costs: learner(program, H200, None, None)(costs, Compiled()).convolutions[s]
     [own] = learn(costs)
     assert own.is_xlas and (own.workspace, own.seconds) == (3000, costs.seconds[s])
     ways = [
@@ -129,7 +129,7 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
     same = Entry((Micro(8, 9, (), 3000, 1.7), Micro(8, 8, (), 3000, 1.6)))
     Database(identity_of("NVIDIA H200", "91900")).add({LAYER: same})
     text = TEXT.replace("convBias", "convForward").format(c=3, k=64).replace("u8[1000]", "u8[3000]")
-    found = learned(program, H200, None, costs, Compiled(text)).convolutions[s]
+    found = learner(program, H200, None, None)(costs, Compiled(text)).convolutions[s]
     assert found[0].seconds == 1.7
     measured = dataclasses.replace(costs, sources=(Source.MEASURED,) * len(costs.seconds))
     own, *_ = learn(measured)

@@ -113,22 +113,27 @@ def learner(
     """`learned` of (costs, compiled step), where something can be: on a GPU."""
     if target is not None or device.platform != "gpu":
         return lambda costs, compiled: costs
-    return functools.partial(learned, program, device, profile)
+
+    @functools.cache  # a file, which is the same for every attempt
+    def ways_of() -> Known:
+        with contextlib.suppress(ImportError):  # XLA's own need no extension
+            return _known(device, profile)
+        return lambda convolution: []
+
+    return lambda costs, compiled: learned(program, ways_of(), costs, compiled)
 
 
-def learned(
-    program: Program, device: jax.Device, profile: bool | None, costs: Costs, compiled: Any
-) -> Costs:
-    """`costs` with what XLA's own convolutions are in a step compiled for `device`.
+def learned(program: Program, ways_of: Known, costs: Costs, compiled: Any) -> Costs:
+    """`costs` with what XLA's own convolutions are in a step compiled for a GPU.
 
-    A step that was not timed by itself takes as long as what XLA chose, where that was timed here;
+    A step that was not timed by itself takes as long as what XLA chose, where that was timed there;
     else as long as the fastest that needs no larger workspace.
+
+    Args:
+      ways_of: what is known of a convolution on that GPU.
     """
     found = convolutions_in(program)
     owns = own_convolutions(compiled.as_text(), set(found.values()))
-    ways_of: Known = lambda convolution: []
-    with contextlib.suppress(ImportError):  # XLA's own need no extension
-        ways_of = _known(device, profile)
     choices = dict(costs.convolutions)
     for s, convolution in found.items():
         if convolution not in owns:
