@@ -102,3 +102,22 @@ def test_what_the_first_compiled_step_teaches_is_planned_with():
     first, *_, last = found
     assert first.need > HIGH == first.plan.predicted_peak
     assert last.need == last.plan.predicted_peak <= HIGH  # nothing is taken off for no reason
+
+
+def test_what_was_planned_already_is_not_planned_again():
+    asked = []
+
+    class Recording(POLICIES["auto"]):
+        def plan(self, program, costs, budget):
+            asked.append(budget)
+            return super().plan(program, costs, budget)
+
+    first = Recording().plan(PROGRAM, FAST, BUDGET)
+    for excess, plans in ((0, 0), (3, 1)):  # the next attempt is planned for less
+        asked.clear()
+        compile_plan = lambda plan, excess=excess: compiled(plan.predicted_peak + excess)
+        given = {"first": first, "first_seconds": 2.0}
+        found = prove(PROGRAM, Recording(), FAST, BUDGET, compile_plan, **given)
+        attempt = min(found, key=lambda attempt: -attempt.plan_seconds)
+        assert attempt.plan.order == first.order and attempt.plan_seconds >= 2.0
+        assert (len(asked) > 0) == plans == (len(found) > 1)

@@ -76,6 +76,8 @@ def prove(
     compile_plan: Callable[[Plan], Any],
     plain_need: int | None = None,
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
+    first: Plan | None = None,
+    first_seconds: float = 0.0,
 ) -> tuple[Attempt, ...]:
     """Returns the attempts, the best last: it fits, by the compiler's own figures.
 
@@ -84,6 +86,8 @@ def prove(
       compile_plan: Plan -> compiled step; called at most `MOST_COMPILES` times.
       plain_need: bytes that the untouched program needs, where that is known.
       learn: what a compiled step teaches about what convolutions take.
+      first, first_seconds: what the policy plans for the budget, where that was asked already, and
+        how long it took.
 
     Raises:
       BudgetError: no attempt fits, or the policy has no plan to try.
@@ -94,7 +98,7 @@ def prove(
         start = time.perf_counter()
         means = _fewer(costs) if fewer else costs
         last = len(attempts) == MOST_COMPILES - 1
-        plan: Plan | None = None
+        plan = None if attempts else first
         if last and not fewer and any(map(_uses_more, attempts)):
             # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
@@ -113,6 +117,7 @@ def prove(
                 continue
             plan = lowest
         seconds = time.perf_counter() - start
+        seconds += first_seconds if plan is first else 0.0
         compiled = compile_plan(plan)
         # what was planned for may be lower; the budget that the plan is proved for is the user's
         plan = dataclasses.replace(plan, budget=budget)

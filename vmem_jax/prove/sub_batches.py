@@ -10,6 +10,7 @@ moDNN takes the largest that leaves room for fast convolutions, down to one samp
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -56,12 +57,22 @@ def prove_fastest(
       BudgetError: none fits; the one with the lowest peak.
     """
     lowest: BudgetError | None = None
-    for count in _ranked(member, [*counts], budget)[:MOST_PROVED]:
+    planned: dict[int, tuple[Plan, float]] = {}
+    for count in _ranked(member, [*counts], budget, planned)[:MOST_PROVED]:
         one = member(count)
+        first, seconds = planned.get(count, (None, 0.0))
         try:
-            compiles, learn = one.compile_plan, one.learn
-            costs, policy = one.costs, one.policy
-            return count, prove(one.program, policy, costs, budget, compiles, plain_need, learn)
+            return count, prove(
+                one.program,
+                one.policy,
+                one.costs,
+                budget,
+                one.compile_plan,
+                plain_need,
+                one.learn,
+                first,
+                seconds,
+            )
         except BudgetError as error:
             logging.info("in %d sub-batches: %s", count, error)
             if lowest is None or error.lowest_peak < lowest.lowest_peak:
@@ -71,10 +82,17 @@ def prove_fastest(
 
 
 def _ranked(
-    member: Callable[[int], Member], counts: Sequence[int], budget: int | None
+    member: Callable[[int], Member],
+    counts: Sequence[int],
+    budget: int | None,
+    planned: dict[int, tuple[Plan, float]],
 ) -> list[int]:
     """`counts` in the order in which they are worth a try: what fits, the fastest first, and then
-    what takes longer in any case; where nothing fits, the one with the lowest peak."""
+    what takes longer in any case; where nothing fits, the one with the lowest peak.
+
+    Args:
+      planned: gets the plans of those that fit, and the seconds that planning took.
+    """
     if len(counts) == 1:
         return [*counts]
     fitting: list[tuple[float, int]] = []
@@ -85,8 +103,10 @@ def _ranked(
             return [count for _, count in sorted(fitting)] + [*counts[i:]]
         if budget is not None and least_nbytes(one.program) > budget and count != counts[-1]:
             continue
+        start = time.perf_counter()
         try:
             plan = one.policy.plan(one.program, one.costs, budget)
+            planned[count] = plan, time.perf_counter() - start
             fitting.append((plan.predicted_seconds, count))
         except BudgetError as error:
             others.append((error.lowest_peak, count))
