@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import mlir
 
 from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Pass
@@ -78,3 +80,22 @@ def attributes(c: Convolution, configuration: Configuration, partials: bool) -> 
         "partials": partials,
         "micros": integers(micros),
     }
+
+
+def lower(primitive: Any, in_slices: Callable[..., jax.Array]) -> None:
+    """Lowers `primitive`, of a convolution by a configuration, to this call on an NVIDIA GPU.
+
+    Elsewhere, and where all micro-batches are XLA's own, it is `in_slices`: on a CPU those of
+    cuDNN's engines run, too.
+    """
+
+    def on_cuda(*operands: jax.Array, **params: Any) -> jax.Array:
+        engines = {m.engine for m in params["configuration"].micros}
+        return (in_slices if engines == {XLA} else by_cudnn)(*operands, **params)
+
+    primitive.def_impl(
+        lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
+    )
+    lowered = functools.partial(mlir.lower_fun, multiple_results=False)
+    mlir.register_lowering(primitive, lowered(in_slices))
+    mlir.register_lowering(primitive, lowered(on_cuda), platform="cuda")

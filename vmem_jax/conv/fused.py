@@ -6,17 +6,15 @@ it, the parts run one after the other.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jexc
-from jax.interpreters import mlir
 
-from vmem_jax.conv.call import by_cudnn
+from vmem_jax.conv.call import lower
 from vmem_jax.conv.slices import in_slices, layouts
-from vmem_jax.core.convolution import XLA, Configuration, Convolution, Epilogue
+from vmem_jax.core.convolution import Configuration, Convolution, Epilogue
 
 fused_convolution_p = jexc.Primitive("fused_convolution")
 
@@ -70,17 +68,4 @@ def _in_parts(
     return jnp.maximum(y, 0) if convolution.epilogue == Epilogue.BIAS_RELU else y
 
 
-def _on_cuda(*operands: jax.Array, **params: Any) -> jax.Array:
-    engines = {m.engine for m in params["configuration"].micros}
-    return (_in_parts if engines == {XLA} else by_cudnn)(*operands, **params)
-
-
-fused_convolution_p.def_impl(
-    lambda *operands, **params: jax.jit(functools.partial(fused_convolution_p.bind, **params))(
-        *operands
-    )
-)
-mlir.register_lowering(fused_convolution_p, mlir.lower_fun(_in_parts, multiple_results=False))
-mlir.register_lowering(
-    fused_convolution_p, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda"
-)
+lower(fused_convolution_p, _in_parts)

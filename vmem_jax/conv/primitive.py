@@ -8,7 +8,6 @@ NVIDIA GPU to a custom call, where its engines are cuDNN's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jexc
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from vmem_jax.conv.call import by_cudnn
+from vmem_jax.conv.call import lower
 from vmem_jax.conv.choice import choose
 from vmem_jax.conv.slices import in_slices, layouts, roles
-from vmem_jax.core.convolution import XLA, Configuration, Convolution, Pass
+from vmem_jax.core.convolution import Configuration, Convolution, Pass
 
 micro_convolution_p = jexc.Primitive("micro_convolution")
 
@@ -117,20 +116,4 @@ def _batched(
 batching.primitive_batchers[micro_convolution_p] = _batched
 
 
-micro_convolution_p.def_impl(
-    lambda lhs, rhs, **params: jax.jit(functools.partial(micro_convolution_p.bind, **params))(
-        lhs, rhs
-    )
-)
-
-
-def _on_cuda(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    engines = {m.engine for m in params["configuration"].micros}
-    return (in_slices if engines == {XLA} else by_cudnn)(lhs, rhs, **params)
-
-
-# On a CPU the micro-batches of cuDNN's engines run, too, by XLA's own convolutions.
-mlir.register_lowering(micro_convolution_p, mlir.lower_fun(in_slices, multiple_results=False))
-mlir.register_lowering(
-    micro_convolution_p, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda"
-)
+lower(micro_convolution_p, in_slices)
