@@ -168,10 +168,20 @@ for x in (x, jax.device_put(x, NamedSharding(other, P("row")))):
 
 
 def test_a_copy_that_fails_on_every_device_is_an_error_and_the_next_step_is_right():
+    """Without a collective: a device that stops early would leave the others waiting in one."""
     out = in_subprocess(
         STEP
         + """
-moving, moved, kept, args = moved_and_kept()
+def toward(w, x):
+    def loss(x):
+        for up, down in w:
+            x = jnp.tanh(jnp.tanh(x @ up) @ down) + x
+        return jnp.square(x).sum()
+    return jax.grad(loss)(x)
+
+SPECS = P(), P(), P(("data", "model"))
+moving, moved, kept, args = moved_and_kept(0.65, toward)
+print(collectives(moved) == [])
 expected = kept(*args)
 try:
     with cases.injected(fail_slot=0):
@@ -184,7 +194,7 @@ with cases.injected(delay_seconds=2e-3, poison=True):
 """,
         4,
     )
-    assert out.split() == ["True", "True"]
+    assert out.split() == ["True", "True", "True"]
 
 
 def test_the_host_budget_is_for_all_devices_together():
