@@ -150,7 +150,7 @@ def test_a_good_prediction_is_measured_and_left_alone(monkeypatch):
     budgeted = tuned()
     plan = budgeted.plan(params(), batch())
     clock = Clock(monkeypatch, 9.0, 1.04 * plan.predicted_seconds, 0.0)  # the median counts
-    policy = budgeted._policy
+    policy = budgeted._settings.policy
     made = len(policy.made)
     results = calls(budgeted, EACH + 3)
     assert clock.timed == tune.TIMED and len(policy.made) == made
@@ -197,7 +197,8 @@ def test_a_plan_that_is_no_better_is_not_compiled(monkeypatch):
     first = budgeted.plan(params(), batch())
     clock = Clock(monkeypatch, 2 * first.predicted_seconds)
     compiled = []
-    monkeypatch.setattr(type(budgeted), "_compile", lambda *args: compiled.append(args))
+    compiles = lambda *args, **how: compiled.append(args)
+    monkeypatch.setattr("vmem_jax.planning.compile_jaxpr", compiles)
     calls(budgeted, 2 * EACH)
     assert clock.timed == tune.TIMED and compiled == []
     tuning = budgeted._entry_for((params(), batch()), {}, None).tuning

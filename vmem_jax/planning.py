@@ -1,0 +1,237 @@
+"""planning: a traced step, by what `jit` was told, planned, compiled and proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from vmem_jax.arguments import Signature
+from vmem_jax.compiling import compile_jaxpr
+from vmem_jax.conv.choices import learner, with_choices
+from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
+from vmem_jax.core.plan import Plan
+from vmem_jax.entry import Entry, Traced
+from vmem_jax.errors import BudgetError, PlanError, show_nbytes
+from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.policy import AbstractPolicy, Auto
+from vmem_jax.policy.convolving import Convolving
+from vmem_jax.policy.streaming import Streaming
+from vmem_jax.profile.measured import costs_of
+from vmem_jax.prove.device import devices_of, limit_nbytes
+from vmem_jax.prove.prove import Attempt, need_nbytes
+from vmem_jax.prove.sub_batches import Member, prove_fastest
+from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.rewrite.transfers import layout_of, parks
+from vmem_jax.splitting import part_costs, splits
+from vmem_jax.transfer.choice import choose, open_transport
+from vmem_jax.transfer.executable import Moving
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `jit` was told, checked. Its arguments are explained there.
+
+    Attributes:
+      name: of the step.
+      signature: its arguments: which are donated, static, the batch.
+      allowed: all means that a plan may use.
+      asked: those that are an error where they cannot be used.
+    """
+
+    name: str
+    signature: Signature
+    budget: int | float | str | None
+    policy: AbstractPolicy
+    allowed: tuple[str, ...]
+    asked: tuple[str, ...]
+    plan: Plan | None
+    host_budget: int | None
+    transport: str
+    compiler_options: Mapping[str, Any]
+    machine: Machine | None
+    profile: bool | None
+    sub_batches: int | None
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the policy may choose sub-batches."""
+        return isinstance(self.policy, Auto) and "sub_batches" in self.policy.allow
+
+
+class Planning:
+    """Plans one traced step for its devices, or for a card that is not there.
+
+    Args:
+      target: that card, by name.
+      inlined: the step is called inside another jit.
+    """
+
+    def __init__(
+        self, settings: Settings, traced: Traced, target: str | None = None, inlined: bool = False
+    ) -> None:
+        self._settings, self._traced = settings, traced
+        self._target, self._inlined = target, inlined
+
+    def entry(self) -> Entry:
+        """The step planned, compiled and proved.
+
+        Raises:
+          BudgetError: no plan fits.
+          PlanError: the given one is for another step, or does not fit.
+          ValueError: a means that was asked for cannot be used.
+        """
+        settings, traced, given = self._settings, self._traced, self._settings.plan
+        asked = settings.sub_batches if given is None else given.sub_batches
+        if asked is None and not settings.may_split:
+            asked = 1
+        split = splits(settings.name, traced, asked)
+        member = functools.cache(lambda count: self._member(split.into(count), count))
+        member(split.counts[0])  # what cannot be is said before anything is compiled
+        budget, plain_need = self._budget_nbytes()
+        if given is not None:
+            return self._of_given(*member(given.sub_batches), given, budget, plain_need)
+        try:
+            of = lambda count: member(count)[1]
+            count, attempts = prove_fastest(of, split.counts, budget, plain_need)
+        except BudgetError as error:
+            if split.why:
+                error.adding(f"Its batch cannot run in parts: {split.why}.")
+            raise
+        best, (traced, one) = attempts[-1], member(count)
+        need, compiles = show_nbytes(best.need), len(attempts)
+        logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
+        made = (traced, budget, plain_need, best.costs, attempts, self._transport, one.policy)
+        return Entry(*made, unsplit=split.why)
+
+    def compile_plain(self) -> Any:
+        """The step as plain jit compiles it, with all arguments on the device."""
+        return self._compile_jaxpr(self._traced, self._traced.plain)
+
+    def compile(self, traced: Traced, plan: Plan) -> Any:
+        """`traced`, which is this step or the same in sub-batches, compiled by `plan`."""
+        if not plan.fenced:
+            return self.compile_plain()
+        mover, captured = None, traced.captured
+        if parks(captured.program, plan):
+            layout, limit = layout_of(captured.program, plan), self._settings.host_budget
+            mover = open_transport(self._transport, layout, limit, captured.shards.mesh)
+        compiled = self._compile_jaxpr(traced, rewrite(captured, plan, mover), streams=True)
+        if mover is None:
+            return compiled
+        return Moving(compiled, mover, [] if self._target else devices_of(traced.avals))
+
+    # -- what a plan is made from
+
+    def _member(self, own: Traced, count: int) -> tuple[Traced, Member]:
+        """`own`, the step in `count` sub-batches, with what plans and compiles it."""
+        settings, target, still = self._settings, self._target, self._still
+        means = self._costs
+        if count > 1:
+            means = part_costs(own, self._traced, means, settings.machine, target)
+        if still and not own.hosted:
+            means = dataclasses.replace(means, link=None)
+        own = own.moved_by(self._transport)
+        program, policy = own.captured.program, settings.policy
+        if own.hosted and means.link is not None:
+            policy = Streaming(policy, means.link, moves=not still and count == 1)
+        one = Member(program, policy, means, lambda plan: self.compile(own, plan))
+        convolves = any(step.convolution for step in program.steps)
+        if settings.plan is not None or not (convolves or "workspace" in settings.asked):
+            return own, one
+        # of a part of the batch no convolution is timed, but those known are used
+        profile = settings.profile if count == 1 or not settings.profile else None
+        device = devices_of(own.avals)[0]
+        wanted = settings.allowed, settings.asked
+        means = with_choices(settings.name, program, means, device, target, profile, *wanted)
+        learn = learner(program, device, target, settings.profile)
+        if not settings.policy.chooses_convolutions:
+            policy = Convolving(policy)
+        return own, dataclasses.replace(one, policy=policy, costs=means, learn=learn)
+
+    @functools.cached_property
+    def _costs(self) -> Costs:
+        settings, captured = self._settings, self._traced.captured
+        if self._target is not None:
+            machine = settings.machine or MACHINES.get(self._target, MACHINES["h200"])
+            return analytic(captured.program, machine)
+        device = devices_of(self._traced.avals)[0]
+        return costs_of(captured, device, machine=settings.machine, profile=settings.profile)
+
+    @property
+    def _transport(self) -> str:
+        """How buffers move; "" where they stay."""
+        return self._moving[0]
+
+    @property
+    def _still(self) -> str:
+        """Why the step cannot move anything, or does better without; "" where it may."""
+        return self._moving[1]
+
+    @functools.cached_property
+    def _moving(self) -> tuple[str, str]:
+        """(transport, ""), or ("", why there is none). Raises ValueError if that was asked for."""
+        settings, captured = self._settings, self._traced.captured
+        asked = "offload" in settings.asked or (
+            settings.plan is not None and parks(captured.program, settings.plan)
+        )
+        transport, still = self._choose_transport(asked)
+        if still and asked:
+            raise ValueError(f"`{settings.name}` cannot offload: {still}.")
+        if still:
+            logging.info("%s: nothing is offloaded: %s", settings.name, still)
+        return transport, still
+
+    def _choose_transport(self, asked: bool) -> tuple[str, str]:
+        """(transport, ""), or ("", why the step cannot move anything, or does better without)."""
+        devices = devices_of(self._traced.avals)
+        platform = "gpu" if self._target is not None else devices[0].platform
+        if not asked and platform == "cpu":
+            return "", "a CPU's memory is the host's own (`allow` can name it all the same)"
+        if not asked and not self._costs.sources:
+            return "", (
+                "its times are a roofline's, which does not tell what hides under them: measure "
+                "them with `profile=True` or `vmem-jax profile`, or let `allow` name it"
+            )
+        mesh = self._traced.captured.shards.mesh
+        return choose(self._settings.transport, platform, devices, mesh, self._inlined)
+
+    def _budget_nbytes(self) -> tuple[int | None, int | None]:
+        """(budget in bytes, plain jit's need where that had to be compiled)."""
+        budget, traced = self._settings.budget, self._traced
+        if isinstance(budget, float):
+            plain_need = need_nbytes(self.compile_plain())
+            return int(budget * plain_need), plain_need
+        own = sum(b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)])
+        return limit_nbytes(budget, traced.avals, own, self._target), None
+
+    def _of_given(
+        self, traced: Traced, one: Member, plan: Plan, budget: int | None, plain_need: int | None
+    ) -> Entry:
+        """The step by the user's own `plan`."""
+        plan.check_made_for(one.program)
+        compiled = one.compile_plan(plan)
+        attempt = Attempt(plan, compiled, need_nbytes(compiled), one.costs)
+        limit = budget if budget is not None else plan.budget
+        if limit is not None and attempt.need > limit:
+            raise PlanError(
+                f"the given plan compiles to {show_nbytes(attempt.need)} here, over its budget "
+                f"of {show_nbytes(limit)}. Plan again for this machine."
+            )
+        made = (traced, limit, plain_need, one.costs, (attempt,), self._transport, one.policy)
+        return Entry(*made)
+
+    def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, streams: bool = False) -> Any:
+        settings = self._settings
+        return compile_jaxpr(
+            traced,
+            jaxpr,
+            self._target,
+            name=settings.name,
+            sig=settings.signature,
+            options=settings.compiler_options,
+            streams=streams,
+        )
