@@ -5,61 +5,18 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "device_arena.h"
-#include "error.h"
 #include "injection.h"
 #include "layout.h"
+#include "registry.h"
 
 namespace vmem {
 
-// The layouts of all live arenas, of any platform. An id is never used twice, so a program that
-// outlives its arena gets an error, not somebody else's memory.
-class Layouts {
- public:
-  // Leaked, as the engines are.
-  static Layouts& Get() {
-    static Layouts* const layouts = std::make_unique<Layouts>().release();
-    return *layouts;
-  }
+using Layouts = Registry<Layout>;
 
-  std::int64_t Add(Layout layout) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    layouts_[++last_id_] = std::make_shared<const Layout>(std::move(layout));
-    return last_id_;
-  }
-
-  // nullptr when there is no such arena (any more).
-  std::shared_ptr<const Layout> Find(std::int64_t id) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = layouts_.find(id);
-    return found == layouts_.end() ? nullptr : found->second;
-  }
-
-  bool Remove(std::int64_t id) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return layouts_.erase(id) > 0;
-  }
-
-  std::size_t size() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return layouts_.size();
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::int64_t, std::shared_ptr<const Layout>> layouts_;
-  std::int64_t last_id_ = 0;
-};
-
-inline Error UnknownArena(std::int64_t id) {
-  return Error(Code::kFailedPrecondition,
-               "there is no arena " + std::to_string(id) +
-                   ": it was freed, or this program was made in another process");
-}
+inline constexpr Words kArenaWords{"arena", "pinned", "pin it"};
 
 template <class B>
 class Engine {
@@ -73,41 +30,18 @@ class Engine {
 
   // Pins the arena on `device` if it is not pinned there yet.
   void Pin(std::int64_t id, int device, bool lock_pages) {
-    std::shared_ptr<const Layout> layout = Layouts::Get().Find(id);
-    if (layout == nullptr) throw UnknownArena(id);
-    std::lock_guard<std::mutex> one_at_a_time(pinning_);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (arenas_.count({id, device}) > 0) return;
-    }
-    typename B::DeviceGuard guard(device);
-    auto arena = std::make_shared<DeviceArena<B>>(layout, LanesOf(device), injection_, lock_pages);
-    std::lock_guard<std::mutex> lock(mutex_);
-    arenas_[{id, device}] = std::move(arena);
+    arenas_.Prepare(id, device, [&](std::shared_ptr<const Layout> layout) {
+      typename B::DeviceGuard guard(device);
+      return std::make_shared<DeviceArena<B>>(std::move(layout), LanesOf(device), injection_,
+                                              lock_pages);
+    });
   }
 
   // Waits for copies that are in flight, then gives the memory back.
-  void Free(std::int64_t id) {
-    std::vector<std::shared_ptr<DeviceArena<B>>> freed;  // destroyed without the lock
-    std::lock_guard<std::mutex> one_at_a_time(pinning_);
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto arena = arenas_.lower_bound({id, kFirstDevice});
-         arena != arenas_.end() && arena->first.first == id;) {
-      freed.push_back(std::move(arena->second));
-      arena = arenas_.erase(arena);
-    }
-  }
+  void Free(std::int64_t id) { arenas_.Free(id); }
 
   std::shared_ptr<DeviceArena<B>> Find(std::int64_t id, int device) const {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto found = arenas_.find({id, device});
-      if (found != arenas_.end()) return found->second;
-    }
-    if (Layouts::Get().Find(id) == nullptr) throw UnknownArena(id);
-    throw Error(Code::kFailedPrecondition, "arena " + std::to_string(id) + " is not pinned on " +
-                                               B::kPlatform + " device " + std::to_string(device) +
-                                               ": pin it before the first run");
+    return arenas_.Find(id, device);
   }
 
   void Inject(const Injection& injection) { injection_.Set(injection); }
@@ -126,8 +60,6 @@ class Engine {
   }
 
  private:
-  static constexpr int kFirstDevice = 0;
-
   Lanes<B>& LanesOf(int device) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::unique_ptr<Lanes<B>>& lanes = lanes_[device];
@@ -135,9 +67,8 @@ class Engine {
     return *lanes;
   }
 
-  mutable std::mutex mutex_;
-  std::mutex pinning_;  // pinning takes seconds, during which handlers of other arenas may run
-  std::map<std::pair<std::int64_t, int>, std::shared_ptr<DeviceArena<B>>> arenas_;
+  OnDevices<Layout, DeviceArena<B>> arenas_{kArenaWords, B::kPlatform};
+  std::mutex mutex_;
   std::map<int, std::unique_ptr<Lanes<B>>> lanes_;
   InjectionBox injection_;
 };

@@ -64,7 +64,7 @@ std::int64_t CreateArena(
 }
 
 void FreeArena(std::int64_t id) {
-  if (!Layouts::Get().Remove(id)) throw UnknownArena(id);
+  if (!Layouts::Get().Remove(id)) throw Unknown(kArenaWords, id);
   ForEveryEngine([&](auto& engine) { engine.Free(id); });
 }
 
