@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "profile/calibrate.py": (set(), {"core"}),
     "profile/kept.py": ({"absl"}, set()),
     "transfer/": ({"jax", "numpy"}, {"core", "transfer", "errors"}),
+    "transfer/compression.py": ({"jax", "numpy"}, {"core", "transfer", "jax_compat"}),
     "conv/layers.py": (set(), {"core", "capture", "conv", "jax_compat"}),
     "conv/database.py": (set(), {"core", "profile"}),
     "conv/profiler.py": ({"absl"}, {"core", "policy", "conv"}),

@@ -1,4 +1,6 @@
+#include "compression_handlers.h"
 #include "cpu_backend.h"
+#include "cpu_compression.h"
 #include "handlers.h"
 #include "targets.h"
 
@@ -7,6 +9,7 @@ namespace {
 
 struct CpuPlatform {
   using Backend = CpuBackend;
+  using Compression = CpuCompression;
   using Context = ffi::DeviceOrdinal;
   using Decoded = std::int32_t;
   static Caller<Backend> Resolve(Decoded device) { return {nullptr, device}; }
@@ -18,6 +21,8 @@ XLA_FFI_DEFINE_HANDLER(kOffloadStart, OffloadStart<CpuPlatform>, BindOffload<Cpu
 XLA_FFI_DEFINE_HANDLER(kOffloadDone, OffloadDone<CpuPlatform>, BindOffload<CpuPlatform>());
 XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CpuPlatform>, BindFetch<CpuPlatform>());
 XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CpuPlatform>, BindFetch<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kCompress, Compress<CpuPlatform>, BindCompression<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kDecompress, Decompress<CpuPlatform>, BindCompression<CpuPlatform>());
 
 }  // namespace
 
@@ -25,7 +30,9 @@ Targets CpuTargets() {
   return {{"offload_start", kOffloadStart},
           {"offload_done", kOffloadDone},
           {"fetch_start", kFetchStart},
-          {"fetch_done", kFetchDone}};
+          {"fetch_done", kFetchDone},
+          {"compress", kCompress},
+          {"decompress", kDecompress}};
 }
 
 }  // namespace vmem

@@ -15,7 +15,9 @@
 #include <variant>
 #include <vector>
 
+#include "compression.h"
 #include "cpu_backend.h"
+#include "cpu_compression.h"
 #include "engine.h"
 #include "error.h"
 #include "layout.h"
@@ -66,6 +68,45 @@ std::int64_t CreateArena(
 void FreeArena(std::int64_t id) {
   if (!Layouts::Get().Remove(id)) throw Unknown(kArenaWords, id);
   ForEveryEngine([&](auto& engine) { engine.Free(id); });
+}
+
+// Calls `use` with the stores of `platform`.
+template <class Use>
+auto WithStores(const std::string& platform, Use use) {
+  if (platform != CpuBackend::kPlatform) {
+    throw Error(Code::kInvalidArgument,
+                "this build has no compression for platform " + platform);
+  }
+  return use(Stores<CpuCompression>::Get());
+}
+
+std::int64_t CreateStore(const std::vector<std::pair<std::size_t, std::size_t>>& sites) {
+  std::vector<Site> planned;
+  for (const auto& [nbytes, capacity] : sites) planned.push_back({nbytes, capacity});
+  return Registry<Sites>::Get().Add(Sites(std::move(planned)));
+}
+
+void FreeStore(std::int64_t id) {
+  if (!Registry<Sites>::Get().Remove(id)) throw Unknown(kStoreWords, id);
+  Stores<CpuCompression>::Get().Free(id);
+}
+
+nb::list ReadStoreCounters(std::int64_t id, const std::string& platform, int device) {
+  std::vector<SiteCounters> sites;
+  {
+    nb::gil_scoped_release release;
+    sites = WithStores(platform, [&](auto& stores) { return stores.Find(id, device)->counters(); });
+  }
+  nb::list result;
+  for (const SiteCounters& site : sites) {
+    nb::dict fields;
+    fields["runs"] = site.runs;
+    fields["elements"] = site.elements;
+    fields["values"] = site.values;
+    fields["overflow_nbytes"] = site.overflow_nbytes;
+    result.append(fields);
+  }
+  return result;
 }
 
 nb::dict ReadCounters(std::int64_t id, const std::string& platform, int device) {
@@ -275,6 +316,16 @@ NB_MODULE(_xla_ffi, m) {
       },
       nb::kw_only(), "delay_seconds"_a, "fail_slot"_a, "fail_fetch"_a, "poison"_a,
       "poison_source"_a, "skip_waits"_a, "stale_seconds"_a);
+  m.def("store_create", &CreateStore, "sites"_a);
+  m.def(
+      "store_open",
+      [](std::int64_t id, const std::string& platform, int device) {
+        WithStores(platform, [&](auto& stores) { stores.Open(id, device); });
+      },
+      "id"_a, "platform"_a, "device"_a, unlocked);
+  m.def("store_free", &FreeStore, "id"_a, unlocked);
+  m.def("store_count", [] { return Registry<Sites>::Get().size(); });
+  m.def("store_counters", &ReadStoreCounters, "id"_a, "platform"_a, "device"_a);
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
   m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,

@@ -13,7 +13,7 @@ import jax
 
 from vmem_jax.errors import HostMemoryError
 from vmem_jax.transfer import host_memory
-from vmem_jax.transfer.extension import load
+from vmem_jax.transfer.extension import load, place
 from vmem_jax.transfer.layout import Layout
 
 
@@ -111,7 +111,7 @@ class Arena:
         Raises:
           HostMemoryError: there is not so much memory, or it may not be pinned. Checked before.
         """
-        where = _place(device)
+        where = place(device)
         if where in self._pinned:
             return
         nbytes = self.layout.nbytes
@@ -143,7 +143,7 @@ class Arena:
         """
         if nbytes < 0:
             raise ValueError(f"`nbytes` must not be negative. Got {nbytes}.")
-        load().cache_set_capacity(self.id, *_place(device), nbytes)
+        load().cache_set_capacity(self.id, *place(device), nbytes)
 
     @contextlib.contextmanager
     def record(self, device: jax.Device) -> Iterator[list[Moved]]:
@@ -155,7 +155,7 @@ class Arena:
         Raises:
           RuntimeError: a run holds the arena where the block begins or ends, or it is not pinned.
         """
-        extension, where = load(), _place(device)
+        extension, where = load(), place(device)
         moved: list[Moved] = []
         extension.record(self.id, *where, True)
         try:
@@ -166,7 +166,7 @@ class Arena:
 
     def counters(self, device: jax.Device) -> Counters:
         """What happened on `device` so far; what was started counts."""
-        return Counters(**load().counters(self.id, *_place(device)))
+        return Counters(**load().counters(self.id, *place(device)))
 
     def close(self) -> None:
         """Waits for copies in flight and frees the memory of all devices. Twice is once."""
@@ -195,12 +195,3 @@ def _free(extension: Any, arena: int, pinned: set[tuple[str, int]]) -> None:
 def live_arenas() -> int:
     """How many arenas this process has that are not freed."""
     return load().arena_count()
-
-
-def _place(device: jax.Device) -> tuple[str, int]:
-    """`device` as the handlers see it: the platform, and the ordinal within this process."""
-    if device.platform == "cpu":
-        return "cpu", device.local_hardware_id if device.local_hardware_id is not None else 0
-    if device.platform in ("gpu", "cuda"):
-        return "CUDA", device.local_hardware_id
-    raise ValueError(f"there are no transfers for platform {device.platform!r} ({device}).")

@@ -70,6 +70,15 @@ def check_version(built: tuple[int, int], jaxlib: str, running: tuple[int, int])
     )
 
 
+def place(device: jax.Device) -> tuple[str, int]:
+    """`device` as the handlers see it: the platform, and the ordinal within this process."""
+    if device.platform == "cpu":
+        return "cpu", device.local_hardware_id if device.local_hardware_id is not None else 0
+    if device.platform in ("gpu", "cuda"):
+        return "CUDA", device.local_hardware_id
+    raise ValueError(f"there are no transfers for platform {device.platform!r} ({device}).")
+
+
 def _import() -> Any:
     try:
         return importlib.import_module("vmem_jax._xla_ffi")

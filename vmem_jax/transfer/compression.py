@@ -1,0 +1,227 @@
+"""Zero-value compression of a tensor inside a step: two calls, and the store that they work with.
+
+    c = compress(x, store=s, site=0, capacity=n)    # after the last forward use of x
+    x = decompress(c, like, store=s, site=0)        # before the first backward use
+
+`c` is a byte array of a size that the plan fixes, so the compiler counts it, and whatever moves a
+buffer moves it. Values that find no room in it go to overflow memory of the store, so no step fails
+however dense a tensor turns. Lossless, bit for bit; docs/ffi.md has the format.
+
+In a step every site is compressed once and decompressed once after that, each fenced as transfers
+are. In a step on several devices both stand in a `shard_map`, and sizes are those of a shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jexc
+from jax.interpreters import mlir
+
+from vmem_jax.core.compression import least_capacity
+from vmem_jax.jax_compat import FFI_EFFECT
+from vmem_jax.transfer.extension import PREFIX, load, place
+
+compress_p = jexc.Primitive("compress")
+decompress_p = jexc.Primitive("decompress")
+
+_SUB_BYTE = {"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A tensor of `raw_nbytes` that a step compresses into a byte array of `capacity` bytes."""
+
+    raw_nbytes: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if min(self.raw_nbytes, self.capacity) < 0:
+            raise ValueError(f"a site has no negative sizes: {self}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SiteCounters:
+    """What one site did on one device since its store was opened there.
+
+    Attributes:
+      runs: how often it was compressed.
+      elements: in all runs. A complex128 counts as two.
+      values: those of them that were not zero.
+      overflow_nbytes: bytes of values that found no room in the byte array, in all runs.
+    """
+
+    runs: int
+    elements: int
+    values: int
+    overflow_nbytes: int
+
+    @property
+    def density(self) -> float:
+        """The share of elements that were not zero; 0 where there were none."""
+        return self.values / self.elements if self.elements else 0.0
+
+
+class Store:
+    """What the compressed tensors of one executable need beside their byte arrays.
+
+    Open it on every device before the first run. On a device it takes some bytes for counters, and
+    addresses for all sites at the worst, which cost no memory before a tensor turns denser than its
+    capacity. It is freed by `close`, at the end of a `with` block, or with the object; a program
+    that still calls it gets an error then.
+
+    Attributes:
+      sites: what `site` indexes.
+      id: what the calls name it by; never used twice in a process.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        """Registers `sites`; takes nothing yet."""
+        extension = load()
+        self.sites = tuple(sites)
+        self._opened: set[tuple[str, int]] = set()
+        self.id: int = extension.store_create([(s.raw_nbytes, s.capacity) for s in self.sites])
+        self._free = weakref.finalize(self, _free, extension, self.id, self._opened)
+        # At the end of the process the memory goes anyway, and waiting for runs could hang.
+        setattr(self._free, "atexit", False)  # noqa: B010  its stub has no such slot
+
+    def open(self, device: jax.Device) -> None:
+        """Makes the store ready on `device`, unless that has been done.
+
+        Args:
+          device: a CPU or CUDA device of this process.
+
+        Raises:
+          MemoryError: there are not so many addresses, or no memory for the counters.
+          RuntimeError: a GPU that cannot reach host memory by its addresses while the host does
+            (`concurrentManagedAccess`), so that nothing could overflow.
+          ValueError: there is no compression for this platform here.
+        """
+        where = place(device)
+        if where in self._opened:
+            return
+        load().store_open(self.id, *where)
+        self._opened.add(where)
+
+    def counters(self, device: jax.Device) -> tuple[SiteCounters, ...]:
+        """What happened on `device` so far, by site. Waits for what runs there."""
+        return tuple(
+            SiteCounters(**site) for site in load().store_counters(self.id, *place(device))
+        )
+
+    def close(self) -> None:
+        """Waits for runs in flight and frees what the store has on all devices. Twice is once."""
+        self._free()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def live_stores() -> int:
+    """How many stores this process has that are not freed."""
+    return load().store_count()
+
+
+def compress(x: jax.Array, *, store: int, site: int, capacity: int) -> jax.Array:
+    """`x` without its zeros, as u8[capacity]; what has no room there goes to the store's overflow.
+
+    Args:
+      x: any shape, of a dtype whose elements have 1, 2, 4, 8 or 16 bytes.
+      store: its id.
+      site: index in the store's sites, which must have the sizes of `x` and of `capacity`.
+      capacity: bytes, no fewer than `core.compression.least_capacity`.
+
+    Raises:
+      ValueError: the dtype has elements of less than a byte, or the capacity is too small.
+    """
+    load()
+    least = _least_capacity(x)
+    if capacity < least:
+        raise ValueError(
+            f"{x.dtype.name} {x.shape} cannot be compressed into {capacity} bytes: which of its "
+            f"elements are zero takes {least}. Give site {site} at least that capacity."
+        )
+    if x.size == 0:  # XLA replaces what has no bytes, and calls for it, by constants
+        return jnp.zeros(capacity, jnp.uint8)
+    return compress_p.bind(x, store=store, site=site, capacity=capacity)
+
+
+def decompress(c: jax.Array, like: Any, *, store: int, site: int) -> jax.Array:
+    """The tensor that `compress` made `c` of, bit for bit.
+
+    Args:
+      c: from it, or moved and fetched back: the bytes count, not the buffer.
+      like: an array or `jax.ShapeDtypeStruct` of the tensor's shape and dtype.
+      store: its id.
+      site: that of its `compress`, in the same run.
+    """
+    load()
+    shape, dtype = tuple(like.shape), jnp.dtype(like.dtype)
+    if 0 in shape:
+        return jnp.zeros(shape, dtype)
+    return decompress_p.bind(c, shape=shape, dtype=dtype, store=store, site=site)
+
+
+def _least_capacity(x: Any) -> int:
+    dtype = jnp.dtype(x.dtype)
+    if dtype.name in _SUB_BYTE:
+        raise ValueError(
+            f"{dtype.name} {x.shape} cannot be compressed: its elements are smaller than a byte."
+        )
+    return least_capacity(x.size, dtype.itemsize)
+
+
+def _free(extension: Any, store: int, opened: set[tuple[str, int]]) -> None:
+    """Frees a store once no run that was dispatched can call for it any more."""
+    if opened:
+        with contextlib.suppress(Exception):  # a failed run is told by its own results
+            jax.effects_barrier()  # the calls are effects, so every run with one is waited for
+    extension.store_free(store)
+
+
+# -- what JAX has to know. The effect keeps XLA from merging, removing or repeating a call.
+
+
+@compress_p.def_effectful_abstract_eval
+def _compressed(x: Any, *, store: int, site: int, capacity: int) -> Any:
+    return jax.core.ShapedArray((capacity,), jnp.uint8), {FFI_EFFECT}
+
+
+@decompress_p.def_effectful_abstract_eval
+def _decompressed(c: Any, *, shape: tuple[int, ...], dtype: np.dtype, store: int, site: int) -> Any:
+    return jax.core.ShapedArray(shape, dtype), {FFI_EFFECT}
+
+
+def _make_call(primitive: Any) -> None:
+    """Lowers `primitive` to the custom call of its name, of a store and a site alone."""
+
+    def lowered(ctx: Any, operand: Any, *, store: int, site: int, **_: Any) -> Any:
+        call = jax.ffi.ffi_lowering(PREFIX + primitive.name, has_side_effect=True)
+        return call(ctx, operand, store=np.int64(store), site=np.int64(site))
+
+    primitive.def_impl(
+        lambda operand, **params: jax.jit(functools.partial(primitive.bind, **params))(operand)
+    )
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lowered, platform=platform)
+
+
+_make_call(compress_p)
+_make_call(decompress_p)
