@@ -1,12 +1,19 @@
 #include "cuda_backend.h"
 #include "handlers.h"
 #include "targets.h"
+#ifdef VMEM_JAX_KERNELS
+#include "compression_handlers.h"
+#include "cuda_compression.h"
+#endif
 
 namespace vmem {
 namespace {
 
 struct CudaPlatform {
   using Backend = CudaBackend;
+#ifdef VMEM_JAX_KERNELS
+  using Compression = CudaCompression;
+#endif
   using Context = ffi::PlatformStream<cudaStream_t>;
   using Decoded = cudaStream_t;
   static Caller<Backend> Resolve(Decoded stream) {
@@ -20,6 +27,10 @@ XLA_FFI_DEFINE_HANDLER(kOffloadStart, OffloadStart<CudaPlatform>, BindOffload<Cu
 XLA_FFI_DEFINE_HANDLER(kOffloadDone, OffloadDone<CudaPlatform>, BindOffload<CudaPlatform>());
 XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CudaPlatform>, BindFetch<CudaPlatform>());
 XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CudaPlatform>, BindFetch<CudaPlatform>());
+#ifdef VMEM_JAX_KERNELS
+XLA_FFI_DEFINE_HANDLER(kCompress, Compress<CudaPlatform>, BindCompression<CudaPlatform>());
+XLA_FFI_DEFINE_HANDLER(kDecompress, Decompress<CudaPlatform>, BindCompression<CudaPlatform>());
+#endif
 
 }  // namespace
 
@@ -27,6 +38,10 @@ Targets CudaTargets() {
   return {{"offload_start", kOffloadStart},
           {"offload_done", kOffloadDone},
           {"fetch_start", kFetchStart},
+#ifdef VMEM_JAX_KERNELS
+          {"compress", kCompress},
+          {"decompress", kDecompress},
+#endif
           {"fetch_done", kFetchDone}};
 }
 

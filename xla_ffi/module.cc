@@ -25,6 +25,9 @@
 #ifdef VMEM_JAX_CUDA
 #include "cuda_backend.h"
 #endif
+#ifdef VMEM_JAX_KERNELS
+#include "cuda_compression.h"
+#endif
 #ifdef VMEM_JAX_CUDNN
 #include "cudnn_runtime.h"
 #endif
@@ -73,6 +76,9 @@ void FreeArena(std::int64_t id) {
 // Calls `use` with the stores of `platform`.
 template <class Use>
 auto WithStores(const std::string& platform, Use use) {
+#ifdef VMEM_JAX_KERNELS
+  if (platform == CudaBackend::kPlatform) return use(Stores<CudaCompression>::Get());
+#endif
   if (platform != CpuBackend::kPlatform) {
     throw Error(Code::kInvalidArgument,
                 "this build has no compression for platform " + platform);
@@ -89,6 +95,9 @@ std::int64_t CreateStore(const std::vector<std::pair<std::size_t, std::size_t>>&
 void FreeStore(std::int64_t id) {
   if (!Registry<Sites>::Get().Remove(id)) throw Unknown(kStoreWords, id);
   Stores<CpuCompression>::Get().Free(id);
+#ifdef VMEM_JAX_KERNELS
+  Stores<CudaCompression>::Get().Free(id);
+#endif
 }
 
 nb::list ReadStoreCounters(std::int64_t id, const std::string& platform, int device) {

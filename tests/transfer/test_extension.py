@@ -10,6 +10,7 @@ from test_jit import assert_close, batch, params, step
 import vmem_jax
 from vmem_jax.transfer import extension, ffi
 from vmem_jax.transfer.arena import Arena
+from vmem_jax.transfer.compression import unusable
 from vmem_jax.transfer.layout import Layout, Slot
 
 
@@ -86,7 +87,10 @@ def test_transfers_of_every_platform_are_the_same():
     assert ("CUDA" in targets) == (module.CUDA_VERSION is not None)
     if "CUDA" in targets:
         convolution = set() if module.CUDNN_BUILT is None else {"micro_conv"}
-        assert set(targets["CUDA"]) == names | convolution
+        assert set(targets["CUDA"]) - compression == names | convolution
+        assert set(targets["CUDA"]) & compression in (compression, set())  # set(): without nvcc
+        assert (not set(targets["CUDA"]) & compression) == bool(unusable("gpu"))
+    assert unusable("cpu") == ""
 
 
 def test_calls_survive_where_nothing_reads_them():

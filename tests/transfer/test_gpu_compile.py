@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.core.compression import compressed_nbytes
 from vmem_jax.core.costs import MACHINES
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Phase
@@ -22,8 +23,9 @@ from vmem_jax.policy.order import canonical_order
 from vmem_jax.prove.targets import target
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
-from vmem_jax.transfer import extension
+from vmem_jax.transfer import compression, extension
 from vmem_jax.transfer.arena import Arena
+from vmem_jax.transfer.compression import Site, Store, compress, decompress
 from vmem_jax.transfer.ffi import Ffi
 
 pytestmark = pytest.mark.gpu_compile
@@ -55,6 +57,37 @@ def test_temporaries_fall_and_the_order_stays(compiled):
     assert temporaries(parked) < 3
     there, back = ["offload_start", "offload_done"], ["fetch_start", "fetch_done"]
     assert calls(parked.as_text()) == there * cases.LAYERS + back * cases.LAYERS
+
+
+def test_compressed_tensors_take_their_capacity(compiled):
+    """Between two products, where the tensors themselves would be live."""
+    if compression.unusable("gpu"):
+        pytest.skip(compression.unusable("gpu"))
+    side, count = 128, 8
+    capacity = compressed_nbytes(side * side, 4, 0.25)
+    with Store([Site(4 * side * side, capacity)] * count) as store:
+
+        def step(x, compressing):
+            kept = []
+            for site in range(count):
+                x = jnp.maximum(x @ x, 0)
+                kept.append(x)
+                if compressing:
+                    kept[-1] = compress(x, store=store.id, site=site, capacity=capacity)
+                kept[-1], x = cases.fence(kept[-1], x)
+            for site in reversed(range(count)):
+                back, x = cases.fence(kept[site], x)
+                if compressing:
+                    back = decompress(back, x, store=store.id, site=site)
+                x = x @ back
+            return x
+
+        x = jax.ShapeDtypeStruct((side, side), "float32")
+        with_calls = compiled(lambda x: step(x, True), (x,))
+        without = compiled(lambda x: step(x, False), (x,))
+    assert calls(with_calls.as_text()) == ["compress"] * count + ["decompress"] * count
+    saved = temporaries(without) - temporaries(with_calls)
+    assert saved > (count - 3) * (1 - capacity / cases.NBYTES)
 
 
 def test_loops_keep_their_calls_and_move_no_buffer(compiled):

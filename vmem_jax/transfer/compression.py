@@ -134,6 +134,20 @@ class Store:
         self.close()
 
 
+def unusable(platform: str) -> str:
+    """Why a step for `platform`, "cpu" or "gpu", cannot use the two calls, or "" where it can."""
+    try:
+        targets = load().targets()
+    except ImportError as error:
+        return str(error)
+    if compress_p.name in targets.get("cpu" if platform == "cpu" else "CUDA", ()):
+        return ""
+    return (
+        "vmem_jax's native extension was built without nvcc, CUDA's compiler: install it where nvcc "
+        "is found"
+    )
+
+
 def live_stores() -> int:
     """How many stores this process has that are not freed."""
     return load().store_count()

@@ -47,6 +47,8 @@ def describe() -> str:
     if cuda is not None:
         without = "no convolutions, built without cuDNN"
         where += f", {without if module.CUDNN_BUILT is None else 'convolutions by cuDNN'}"
+        if "compress" not in module.targets()["CUDA"]:
+            where += ", no compression, built without nvcc"
     return f"{where} (XLA FFI {_dotted(module.FFI_API_VERSION)})"
 
 
