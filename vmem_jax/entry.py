@@ -65,6 +65,7 @@ class Entry:
       tuner: what runs it instead while its first calls are timed (`tune=True`).
       tuning: what that gave.
       unsplit: why its batch cannot run in parts, for people; "" where it can.
+      uncompressed: why nothing is compressed, for people; "" where that was not asked for.
     """
 
     traced: Traced
@@ -77,6 +78,7 @@ class Entry:
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None
     unsplit: str = ""
+    uncompressed: str = ""
 
     @property
     def best(self) -> Attempt:

@@ -17,7 +17,7 @@ from vmem_jax.core.costs import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
-from vmem_jax.options import MEANS, host_nbytes, policy_of, sub_batches_of, transport_of
+from vmem_jax.options import MEANS, density_of, host_nbytes, policy_of, sub_batches_of, transport_of
 from vmem_jax.planning import Planning, Settings
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.prove.prove import need_nbytes
@@ -43,6 +43,7 @@ def jit(
     batch_argnums: int | Sequence[int] = (),
     batch_argnames: str | Sequence[str] = (),
     sub_batches: int | None = None,
+    density: float | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     machine: Machine | None = None,
     profile: bool | None = None,
@@ -63,7 +64,8 @@ def jit(
         when they are read, and what takes their place in the state is returned there), "workspace"
         (convolutions in micro-batches, so that they take less). By default all that are of use here:
         "offload" and "workspace" on a GPU with measured times (`profile`). "sub_batches": the batch
-        runs in parts, one after another.
+        runs in parts, one after another. "compress", only if it is named: what waits for the
+        backward pass does so without its zeros, on its way and in host memory.
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
@@ -76,6 +78,9 @@ def jit(
         dimensions agree.
       sub_batches: in how many parts the batch runs, one after another; 1 for as a whole. By default
         as many as are predicted to be fastest within the budget (policy "auto").
+      density: with "compress", what share of the values behind ReLUs and masks is not zero, from 0
+        to 1. By default the zeros of all large residuals are counted, on the arguments of the first
+        call.
       machine: what to reckon time with (default: the device's, from its name, and what
         `vmem-jax profile` or `profile=True` measured on it before).
       profile: `True` times the distinct steps on the device on the first call, as far as that was
@@ -109,6 +114,7 @@ def jit(
             batch_argnums=batch_argnums,
             batch_argnames=batch_argnames,
             sub_batches=sub_batches,
+            density=density,
             compiler_options=compiler_options,
             machine=machine,
             profile=profile,
@@ -148,6 +154,7 @@ def jit(
         machine,
         profile,
         sub_batches_of(sub_batches, chosen),
+        density_of(density),
     )
     return BudgetedStep(fun, settings, tune)
 
@@ -247,6 +254,7 @@ class BudgetedStep:
             compiles=len(entry.attempts),
             tuning=entry.tuning,
             unsplit=entry.unsplit,
+            uncompressed=entry.uncompressed,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -293,7 +301,7 @@ class BudgetedStep:
                 traced.hosted,
                 allowed="stream" in self._settings.allowed,
             )
-            planning = Planning(self._settings, traced, target, inlined)
+            planning = Planning(self._settings, traced, target, inlined, leaves)
             entry = planning.entry()
             if self._tune and target is None and not inlined:
                 compile_plan = functools.partial(planning.compile, entry.traced)

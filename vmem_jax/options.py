@@ -8,7 +8,7 @@ from vmem_jax.errors import parse_budget
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
 from vmem_jax.transfer.choice import TRANSPORTS
 
-MEANS = ("order", "recompute", "offload", "stream", "workspace", "sub_batches")
+MEANS = ("order", "recompute", "offload", "stream", "workspace", "sub_batches", "compress")
 """What a plan may use."""
 
 
@@ -68,6 +68,17 @@ def sub_batches_of(sub_batches: int | None, policy: AbstractPolicy) -> int | Non
             "policy='exact', which recomputes nothing."
         )
     return sub_batches
+
+
+def density_of(density: float | None) -> float | None:
+    """`density`, if it is a share. Raises TypeError or ValueError."""
+    if density is None:
+        return None
+    if isinstance(density, bool) or not isinstance(density, int | float):
+        raise TypeError(f"`density` must be a number or None. Got {density!r}.")
+    if not 0 <= density <= 1:
+        raise ValueError(f"`density` must be from 0 to 1. Got {density}.")
+    return density
 
 
 def transport_of(transport: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
 from vmem_jax.arguments import Signature
 from vmem_jax.compiling import compile_jaxpr
+from vmem_jax.compressing import check_compression, ways_to_compress, with_compressed
 from vmem_jax.conv.choices import learner, with_choices
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
@@ -24,11 +26,19 @@ from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, limit_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes
 from vmem_jax.prove.sub_batches import Member, prove_fastest
+from vmem_jax.rewrite.compression import compressible, sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
 from vmem_jax.splitting import part_costs, splits
 from vmem_jax.transfer.choice import choose, open_transport
+from vmem_jax.transfer.compression import Store
 from vmem_jax.transfer.executable import Moving
+
+_FREE = 1.01
+"""Of the time of all steps: within this factor there is nothing to gain from compression."""
+
+_VARIANTS = 3
+"""Choices of what is compressed that are compiled, one after another, until one fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Settings:
     machine: Machine | None
     profile: bool | None
     sub_batches: int | None
+    density: float | None
 
     @property
     def may_split(self) -> bool:
@@ -68,13 +79,20 @@ class Planning:
     Args:
       target: that card, by name.
       inlined: the step is called inside another jit.
+      leaves: its arguments, or their shapes.
     """
 
     def __init__(
-        self, settings: Settings, traced: Traced, target: str | None = None, inlined: bool = False
+        self,
+        settings: Settings,
+        traced: Traced,
+        target: str | None = None,
+        inlined: bool = False,
+        leaves: Sequence[Any] = (),
     ) -> None:
         self._settings, self._traced = settings, traced
         self._target, self._inlined = target, inlined
+        self._leaves = leaves
 
     def entry(self) -> Entry:
         """The step planned, compiled and proved.
@@ -84,28 +102,40 @@ class Planning:
           PlanError: the given one is for another step, or does not fit.
           ValueError: a means that was asked for cannot be used.
         """
-        settings, traced, given = self._settings, self._traced, self._settings.plan
-        asked = settings.sub_batches if given is None else given.sub_batches
-        if asked is None and not settings.may_split:
-            asked = 1
-        split = splits(settings.name, traced, asked)
-        member = functools.cache(lambda count: self._member(split.into(count), count))
-        member(split.counts[0])  # what cannot be is said before anything is compiled
-        budget, plain_need = self._budget_nbytes()
-        if given is not None:
-            return self._of_given(*member(given.sub_batches), given, budget, plain_need)
-        try:
-            of = lambda count: member(count)[1]
-            count, attempts = prove_fastest(of, split.counts, budget, plain_need)
-        except BudgetError as error:
-            if split.why:
-                error.adding(f"Its batch cannot run in parts: {split.why}.")
-            raise
-        best, (traced, one) = attempts[-1], member(count)
+        settings = self._settings
+        if settings.plan is not None:
+            return self._by_given(settings.plan)
+        asked = settings.sub_batches
+        split = splits(
+            settings.name, self._traced, 1 if asked is None and not settings.may_split else asked
+        )
+        members = {count: self._member(split.into(count), count) for count in split.counts[:1]}
+        budget, plain_need = self._budget_nbytes()  # after what cannot be has been said
+        uncompressed, others = "", list[tuple[Traced, Member]]()
+        if "compress" in settings.asked and 1 in members:
+            (members[1], *others), uncompressed = self._compressing(*members[1], budget)
+
+        def member(count: int) -> Member:
+            if count not in members:
+                members[count] = self._member(split.into(count), count)
+            return members[count][1]
+
+        counts = split.counts
+        while True:
+            try:
+                count, attempts = prove_fastest(member, counts, budget, plain_need)
+                break
+            except BudgetError as error:
+                if not others:
+                    if split.why:
+                        error.adding(f"Its batch cannot run in parts: {split.why}.")
+                    raise
+                counts, (members[1], *others) = (1,), others
+        best, (traced, one) = attempts[-1], members[count]
         need, compiles = show_nbytes(best.need), len(attempts)
         logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
         made = (traced, budget, plain_need, best.costs, attempts, self._transport, one.policy)
-        return Entry(*made, unsplit=split.why)
+        return Entry(*made, unsplit=split.why, uncompressed=uncompressed)
 
     def compile_plain(self) -> Any:
         """The step as plain jit compiles it, with all arguments on the device."""
@@ -115,14 +145,17 @@ class Planning:
         """`traced`, which is this step or the same in sub-batches, compiled by `plan`."""
         if not plan.fenced:
             return self.compile_plain()
-        mover, captured = None, traced.captured
+        mover, store, captured = None, None, traced.captured
         if parks(captured.program, plan):
             layout, limit = layout_of(captured.program, plan), self._settings.host_budget
             mover = open_transport(self._transport, layout, limit, captured.shards.mesh)
-        compiled = self._compile_jaxpr(traced, rewrite(captured, plan, mover), streams=True)
-        if mover is None:
+        if captured.program.compressed:
+            store = Store(sites(captured))
+        jaxpr = rewrite(captured, plan, mover, 0 if store is None else store.id)
+        compiled = self._compile_jaxpr(traced, jaxpr, streams=True)
+        if mover is None and store is None:
             return compiled
-        return Moving(compiled, mover, [] if self._target else devices_of(traced.avals))
+        return Moving(compiled, mover, store, [] if self._target else devices_of(traced.avals))
 
     # -- what a plan is made from
 
@@ -208,10 +241,20 @@ class Planning:
         own = sum(b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)])
         return limit_nbytes(budget, traced.avals, own, self._target), None
 
-    def _of_given(
-        self, traced: Traced, one: Member, plan: Plan, budget: int | None, plain_need: int | None
-    ) -> Entry:
+    def _by_given(self, plan: Plan) -> Entry:
         """The step by the user's own `plan`."""
+        if plan.compressed:
+            found = compressible(self._traced.captured, 0)
+            if not {b for b, _ in plan.compressed} <= {*found}:
+                plan.check_made_for(self._traced.captured.program)  # which it cannot be
+            return self._with_compressed(plan.compressed)._by(plan)
+        return self._by(plan)
+
+    def _by(self, plan: Plan) -> Entry:
+        """The step by the user's own `plan`, with what that compresses."""
+        split = splits(self._settings.name, self._traced, plan.sub_batches)
+        traced, one = self._member(split.into(plan.sub_batches), plan.sub_batches)
+        budget, plain_need = self._budget_nbytes()
         plan.check_made_for(one.program)
         compiled = one.compile_plan(plan)
         attempt = Attempt(plan, compiled, need_nbytes(compiled), one.costs)
@@ -224,6 +267,71 @@ class Planning:
         made = (traced, limit, plain_need, one.costs, (attempt,), self._transport, one.policy)
         return Entry(*made)
 
+    # -- what waits compressed
+
+    def _compressing(
+        self, traced: Traced, one: Member, budget: int | None
+    ) -> tuple[list[tuple[Traced, Member]], str]:
+        """`traced`, the whole batch, and what plans it, with what waits compressed, the best by
+        prediction first; or why nothing does.
+
+        Tried is what is moved without it, with what is then moved besides, and all that can be.
+        """
+        settings, always = self._settings, self._settings.policy.compresses
+        how = self._leaves, settings.density
+        check_compression(settings.name, self._traced, *how, self._target, self._inlined)
+        best, plan = self._planned(traced, one, budget)
+        if best.fits and not always and plan.predicted_seconds <= _FREE * sum(one.costs.seconds):
+            return [(traced, best.member)], "it fits without, and is as fast as it can be"
+        ways, why = ways_to_compress(self._traced, *how, budget)
+        if not ways:
+            return [(traced, best.member)], why
+        found, some = best, frozenset[int]()
+        variants = [] if always else [best]
+        buffer_of = {v: b for b, v in enumerate(self._traced.captured.variables)}
+        while True:
+            variables = found.traced.captured.variables
+            moved = {buffer_of.get(variables[t.buffer], -1) for t in plan.transfers}
+            more = some | (moved & ways.keys())
+            if more == some:
+                break
+            some = more
+            found, plan = self._planned_with(some, ways, budget)
+            variants.append(found)
+        if some != ways.keys() and not always:
+            variants.append(self._planned_with(ways.keys(), ways, budget)[0])
+        variants = sorted(variants or [best], key=lambda variant: variant.rank)
+        if not variants[0].member.program.compressed:
+            why = "no plan is predicted to be better with it"
+        return [(variant.traced, variant.member) for variant in variants[:_VARIANTS]], why
+
+    def _planned_with(
+        self, some: Collection[int], ways: Mapping[int, int], budget: int | None
+    ) -> tuple[_Variant, Plan]:
+        """The step with `some` of `ways` compressed, and its plan."""
+        other = self._with_compressed([(b, ways[b]) for b in some])
+        return self._planned(*other._member(other._traced, 1), budget)
+
+    def _planned(self, traced: Traced, one: Member, budget: int | None) -> tuple[_Variant, Plan]:
+        """`traced`, which `one` plans, with its plan; the lowest, if none is within `budget`."""
+        start = time.perf_counter()
+        try:
+            plan = one.policy.plan(one.program, one.costs, budget)
+        except BudgetError as error:
+            if not isinstance(error.lowest_plan, Plan):
+                raise
+            return _Variant(traced, one, False, (True, error.lowest_peak)), error.lowest_plan
+        seconds = time.perf_counter() - start
+        one = dataclasses.replace(one, first=plan, first_seconds=seconds)
+        limit = self._settings.host_budget
+        fits = limit is None or not plan.moves or layout_of(one.program, plan).nbytes <= limit
+        return _Variant(traced, one, fits, (not fits, plan.predicted_seconds)), plan
+
+    def _with_compressed(self, ways: Sequence[tuple[int, int]]) -> Planning:
+        """The same for the step with each buffer of `ways` compressed into so many bytes."""
+        traced = with_compressed(self._traced, ways)
+        return Planning(self._settings, traced, self._target, self._inlined)
+
     def _compile_jaxpr(self, traced: Traced, jaxpr: ClosedJaxpr, streams: bool = False) -> Any:
         settings = self._settings
         return compile_jaxpr(
@@ -235,3 +343,13 @@ class Planning:
             options=settings.compiler_options,
             streams=streams,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variant:
+    """A step in one form, and how good its plan is predicted to be."""
+
+    traced: Traced
+    member: Member
+    fits: bool
+    rank: tuple[bool, float]

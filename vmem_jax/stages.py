@@ -13,6 +13,7 @@ from vmem_jax.entry import Entry
 from vmem_jax.prove.prove import Attempt
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.transfer.arena import Arena
+from vmem_jax.transfer.compression import Store
 
 if TYPE_CHECKING:
     from vmem_jax.jit import BudgetedStep
@@ -61,6 +62,12 @@ class Compiled:
         """
         transport = self._entry.best.transport
         return None if transport is None else transport.arena
+
+    @property
+    def compression(self) -> Store | None:
+        """What became of the values that wait compressed: its counters tell the density of each on
+        every device, and what found no room. None where nothing is compressed."""
+        return getattr(self._entry.best.compiled, "store", None)
 
     @property
     def transport(self) -> str | None:

@@ -77,6 +77,14 @@ class Captured:
         flat, sub_batches = divided(self.flat, batch, count)
         return _captured(flat, self.applied, self.inputs, sub_batches)
 
+    def with_compressed(
+        self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
+    ) -> Captured:
+        """The same step with the equations of `flat`, in which `compressed` is."""
+        other = _captured(drop_dead(flat), self.applied, self.inputs, self.sub_batches)
+        program = dataclasses.replace(other.program, compressed=compressed)
+        return dataclasses.replace(other, program=program)
+
     def of(self, flat: ClosedJaxpr) -> Captured:
         """The same for `flat`, which has the same equations on other shapes."""
         ours, theirs = compat.open_jaxpr(self.flat), compat.open_jaxpr(flat)

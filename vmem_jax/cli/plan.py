@@ -17,6 +17,7 @@ from vmem_jax.cli.options import (
     job_of,
     positive,
 )
+from vmem_jax.options import MEANS
 from vmem_jax.prove.targets import TARGETS, target
 
 
@@ -43,6 +44,12 @@ def add_plan(commands: Subparsers) -> None:
         choices=TARGETS,
         help="a card that is not there; needs vmem_jax[gpu-compile], no GPU",
     )
+    parser.add_argument("--allow", nargs="+", choices=MEANS, help="the means that a plan may use")
+    parser.add_argument(
+        "--density",
+        type=float,
+        help="with 'compress': the share of the values behind ReLUs that is not zero",
+    )
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
     parser.add_argument(
         "--trace",
@@ -58,7 +65,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         target(arguments.target).device()
     work = job_of(arguments)
     step = vmem_jax.jit(
-        work.step, budget=arguments.budget, policy=arguments.policy, donate_argnums=0
+        work.step,
+        budget=arguments.budget,
+        policy=arguments.policy,
+        allow=arguments.allow,
+        density=arguments.density,
+        donate_argnums=0,
     )
     shapes = work.state_shapes(), work.batch
     where = arguments.target or jax.devices()[0].device_kind

@@ -178,7 +178,7 @@ class _Fencer:
                     starts.append(position)
             makes_spine = (
                 (backward or self.again[position])
-                and not step.fusible
+                and step.is_heavy
                 and step.phase is Phase.BACKWARD
                 and any(self._can_be_spine(b) for b in step.writes)
             )
@@ -220,7 +220,7 @@ class _Fencer:
                     continue
                 if all(program.steps[r].phase is Phase.UPDATE for r in program.readers[b]):
                     continue  # a weight gradient: nothing but its update hangs on it
-                if not step.fusible and program.buffers[b].nbytes > self.small:
+                if step.is_heavy and program.buffers[b].nbytes > self.small:
                     return b
                 nbytes = program.buffers[b].nbytes
                 if fallback is None or nbytes > program.buffers[fallback].nbytes:
@@ -277,7 +277,7 @@ class _Fencer:
                 continue
             loose += [b for b in step.writes if self._outlives(b, end)]
             # a fusible reader of a large value is computed where that is made, by XLA itself
-            heavy = not step.fusible and not any(self._can_be_spine(b) for b in step.writes)
+            heavy = step.is_heavy and not any(self._can_be_spine(b) for b in step.writes)
             if follows or heavy:
                 onward.update(step.writes)
         return loose
@@ -291,7 +291,7 @@ class _Fencer:
             step = program.steps[self.order[position]]
             if self.again[position]:
                 return found  # from here on values are renewed by bursts of recomputation
-            if step.fusible:
+            if not step.is_heavy:
                 waiting += [(position, b) for b in step.writes if self._is_for_later(b)]
                 continue
             ties = [b for p, b in waiting if self._frees(p, position)]
@@ -306,7 +306,7 @@ class _Fencer:
         """Whether the backward pass reads `b`, and in the forward pass no heavy step does."""
         readers = [self.program.steps[r] for r in self.program.readers[b]]
         forward = [r for r in readers if r.phase is Phase.FORWARD]
-        return len(forward) < len(readers) and all(r.fusible for r in forward)
+        return len(forward) < len(readers) and not any(r.is_heavy for r in forward)
 
     def _frees(self, position: int, end: int) -> bool:
         """Whether the step at `position` reads something large that nothing reads from `end` on."""

@@ -113,7 +113,7 @@ def _groups(program: Program, features: frozenset[int]) -> list[_Group]:
     for s in reversed(forward):
         step = program.steps[s]
         ends = _is_reduction(step) and not readers[s]
-        own = not step.fusible or ends or any(program.is_resident[w] for w in step.writes)
+        own = step.is_heavy or ends or any(program.is_resident[w] for w in step.writes)
         goes_on[s] = own or any(goes_on[r] for r in readers[s])
     main: dict[int, int] = {}  # the main step that a step goes with
     for s in reversed(forward):

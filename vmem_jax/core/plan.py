@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 5
+FORMAT = 6
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -74,6 +74,7 @@ class Plan:
         XLA's own, of a workspace that is not known. `predicted_*` are those of
         `core.planned.planned_program`.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
+      compressed: `Program.compressed` of the program that it was made for.
     """
 
     program: str
@@ -87,6 +88,7 @@ class Plan:
     looped: tuple[int, ...] = ()
     convolutions: tuple[tuple[int, Configuration], ...] = ()
     sub_batches: int = 1
+    compressed: tuple[tuple[int, int], ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -116,6 +118,7 @@ class Plan:
         convolutions = len(self.divided)
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
         moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
+        moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -173,25 +176,21 @@ class Plan:
                 f"`{name}` is damaged: missing fields {sorted(missing)}, unknown {sorted(extra)}."
             )
         values = {k: raw[k] for k in expected}
-        is_int = lambda value: isinstance(value, int) and not isinstance(value, bool)
         expected_types = {
             "program": isinstance(values["program"], str),
             "policy": isinstance(values["policy"], str),
-            "order": isinstance(values["order"], list) and all(map(is_int, values["order"])),
+            "order": isinstance(values["order"], list) and all(map(_is_int, values["order"])),
             "fenced": isinstance(values["fenced"], bool),
-            "budget": values["budget"] is None or is_int(values["budget"]),
-            "predicted_peak": is_int(values["predicted_peak"]),
-            "predicted_seconds": is_int(values["predicted_seconds"])
+            "budget": values["budget"] is None or _is_int(values["budget"]),
+            "predicted_peak": _is_int(values["predicted_peak"]),
+            "predicted_seconds": _is_int(values["predicted_seconds"])
             or isinstance(values["predicted_seconds"], float),
-            "transfers": isinstance(values["transfers"], list)
-            and all(
-                isinstance(t, list) and len(t) == 5 and all(map(is_int, t))
-                for t in values["transfers"]
-            ),
-            "looped": isinstance(values["looped"], list) and all(map(is_int, values["looped"])),
+            "transfers": _are_integers(values["transfers"], 5),
+            "looped": isinstance(values["looped"], list) and all(map(_is_int, values["looped"])),
             "convolutions": isinstance(values["convolutions"], list)
             and all(map(_is_configured, values["convolutions"])),
-            "sub_batches": is_int(values["sub_batches"]) and values["sub_batches"] > 0,
+            "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
+            "compressed": _are_integers(values["compressed"], 2),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -202,7 +201,8 @@ class Plan:
             (s, Configuration(tuple(map(_micro, micros)), Epilogue(epilogue)))
             for s, epilogue, micros in values["convolutions"]
         )
-        parts = {"order": order, "transfers": transfers, "looped": looped}
+        compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
+        parts = {"order": order, "transfers": transfers, "looped": looped, "compressed": compressed}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -231,6 +231,17 @@ class Plan:
         broken = violations(program, self)
         if broken:
             raise PlanError(f"this plan is not valid for its step: {broken[0]}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_integers(saved: Any, count: int) -> bool:
+    """Whether `saved` is a list of lists of `count` integers each."""
+    return isinstance(saved, list) and all(
+        isinstance(each, list) and len(each) == count and all(map(_is_int, each)) for each in saved
+    )
 
 
 def _is_configured(saved: Any) -> bool:
@@ -262,4 +273,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         predicted_peak=peak,
         predicted_seconds=seconds,
         sub_batches=program.sub_batches,
+        compressed=program.compressed,
     )

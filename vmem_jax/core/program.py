@@ -36,6 +36,9 @@ BEGIN, END = "sub_batches_begin", "sub_batches_end"
 """The steps between which one sub-batch stands for all of them: nothing runs before or after them
 that stood on the other side when it was traced."""
 
+COMPRESS, DECOMPRESS = "compress", "decompress"
+"""The steps between which a value waits for the backward pass without its zeros."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
@@ -110,6 +113,12 @@ class Step:
         return self.op in (BEGIN, END)
 
     @property
+    def is_heavy(self) -> bool:
+        """Whether the running values go through it: a kernel of its own, beside which nothing
+        compresses or decompresses."""
+        return not self.fusible and self.op not in (COMPRESS, DECOMPRESS)
+
+    @property
     def where(self) -> str:
         """The step for people: "VGG/conv2: conv_general_dilated (backward) at model.py:41"."""
         at = f" at {self.source}" if self.source else ""
@@ -136,6 +145,8 @@ class Program:
       aliases: pairs (input, output): a donated input whose memory the output takes over.
       hosted: inputs and outputs that live in host memory. On the device there is a copy of such an
         input from its fetch to its last read, and of such an output from its making until it is gone.
+      compressed: pairs (buffer, bytes) of the program that this one was made from: what is
+        compressed here, and the capacity that it is compressed into.
     """
 
     buffers: tuple[Buffer, ...]
@@ -144,6 +155,7 @@ class Program:
     outputs: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...] = ()
     hosted: tuple[int, ...] = ()
+    compressed: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

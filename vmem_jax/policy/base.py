@@ -26,11 +26,14 @@ class AbstractPolicy(abc.ABC):
       needs: means that are asked for where the user names none; without them it is not this policy.
       chooses_convolutions: whether it decides who does each convolution, of `Costs.convolutions`.
         For others `Convolving` does.
+      compresses: whether all that it moves is compressed where the user asks for "compress". For
+        others that is done where it is predicted to be a gain.
     """
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
     chooses_convolutions: ClassVar[bool] = False
+    compresses: ClassVar[bool] = False
 
     @abc.abstractmethod
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
@@ -64,6 +67,7 @@ def finish(
         looped=looped,
         convolutions=tuple(sorted((convolutions or {}).items())),
         sub_batches=program.sub_batches,
+        compressed=program.compressed,
     )
     if budget is not None and timeline.peak > budget:
         raise cannot_fit(policy, planned_program(program, plan), timeline, budget, plan)

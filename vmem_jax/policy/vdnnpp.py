@@ -16,7 +16,8 @@ Differs from the paper:
    takes longer than predicted, compute waits there.
 3. `dyn` tries `aconv` after nothing and before `conv`. The paper does not say so, but its Table IV
    has the same times for `dyn` and `aconv` where that fits.
-4. Offloaded bytes are not compressed (IV-C).
+4. Bytes are compressed (IV-C) where `allow` names "compress", by `jit`: on the device, before the
+   link, and into a size that the plan knows, with what finds no room there elsewhere.
 5. Networks with branches are planned, too; the paper has linear ones.
 What differs in `vdnn` differs here.
 """
@@ -47,6 +48,7 @@ class VDNNpp(VDNN):
     """
 
     name: ClassVar[str] = "vdnnpp"
+    compresses: ClassVar[bool] = True
     offloads: ClassVar[tuple[str, ...]] = ("all", "conv", "aconv", "none")
     dynamic: ClassVar[tuple[tuple[str, str], ...]] = (
         VDNN.dynamic[0],

@@ -16,7 +16,7 @@ import numpy as np
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import Class, class_of, flops, inner_jaxprs, nbytes
-from vmem_jax.core.program import BEGIN, END, Program
+from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END, Program
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
 _NAMES = frozenset({"name", "name_and_src_info", "debug_info", "metadata", "backend"})
@@ -25,6 +25,8 @@ _NAMES = frozenset({"name", "name_and_src_info", "debug_info", "metadata", "back
 _UNTIMEABLE = {
     BEGIN: "a mark",
     END: "a mark",
+    COMPRESS: "its time depends on its data",
+    DECOMPRESS: "its time depends on its data",
     "while": "a loop whose length depends on its data",
     "ffi_call": "a foreign function",
     "custom_call": "a foreign function",

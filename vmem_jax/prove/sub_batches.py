@@ -30,13 +30,20 @@ MOST_PROVED = 3
 @dataclasses.dataclass(frozen=True)
 class Member:
     """A step in some number of sub-batches, with what plans it, what compiles its plans, and what
-    that teaches."""
+    that teaches.
+
+    Attributes:
+      first: what the policy plans for the budget, where that was asked already.
+      first_seconds: how long that took.
+    """
 
     program: Program
     policy: AbstractPolicy
     costs: Costs
     compile_plan: Callable[[Plan], Any]
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs
+    first: Plan | None = None
+    first_seconds: float = 0.0
 
 
 def prove_fastest(
@@ -60,7 +67,7 @@ def prove_fastest(
     planned: dict[int, tuple[Plan, float]] = {}
     for count in _ranked(member, [*counts], budget, planned)[:MOST_PROVED]:
         one = member(count)
-        first, seconds = planned.get(count, (None, 0.0))
+        first, seconds = planned.get(count, (one.first, one.first_seconds))
         try:
             return count, prove(
                 one.program,
@@ -105,8 +112,8 @@ def _ranked(
             continue
         start = time.perf_counter()
         try:
-            plan = one.policy.plan(one.program, one.costs, budget)
-            planned[count] = plan, time.perf_counter() - start
+            plan = one.first or one.policy.plan(one.program, one.costs, budget)
+            planned[count] = plan, one.first_seconds + time.perf_counter() - start
             fitting.append((plan.predicted_seconds, count))
         except BudgetError as error:
             others.append((error.lowest_peak, count))

@@ -14,7 +14,7 @@ from rich.table import Table
 from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_costs, planned_program, simulate_plan
-from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.program import COMPRESS, DECOMPRESS, Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.errors import show_nbytes
@@ -60,6 +60,7 @@ class Explanation:
       timeline: what running it is predicted to be.
       tuning: what timing it gave (`jit(tune=True)`), once that is done.
       unsplit: why the batch cannot run in parts; "" where it can.
+      uncompressed: why nothing is compressed, where that was asked for.
     """
 
     program: Program
@@ -77,6 +78,7 @@ class Explanation:
     rows: tuple[LayerRow, ...]
     tuning: Tuning | None = None
     unsplit: str = ""
+    uncompressed: str = ""
 
     def table(self) -> Table:
         table = Table(title=str(self.plan))
@@ -110,6 +112,7 @@ class Explanation:
             f"recomputation; {self._where_times_come_from()}"
             + self._gap()
             + self._batch()
+            + self._compression()
             + (f"\n{self.tuning}" if self.tuning is not None else "")
         )
 
@@ -145,6 +148,23 @@ class Explanation:
             f"\nthe batch runs in {self.plan.sub_batches} sub-batches: {len(split)} of "
             f"{len(self.program.steps)} steps, {own / (sum(seconds) or 1.0):.0%} of the time; the "
             "rest runs once"
+        )
+
+    def _compression(self) -> str:
+        """What is compressed, into how much, and what that takes."""
+        if not self.plan.compressed:
+            return f"\nnothing is compressed: {self.uncompressed}" if self.uncompressed else ""
+        steps, buffers = self.program.steps, self.program.buffers
+        of = lambda op: [s for s, step in enumerate(steps) if step.op == op]
+        made = [b for s in of(COMPRESS) for b in steps[s].writes]
+        whole = [b for s in of(DECOMPRESS) for b in steps[s].writes]
+        small, large = (sum(buffers[b].nbytes for b in found) for found in (made, whole))
+        moved = {t.buffer for t in self.plan.transfers}
+        seconds = sum(self.costs.seconds[s] for op in (COMPRESS, DECOMPRESS) for s in of(op))
+        return (
+            f"\n{len(made)} values wait compressed, {sum(b in moved for b in made)} of them in host "
+            f"memory: {show_nbytes(small)} in place of {show_nbytes(large)}, for "
+            f"{seconds * 1e3:.2f} ms"
         )
 
     @property
@@ -196,6 +216,7 @@ def explain(
     compiles: int,
     tuning: Tuning | None = None,
     unsplit: str = "",
+    uncompressed: str = "",
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
     plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
@@ -227,6 +248,7 @@ def explain(
         compiles=compiles,
         tuning=tuning,
         unsplit=unsplit,
+        uncompressed=uncompressed,
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,

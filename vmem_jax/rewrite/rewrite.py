@@ -17,7 +17,7 @@ from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.program import BEGIN, END
+from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.sub_batches import looped
@@ -26,20 +26,24 @@ from vmem_jax.transfer.transport import AbstractTransport
 
 
 def rewrite(
-    captured: Captured, plan: Plan, transport: AbstractTransport | None = None
+    captured: Captured,
+    plan: Plan,
+    transport: AbstractTransport | None = None,
+    store: int = 0,
 ) -> ClosedJaxpr:
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
 
     Args:
       transport: the way that the plan's transfers go, with the layout of `layout_of`; none for those
         of hosted inputs and outputs, which are arguments and results in host memory.
+      store: the id of the one that what is compressed overflows into.
 
     A step that stands in the order again becomes a clone of its equations on new variables; each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
     Of a step in sub-batches that one which it is of becomes the body of a loop.
     """
     parts = captured.sub_batches
-    rewritten = _in_order(captured, plan, transport)
+    rewritten = _in_order(captured, plan, transport, store)
     if parts is None:
         return rewritten
     last = None
@@ -51,16 +55,22 @@ def rewrite(
     return looped(rewritten, parts, last)
 
 
-def _in_order(captured: Captured, plan: Plan, transport: AbstractTransport | None) -> ClosedJaxpr:
+def _in_order(
+    captured: Captured, plan: Plan, transport: AbstractTransport | None, store: int = 0
+) -> ClosedJaxpr:
     """`captured.flat` in the order of `plan`, with its fences and transfers."""
-    if not plan.fenced and plan.order == tuple(range(len(captured.program.steps))):
+    untouched = not plan.fenced and plan.order == tuple(range(len(captured.program.steps)))
+    if untouched and not captured.program.compressed:
         return captured.flat
-    return _Rewriter(captured, plan, transport).run()
+    return _Rewriter(captured, plan, transport, store).run()
 
 
 class _Rewriter:
-    def __init__(self, captured: Captured, plan: Plan, transport: AbstractTransport | None) -> None:
+    def __init__(
+        self, captured: Captured, plan: Plan, transport: AbstractTransport | None, store: int
+    ) -> None:
         self.program = captured.program
+        self.store = store
         self.plan = plan
         self.flat = captured.flat
         self.opened = compat.open_jaxpr(captured.flat)
@@ -185,7 +195,10 @@ class _Rewriter:
             call = functools.partial(_divided, self._matched(eqn), self.configurations[s])
             return self.calls.bind(call, invars, eqn)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
-        self.equations.append(eqn.replace(invars=invars, outvars=outs))
+        params = eqn.params
+        if eqn.primitive.name in (COMPRESS, DECOMPRESS):
+            params = {**params, "store": self.store}
+        self.equations.append(eqn.replace(invars=invars, outvars=outs, params=params))
         return outs
 
     def _fence(self, buffers: tuple[int, ...], like: int) -> None:

@@ -1,0 +1,160 @@
+"""compression: a captured step that compresses values between its forward and its backward pass.
+
+Two equations for each such value: it is compressed behind the last of its readers in the forward
+pass and decompressed in front of the first in the backward pass, and all that the backward pass
+reads of it comes from there. The result is captured again: to plans it is a step like any other, in
+which a smaller value idles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.capture import Captured
+from vmem_jax.capture.editor import Editor
+from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.core.program import DECOMPRESS, Phase
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.transfer.compression import Site, compress, decompress
+
+_VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient")
+
+
+def compressible(captured: Captured, share: float) -> tuple[int, ...]:
+    """The buffers of `captured` that can be compressed: floats that the forward pass leaves to the
+    backward pass, on one device and outside of loops.
+
+    Args:
+      share: those smaller than this share of all temporaries are left out.
+    """
+    program = captured.program
+    if captured.shards.device_count > 1 or captured.sub_batches is not None:
+        return ()
+    resident = program.is_resident
+    least = share * sum(b.nbytes for i, b in enumerate(program.buffers) if not resident[i])
+    found = []
+    for b, v in enumerate(captured.variables):
+        maker, aval = program.producer[b], cast(Any, v.aval)
+        if maker < 0 or resident[b] or program.buffers[b].nbytes < max(least, 1):
+            continue
+        if not program.buffers[b].movable or not jnp.issubdtype(aval.dtype, jnp.floating):
+            continue
+        phases = {program.steps[r].phase for r in program.readers[b]}
+        if program.steps[maker].phase is Phase.FORWARD and Phase.BACKWARD in phases:
+            found.append(b)
+    return tuple(found)
+
+
+def rectified(captured: Captured, buffers: Sequence[int]) -> tuple[int, ...]:
+    """Those of `buffers` that a ReLU, or a product with a mask, has put zeros into."""
+    editor = Editor(captured.flat)
+
+    def has_zeros(v: Atom) -> bool:
+        eqn = editor.source(v)
+        if eqn is None:
+            return False
+        name, operands = eqn.primitive.name, eqn.invars
+        if name in (*_VIEWS, "convert_element_type", "min"):
+            return any(map(has_zeros, operands))
+        if name in ("max", "select_n", "clamp"):
+            return any(editor.constant(a) == 0 for a in operands)
+        return name == "mul" and any(_is_mask(editor, a) for a in operands)
+
+    return tuple(b for b in buffers if has_zeros(captured.variables[b]))
+
+
+def _is_mask(editor: Editor, a: Atom) -> bool:
+    eqn = editor.source(a)
+    if eqn is None or eqn.primitive.name not in ("convert_element_type", "broadcast_in_dim"):
+        return False
+    operand = eqn.invars[0]
+    return operand.aval.dtype == jnp.bool_ or _is_mask(editor, operand)
+
+
+def compressed(captured: Captured, ways: Sequence[tuple[int, int]]) -> Captured:
+    """`captured` with each buffer of `ways` compressed into so many bytes."""
+    ways = tuple(sorted(ways))
+    return captured.with_compressed(_Compressor(captured, ways).run(), ways)
+
+
+def sites(captured: Captured) -> tuple[Site, ...]:
+    """What is compressed in `captured`, in the order of its equations' sites."""
+    found = {}
+    for eqn in compat.open_jaxpr(captured.flat).eqns:
+        if eqn.primitive.name == DECOMPRESS:
+            [c], [x] = eqn.invars, eqn.outvars
+            found[eqn.params["site"]] = Site(nbytes(x.aval), c.aval.size)
+    return tuple(found[site] for site in sorted(found))
+
+
+class _Compressor:
+    def __init__(self, captured: Captured, ways: Sequence[tuple[int, int]]) -> None:
+        self.captured = captured
+        self.editor = Editor(captured.flat)
+        self.exists = set(captured.variables)
+        self.equations: list[JaxprEqn] = []
+        self.calls = Calls(self.equations.append)
+        self.site = {captured.variables[b]: (site, n) for site, (b, n) in enumerate(ways)}
+        self.held: dict[Var, Var] = {}  # value -> what it is compressed into
+        self.late: dict[Var, Atom] = {}  # value -> what the backward pass reads in its place
+        self.behind: dict[int, list[Var]] = {}  # equation -> what is compressed behind it
+        for b, _ in ways:
+            self.behind.setdefault(self._last_in_forward(b), []).append(captured.variables[b])
+
+    def run(self) -> ClosedJaxpr:
+        opened = compat.open_jaxpr(self.captured.flat)
+        for i, eqn in enumerate(self.editor.eqns):
+            if i in self.editor.late:
+                eqn = eqn.replace(invars=[self._in_backward(a, eqn) for a in eqn.invars])
+            self.equations.append(eqn)
+            for v in self.behind.get(i, ()):
+                site, capacity = self.site[v]
+                call = lambda x, s=site, n=capacity: compress(x, store=0, site=s, capacity=n)
+                [self.held[v]] = self.calls.bind(call, [v], eqn)
+        return compat.close(
+            opened.constvars,
+            compat.constants(self.captured.flat),
+            opened.invars,
+            opened.outvars,
+            self.equations,
+            self.captured.flat,
+        )
+
+    def _last_in_forward(self, b: int) -> int:
+        """The last equation of the forward pass that makes or reads buffer `b`."""
+        program, late = self.captured.program, self.editor.late
+        steps = [program.producer[b], *program.readers[b]]
+        ends = [program.steps[s].equations[-1] for s in steps]
+        return max(end for end in ends if end not in late)
+
+    def _in_backward(self, atom: Atom, like: JaxprEqn) -> Atom:
+        """What stands for `atom` in the backward pass, of which `like` is an equation."""
+        if isinstance(atom, Literal):
+            return atom
+        if atom in self.site and atom not in self.late:
+            shape: Any = atom.aval
+            site = self.site[atom][0]
+            call = lambda c: decompress(c, shape, store=0, site=site)
+            [self.late[atom]] = self.calls.bind(call, [self.held[atom]], like)
+        if atom in self.late:
+            return self.late[atom]
+        self.late[atom] = atom
+        i = self.editor.producer.get(atom)
+        # what is cheap and waits nowhere is computed in the backward pass, too, and from there
+        if i is None or i in self.editor.late or atom in self.exists:
+            return atom
+        eqn = self.editor.eqns[i]
+        if class_of(eqn) not in (Class.VIEW, Class.FUSIBLE):
+            return atom
+        invars = [self._in_backward(a, like) for a in eqn.invars]
+        if all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
+            return atom
+        outs = [compat.new_var(v.aval) for v in eqn.outvars]
+        self.equations.append(eqn.replace(invars=invars, outvars=outs))
+        self.late.update(zip(eqn.outvars, outs, strict=True))
+        return self.late[atom]
