@@ -20,6 +20,7 @@ from vmem_jax.core.costs import MACHINES, analytic
 from vmem_jax.core.program import COMPRESS, Phase
 from vmem_jax.core.validate import check_program
 from vmem_jax.policy import Keep
+from vmem_jax.policy.parking import candidates
 from vmem_jax.policy.vdnnpp import VDNNpp
 from vmem_jax.profile.density import densities
 from vmem_jax.rewrite import rewrite
@@ -106,13 +107,13 @@ def room(found, b, density):
 def test_the_backward_pass_reads_what_was_compressed(name, density):
     step, args = STEPS[name]
     found = captured(step, args)
-    candidates = compressible(found, 0)
-    assert len(candidates) >= 5
-    other = compressed(found, [(b, room(found, b, density)) for b in candidates])
+    every = compressible(found, 0)
+    assert len(every) >= 5
+    other = compressed(found, [(b, room(found, b, density)) for b in every])
     program = other.program
     assert check_program(program) == []
-    assert sum(step.op == COMPRESS for step in program.steps) == len(candidates)
-    for b in candidates:  # nothing of the backward pass reads the value itself
+    assert sum(step.op == COMPRESS for step in program.steps) == len(every)
+    for b in every:  # nothing of the backward pass reads the value itself
         readers = program.readers[other.variables.index(found.variables[b])]
         assert all(program.steps[r].phase is Phase.FORWARD for r in readers)
     with Store(sites(other)) as store:
@@ -135,6 +136,18 @@ def test_the_backward_pass_reads_what_was_compressed(name, density):
 def test_what_has_zeros_is_told_from_the_equations(name, expected):
     found = captured(*STEPS[name])
     assert len(rectified(found, compressible(found, 0.02))) == expected
+
+
+def test_what_is_compressed_is_as_much_worth_a_transfer_as_before():
+    found = captured(*STEPS["relu"])
+    large = compressible(found, 0.02)
+    other = compressed(found, [(b, room(found, b, 0.5)) for b in large])
+    moved = []
+    for program in (found.program, other.program):
+        costs, base = analytic(program, SLOW), range(len(program.steps))
+        moved.append({b for b, _ in candidates(program, costs, base, 0.02)})
+    small = {b for s in other.program.steps if s.op == COMPRESS for b in s.writes}
+    assert len(moved[1] & small) >= len(moved[0] & {*large}) > 0  # their copies take less time, too
 
 
 def budgeted(name="relu", budget=0.5, **options):
@@ -218,14 +231,12 @@ def test_a_policy_by_layers_moves_what_is_compressed():
 def test_densities_are_counted_on_the_arguments():
     step, args = STEPS["mask"]
     found = captured(step, args)
-    leaves, candidates = jax.tree.leaves(args), compressible(found, 0.02)
-    counted = densities(found, candidates, leaves, None)
-    assert [*counted] == [*candidates]
-    assert all(abs(counted[b] - 1 / 3) < 1e-3 for b in rectified(found, candidates))
-    assert "takes" in densities(found, candidates, leaves, 1000)
-    assert (
-        densities(found, candidates, [jnp.zeros_like(x) for x in leaves], None)[candidates[0]] == 0
-    )
+    leaves, large = jax.tree.leaves(args), compressible(found, 0.02)
+    counted = densities(found, large, leaves, None)
+    assert [*counted] == [*large]
+    assert all(abs(counted[b] - 1 / 3) < 1e-3 for b in rectified(found, large))
+    assert "takes" in densities(found, large, leaves, 1000)
+    assert densities(found, large, [jnp.zeros_like(x) for x in leaves], None)[large[0]] == 0
 
 
 BAD = [

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import COMPRESS, DECOMPRESS, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.placement import place
@@ -29,12 +29,13 @@ def candidates(program: Program, costs: Costs, base: Sequence[int], share: float
     assert costs.link is not None
     remaking = Remaking(program, base)
     resident = program.is_resident
-    least = max(share * sum(b.nbytes for i, b in enumerate(program.buffers) if not resident[i]), 1)
+    stands_for = _stands_for(program)
+    least = max(share * sum(n for b, n in enumerate(stands_for) if not resident[b]), 1)
     timeline = simulate(program, base, costs)
     found = []
     for b, uses in enumerate(remaking.uses):
         nbytes = program.buffers[b].nbytes
-        if resident[b] or not program.buffers[b].movable or nbytes < least:
+        if resident[b] or not program.buffers[b].movable or stands_for[b] < least:
             continue
         if program.producer[b] < 0 or len(uses) < 2:
             continue
@@ -46,6 +47,19 @@ def candidates(program: Program, costs: Costs, base: Sequence[int], share: float
                 again = float("inf")
             found.append((-again / nbytes, b, n))
     return [(b, n) for _, b, n in sorted(found)]
+
+
+def _stands_for(program: Program) -> list[int]:
+    """Bytes of every buffer, as they would be without compression: what is compressed is as much
+    worth a transfer as what it was made of, which then comes back as nothing new."""
+    found = [b.nbytes for b in program.buffers]
+    for step in program.steps:
+        if step.op == COMPRESS:
+            found[step.writes[0]] = program.buffers[step.reads[0]].nbytes
+            found[step.reads[0]] = 0
+        elif step.op == DECOMPRESS:
+            found[step.writes[0]] = 0
+    return found
 
 
 def hidden(
