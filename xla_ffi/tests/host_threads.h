@@ -56,8 +56,9 @@ class Barrier {
 // What the threads of a block share.
 struct HostBlock {
   static constexpr unsigned kWidth = 32;
+  static constexpr unsigned kTurns = 2;  // who is late may still read the last turn's
 
-  explicit HostBlock(unsigned threads) : all(threads), given(threads) {
+  explicit HostBlock(unsigned threads) : all(threads), given(kTurns * threads) {
     for (unsigned first = 0; first < threads; first += kWidth) {
       warps.push_back(std::make_unique<Barrier>(kWidth));
     }
@@ -66,13 +67,12 @@ struct HostBlock {
   // What the thread `lane` of this warp gives; all of the warp must ask.
   template <class T>
   T Exchange(T mine, unsigned lane) {
+    thread_local unsigned turn = 0;
+    turn = (turn + 1) % kTurns;
     const unsigned first = threadIdx.x / kWidth * kWidth;
-    Barrier& warp = *warps[threadIdx.x / kWidth];
-    given[threadIdx.x] = mine;
-    warp.Wait();
-    const T theirs = static_cast<T>(given[first + lane]);
-    warp.Wait();
-    return theirs;
+    given[turn + kTurns * threadIdx.x] = mine;
+    warps[threadIdx.x / kWidth]->Wait();
+    return static_cast<T>(given[turn + kTurns * (first + lane)]);
   }
 
   Barrier all;
