@@ -74,7 +74,7 @@ template <class T>
 void ByKernel(Compressed& to, Buffer& x) {
   DeviceCount totals[2] = {};
   std::memset(to.c.data(), 0, to.format.entries_offset());
-  Launch(static_cast<unsigned>(to.format.blocks()), kThreads, [&] {
+  HostBlock::the_block->Launch(static_cast<unsigned>(to.format.blocks()), [&] {
     CompressBlocks<T>(to.format, x.data(), to.c.data(), to.format.units(to.capacity),
                       to.overflow.data(), totals);
   });
@@ -84,7 +84,7 @@ void ByKernel(Compressed& to, Buffer& x) {
 template <class T>
 Buffer BackByKernel(Compressed& from) {
   Buffer x(from.format.nbytes);
-  Launch(static_cast<unsigned>(from.format.blocks()), kThreads, [&] {
+  HostBlock::the_block->Launch(static_cast<unsigned>(from.format.blocks()), [&] {
     DecompressBlocks<T>(from.format, from.c.data(), from.format.units(from.capacity),
                         from.overflow.data(), x.data());
   });
@@ -115,7 +115,7 @@ void TestKernelsAndTwinAgree() {
   };
   const std::size_t block = kBlockNbytes / sizeof(T);
   for (const Case& each :
-       std::vector<Case>{{block + 7, 1, 1}, {2 * block + 3, 0.6, 0.3}, {block, 0, 0}}) {
+       std::vector<Case>{{3, 0.5, 1}, {block + 7, 1, 1}, {2 * block + 3, 0.6, 0.3}, {block, 0, 0}}) {
     const CompressedFormat format{each.elements * sizeof(T), sizeof(T)};
     const auto room = static_cast<std::size_t>(each.room * static_cast<double>(format.nbytes));
     const bool overflows = each.room < each.density;
@@ -236,6 +236,7 @@ void TestRunThatDied() {
 }  // namespace vmem
 
 int main() {
+  const vmem::HostBlock block(vmem::kThreads);
   vmem::TestKernelsAndTwinAgree<std::uint8_t>();
   vmem::TestKernelsAndTwinAgree<std::uint16_t>();
   vmem::TestKernelsAndTwinAgree<std::uint32_t>();

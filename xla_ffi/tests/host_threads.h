@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -53,16 +55,38 @@ class Barrier {
   pthread_barrier_t barrier_;
 };
 
-// What the threads of a block share.
-struct HostBlock {
+// The threads of a block, and what they share. They live as long as it: making them takes longest.
+class HostBlock {
+ public:
   static constexpr unsigned kWidth = 32;
-  static constexpr unsigned kTurns = 2;  // who is late may still read the last turn's
 
-  explicit HostBlock(unsigned threads) : all(threads), given(kTurns * threads) {
+  explicit HostBlock(unsigned threads)
+      : all_(threads), begin_(threads + 1), end_(threads + 1), given_(kTurns * threads) {
     for (unsigned first = 0; first < threads; first += kWidth) {
-      warps.push_back(std::make_unique<Barrier>(kWidth));
+      warps_.push_back(std::make_unique<Barrier>(kWidth));
     }
+    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this, i] { Run(i); });
+    the_block = this;
   }
+
+  ~HostBlock() {
+    kernel_ = nullptr;
+    begin_.Wait();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  HostBlock(const HostBlock&) = delete;
+  HostBlock& operator=(const HostBlock&) = delete;
+
+  // kernel() in so many blocks.
+  void Launch(unsigned blocks, std::function<void()> kernel) {
+    blocks_ = blocks;
+    kernel_ = std::move(kernel);
+    begin_.Wait();
+    end_.Wait();
+  }
+
+  void Wait() { all_.Wait(); }
 
   // What the thread `lane` of this warp gives; all of the warp must ask.
   template <class T>
@@ -70,53 +94,58 @@ struct HostBlock {
     thread_local unsigned turn = 0;
     turn = (turn + 1) % kTurns;
     const unsigned first = threadIdx.x / kWidth * kWidth;
-    given[turn + kTurns * threadIdx.x] = mine;
-    warps[threadIdx.x / kWidth]->Wait();
-    return static_cast<T>(given[turn + kTurns * (first + lane)]);
+    given_[turn + kTurns * threadIdx.x] = mine;
+    warps_[threadIdx.x / kWidth]->Wait();
+    return static_cast<T>(given_[turn + kTurns * (first + lane)]);
   }
 
-  Barrier all;
-  std::vector<std::unique_ptr<Barrier>> warps;
-  std::vector<std::uint64_t> given;
+  static HostBlock* the_block;
+
+ private:
+  static constexpr unsigned kTurns = 2;  // who is late may still read the last turn's
+
+  void Run(unsigned thread) {
+    threadIdx.x = thread;
+    for (;;) {
+      begin_.Wait();
+      if (!kernel_) return;
+      for (blockIdx.x = 0; blockIdx.x < blocks_; ++blockIdx.x) {
+        kernel_();
+        all_.Wait();  // the next block's shared memory is the same
+      }
+      end_.Wait();
+    }
+  }
+
+  Barrier all_;
+  Barrier begin_;
+  Barrier end_;
+  std::vector<std::unique_ptr<Barrier>> warps_;
+  std::vector<std::uint64_t> given_;
+  std::vector<std::thread> threads_;
+  std::function<void()> kernel_;
+  unsigned blocks_ = 0;
 };
 
-inline HostBlock* the_block = nullptr;
+inline HostBlock* HostBlock::the_block = nullptr;
 
 inline unsigned LaneHere() { return threadIdx.x % HostBlock::kWidth; }
 
 template <class T>
 T __shfl_sync(unsigned, T mine, unsigned lane) {
-  return the_block->Exchange(mine, lane);
+  return HostBlock::the_block->Exchange(mine, lane);
 }
 
 template <class T>
 T __shfl_up_sync(unsigned, T mine, unsigned distance) {
-  return the_block->Exchange(mine, LaneHere() < distance ? LaneHere() : LaneHere() - distance);
+  return HostBlock::the_block->Exchange(mine, LaneHere() < distance ? LaneHere() : LaneHere() - distance);
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T mine, unsigned distance) {
-  return the_block->Exchange(mine, LaneHere() ^ distance);
+  return HostBlock::the_block->Exchange(mine, LaneHere() ^ distance);
 }
 
-inline void __syncthreads() { the_block->all.Wait(); }
-
-// kernel() in `blocks` blocks of `count` threads.
-template <class Kernel>
-void Launch(unsigned blocks, unsigned count, Kernel kernel) {
-  HostBlock block(count);
-  the_block = &block;
-  std::vector<std::thread> threads;
-  for (unsigned i = 0; i < count; ++i) {
-    threads.emplace_back([&, i] {
-      threadIdx.x = i;
-      for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-        kernel();
-        __syncthreads();  // the next block's shared memory is the same
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
+inline void __syncthreads() { HostBlock::the_block->Wait(); }
 
 }  // namespace vmem
