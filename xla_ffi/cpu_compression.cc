@@ -69,8 +69,8 @@ void Scatter(const std::byte* mask, std::uint64_t count, const Staged<T>& staged
       bits |= std::to_integer<std::uint64_t>(mask[first / 8 + byte]) << 8 * byte;
     }
     for (std::uint64_t i = 0; i < length; ++i) {
-      const bool has_value = bits >> i & 1;
-      const T element = has_value ? staged[values] : T{0};
+      const std::uint32_t has_value = bits >> i & 1;
+      const auto element = static_cast<T>(staged[values] & (T{0} - has_value));
       values += has_value;
       std::memcpy(x + (first + i) * sizeof(T), &element, sizeof(T));
     }
