@@ -140,21 +140,6 @@ void DecompressAs(const CompressedFormat& format, const std::byte* c, std::size_
   }
 }
 
-// Calls `use` with a value of the unsigned type of `itemsize` bytes.
-template <class Use>
-void WithItem(std::uint32_t itemsize, Use use) {
-  switch (itemsize) {
-    case 1:
-      return use(std::uint8_t{});
-    case 2:
-      return use(std::uint16_t{});
-    case 4:
-      return use(std::uint32_t{});
-    default:
-      return use(std::uint64_t{});
-  }
-}
-
 }  // namespace
 
 CpuCompression::Overflow::Overflow(std::size_t nbytes) : nbytes_(nbytes) {

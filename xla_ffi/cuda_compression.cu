@@ -26,21 +26,6 @@ unsigned Blocks(const CompressedFormat& format, const void* x, const void* c) {
   return static_cast<unsigned>(format.blocks());
 }
 
-// Calls `use` with a value of the unsigned type of `itemsize` bytes.
-template <class Use>
-void WithItem(std::uint32_t itemsize, Use use) {
-  switch (itemsize) {
-    case 1:
-      return use(std::uint8_t{});
-    case 2:
-      return use(std::uint16_t{});
-    case 4:
-      return use(std::uint32_t{});
-    default:
-      return use(std::uint64_t{});
-  }
-}
-
 void Advise(void* memory, std::size_t nbytes, int device) {
 #if CUDART_VERSION >= 13000
   cudaMemLocation host{};

@@ -67,6 +67,21 @@ struct CompressedFormat {
   }
 };
 
+// Calls `use` with a value of the unsigned type of `itemsize` bytes.
+template <class Use>
+void WithItem(std::uint32_t itemsize, Use use) {
+  switch (itemsize) {
+    case 1:
+      return use(std::uint8_t{});
+    case 2:
+      return use(std::uint16_t{});
+    case 4:
+      return use(std::uint32_t{});
+    default:
+      return use(std::uint64_t{});
+  }
+}
+
 // Elements that have values, and the bytes of those that found no room.
 struct Written {
   std::uint64_t values = 0;

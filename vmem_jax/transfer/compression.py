@@ -5,7 +5,8 @@
 
 `c` is a byte array of a size that the plan fixes, so the compiler counts it, and whatever moves a
 buffer moves it. Values that find no room in it go to overflow memory of the store, so no step fails
-however dense a tensor turns. Lossless, bit for bit; docs/ffi.md has the format.
+however dense a tensor turns. Lossless, bit for bit; docs/ffi.md has the format. It is that of
+vDNN++, section IV-C, but before the link.
 
 In a step every site is compressed once and decompressed once after that, each fenced as transfers
 are. In a step on several devices both stand in a `shard_map`, and sizes are those of a shard.
