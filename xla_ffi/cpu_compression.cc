@@ -100,13 +100,13 @@ Written CompressAs(const CompressedFormat& format, const std::byte* x, std::byte
     const Range range(format, block);
     const BlockEntry entry{
         cursor, Gather<T>(x + block * kBlockNbytes, range.count, mask + range.first / 8, staged)};
-    const std::uint64_t units = format.units_of(entry.count);
+    const std::uint64_t units = UnitsOf(entry.count, sizeof(T));
     cursor += units;
     const bool fits = cursor <= room;
     std::memcpy((fits ? values : overflow) + entry.place * kUnitNbytes, staged.data(),
                 entry.count * sizeof(T));
     const std::uint64_t bits = entry.Encoded();
-    std::memcpy(c + format.entries_offset() + block * sizeof(bits), &bits, sizeof(bits));
+    std::memcpy(c + kEntriesOffset + block * sizeof(bits), &bits, sizeof(bits));
     written.values += entry.count;
     if (!fits) written.overflow_nbytes += units * kUnitNbytes;
   }
@@ -125,9 +125,9 @@ void DecompressAs(const CompressedFormat& format, const std::byte* c, std::size_
   for (std::uint64_t block = 0; block < format.blocks(); ++block) {
     const Range range(format, block);
     const auto entry = BlockEntry::Decoded(
-        Load<std::uint64_t>(c + format.entries_offset() + block * sizeof(std::uint64_t)));
+        Load<std::uint64_t>(c + kEntriesOffset + block * sizeof(std::uint64_t)));
     const std::byte* const bits = mask + range.first / 8;
-    const std::uint64_t end = entry.place + format.units_of(entry.count);
+    const std::uint64_t end = entry.place + UnitsOf(entry.count, sizeof(T));
     if (entry.count != CountOfMask(bits, range.count) || end > cursor ||
         cursor * kUnitNbytes > format.blocks() * kBlockNbytes) {
       throw Error(Code::kInternal, "block " + std::to_string(block) +

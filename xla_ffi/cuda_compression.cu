@@ -86,13 +86,12 @@ void CudaCompression::Compress(Stream stream, std::size_t site, const Compressed
                                const void* x, std::byte* c, std::size_t capacity,
                                std::byte* overflow) {
   const unsigned blocks = Blocks(format, x, c);
-  VMEM_CHECK_CUDA(cudaMemsetAsync(c, 0, format.entries_offset(), stream));
+  VMEM_CHECK_CUDA(cudaMemsetAsync(c, 0, kEntriesOffset, stream));
   if (blocks == 0) return;
   auto* const totals = reinterpret_cast<DeviceCount*>(totals_.data()) + site * kCounts;
   WithItem(format.itemsize, [&](auto item) {
-    CompressBlocks<decltype(item)>
-        <<<blocks, kThreads, 0, stream>>>(format, static_cast<const std::byte*>(x), c,
-                                          format.units(capacity), overflow, totals);
+    CompressBlocks<decltype(item)><<<blocks, kThreads, 0, stream>>>(
+        Parts(format, capacity), static_cast<const std::byte*>(x), c, overflow, totals);
   });
   VMEM_CHECK_CUDA(cudaGetLastError());
 }
@@ -103,7 +102,7 @@ void CudaCompression::Decompress(Stream stream, const CompressedFormat& format, 
   if (blocks == 0) return;
   WithItem(format.itemsize, [&](auto item) {
     DecompressBlocks<decltype(item)><<<blocks, kThreads, 0, stream>>>(
-        format, c, format.units(capacity), overflow, static_cast<std::byte*>(x));
+        Parts(format, capacity), c, overflow, static_cast<std::byte*>(x));
   });
   VMEM_CHECK_CUDA(cudaGetLastError());
 }

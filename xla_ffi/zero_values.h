@@ -26,9 +26,15 @@ namespace vmem {
 
 inline constexpr std::uint64_t kBlockNbytes = 16384;
 inline constexpr std::uint64_t kUnitNbytes = 16;
+inline constexpr std::uint64_t kEntriesOffset = sizeof(std::uint64_t);  // behind the cursor
 
-VMEM_HOST_DEVICE constexpr std::uint64_t CeilDiv(std::uint64_t n, std::uint64_t by) {
+constexpr std::uint64_t CeilDiv(std::uint64_t n, std::uint64_t by) {
   return (n + by - 1) / by;
+}
+
+// Units that so many values of a block take.
+VMEM_HOST_DEVICE constexpr std::uint32_t UnitsOf(std::uint32_t count, std::uint32_t itemsize) {
+  return static_cast<std::uint32_t>((count * itemsize + kUnitNbytes - 1) / kUnitNbytes);
 }
 
 // Where a block's values lie, and how many they are.
@@ -47,23 +53,17 @@ struct CompressedFormat {
   std::uint64_t nbytes = 0;
   std::uint32_t itemsize = 1;
 
-  VMEM_HOST_DEVICE std::uint64_t elements() const { return nbytes / itemsize; }
-  VMEM_HOST_DEVICE std::uint64_t blocks() const { return CeilDiv(nbytes, kBlockNbytes); }
-  VMEM_HOST_DEVICE std::uint64_t entries_offset() const { return sizeof(std::uint64_t); }
-  VMEM_HOST_DEVICE std::uint64_t mask_offset() const {
-    return CeilDiv((1 + blocks()) * sizeof(std::uint64_t), kUnitNbytes) * kUnitNbytes;
+  std::uint64_t elements() const { return nbytes / itemsize; }
+  std::uint64_t blocks() const { return CeilDiv(nbytes, kBlockNbytes); }
+  std::uint64_t mask_offset() const {
+    return CeilDiv(kEntriesOffset + blocks() * sizeof(std::uint64_t), kUnitNbytes) * kUnitNbytes;
   }
-  VMEM_HOST_DEVICE std::uint64_t mask_nbytes() const {
-    return CeilDiv(elements(), 8 * kUnitNbytes) * kUnitNbytes;
-  }
+  std::uint64_t mask_nbytes() const { return CeilDiv(elements(), 8 * kUnitNbytes) * kUnitNbytes; }
   // As many bytes as there must be.
-  VMEM_HOST_DEVICE std::uint64_t values_offset() const { return mask_offset() + mask_nbytes(); }
+  std::uint64_t values_offset() const { return mask_offset() + mask_nbytes(); }
   // That of the values which a byte array of `capacity` has room for.
-  VMEM_HOST_DEVICE std::uint64_t units(std::uint64_t capacity) const {
+  std::uint64_t units(std::uint64_t capacity) const {
     return (capacity - values_offset()) / kUnitNbytes;
-  }
-  VMEM_HOST_DEVICE std::uint64_t units_of(std::uint32_t count) const {
-    return CeilDiv(std::uint64_t{count} * itemsize, kUnitNbytes);
   }
 };
 

@@ -27,6 +27,22 @@ static_assert(kPieces * kFieldBits <= 64, "the counts of a thread are scanned in
 
 using DeviceCount = unsigned long long;  // what atomics are made for
 
+// What a kernel needs of a format and a capacity: dividing takes a device long.
+struct Parts {
+  Parts(const CompressedFormat& format, std::uint64_t capacity)
+      : nbytes(format.nbytes),
+        mask_offset(format.mask_offset()),
+        mask_nbytes(format.mask_nbytes()),
+        values_offset(format.values_offset()),
+        room(format.units(capacity)) {}
+
+  std::uint64_t nbytes;  // of the tensor
+  std::uint64_t mask_offset;
+  std::uint64_t mask_nbytes;
+  std::uint64_t values_offset;
+  std::uint64_t room;  // units
+};
+
 // Elements of T in a piece.
 template <class T>
 inline constexpr unsigned kPerPiece = kPieceNbytes / sizeof(T);
@@ -65,29 +81,31 @@ struct Piece {
   }
 };
 
-// The piece at `index` of a tensor's block, of which `left` bytes are the tensor's; zeros behind them.
+// This thread's pieces of a tensor's block, of which `left` bytes are the tensor's; zeros behind them.
 template <class T>
-__device__ Piece LoadPiece(const T* x, unsigned index, unsigned left) {
-  Piece piece;
-  if ((index + 1) * kPieceNbytes <= left) {
-    const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(x) + index);  // read once
-    piece.words[0] = raw.x;
-    piece.words[1] = raw.y;
-    piece.words[2] = raw.z;
-    piece.words[3] = raw.w;
-    return piece;
+__device__ void LoadPieces(const T* x, unsigned left, Piece (&pieces)[kPieces]) {
+  if (left == kBlockNbytes) {
+#pragma unroll
+    for (unsigned i = 0; i < kPieces; ++i) {
+      const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(x) + PieceOf(i));  // read once
+      pieces[i] = {{raw.x, raw.y, raw.z, raw.w}};
+    }
+    return;
   }
 #pragma unroll
-  for (unsigned j = 0; j < kPerPiece<T>; ++j) {
-    const unsigned element = index * kPerPiece<T> + j;
-    if (element * sizeof(T) < left) piece.Put<T>(j, x[element]);
+  for (unsigned i = 0; i < kPieces; ++i) {
+    pieces[i] = {};
+#pragma unroll
+    for (unsigned j = 0; j < kPerPiece<T>; ++j) {
+      const unsigned element = PieceOf(i) * kPerPiece<T> + j;
+      if (element < left / sizeof(T)) pieces[i].Put<T>(j, x[element]);
+    }
   }
-  return piece;
 }
 
 template <class T>
 __device__ void StorePiece(T* x, unsigned index, unsigned left, const Piece& piece) {
-  if ((index + 1) * kPieceNbytes <= left) {
+  if (left == kBlockNbytes) {
     reinterpret_cast<uint4*>(x)[index] =
         make_uint4(piece.words[0], piece.words[1], piece.words[2], piece.words[3]);
     return;
@@ -95,7 +113,7 @@ __device__ void StorePiece(T* x, unsigned index, unsigned left, const Piece& pie
 #pragma unroll
   for (unsigned j = 0; j < kPerPiece<T>; ++j) {
     const unsigned element = index * kPerPiece<T> + j;
-    if (element * sizeof(T) < left) x[element] = piece.Get<T>(j);
+    if (element < left / sizeof(T)) x[element] = piece.Get<T>(j);
   }
 }
 
@@ -103,9 +121,31 @@ __device__ void StorePiece(T* x, unsigned index, unsigned left, const Piece& pie
 template <class T>
 __device__ unsigned BitsOf(const Piece& piece) {
   unsigned bits = 0;
+  if constexpr (sizeof(T) < sizeof(std::uint32_t)) {
+    // All elements of a word at once: adding carries into the highest bit where any lower one is set
+    constexpr unsigned kPerWord = sizeof(std::uint32_t) / sizeof(T);
+    constexpr unsigned kHighest = sizeof(T) == 1 ? 0x80808080 : 0x80008000;
+    constexpr unsigned kWidth = 8 * sizeof(T);
 #pragma unroll
-  for (unsigned j = 0; j < kPerPiece<T>; ++j) bits |= unsigned{piece.Get<T>(j) != 0} << j;
+    for (unsigned i = 0; i < kPieceNbytes / sizeof(std::uint32_t); ++i) {
+      const std::uint32_t word = piece.words[i];
+      const std::uint32_t set = (((word & ~kHighest) + ~kHighest) | word) & kHighest;
+      unsigned gathered = 0;
+#pragma unroll
+      for (unsigned j = 0; j < kPerWord; ++j) gathered |= set >> (kWidth * (j + 1) - 1 - j);
+      bits |= (gathered & ((1U << kPerWord) - 1)) << i * kPerWord;
+    }
+  } else {
+#pragma unroll
+    for (unsigned j = 0; j < kPerPiece<T>; ++j) bits |= unsigned{piece.Get<T>(j) != 0} << j;
+  }
   return bits;
+}
+
+// Hides where a number comes from: the compiler would work out each of its bits again.
+__device__ inline unsigned Opaque(unsigned number) {
+  asm("" : "+r"(number));
+  return number;
 }
 
 // Writes the bits of a warp's pieces as whole words of the block's mask, of which there are `words`.
@@ -178,8 +218,8 @@ __device__ inline Starts Scan(const unsigned (&counts)[kPieces], unsigned (&warp
 }
 
 // Bytes of the tensor in this block.
-__device__ inline unsigned BytesLeft(const CompressedFormat& format) {
-  const std::uint64_t left = format.nbytes - blockIdx.x * kBlockNbytes;
+__device__ inline unsigned BytesLeft(const Parts& parts) {
+  const std::uint64_t left = parts.nbytes - blockIdx.x * kBlockNbytes;
   return static_cast<unsigned>(left < kBlockNbytes ? left : kBlockNbytes);
 }
 
@@ -187,32 +227,31 @@ __device__ inline unsigned BytesLeft(const CompressedFormat& format) {
 // counts, of values and of bytes that overflowed.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    CompressBlocks(CompressedFormat format, const std::byte* tensor, std::byte* c,
-                   std::uint64_t room, std::byte* overflow, DeviceCount* totals) {
+    CompressBlocks(Parts parts, const std::byte* tensor, std::byte* c, std::byte* overflow,
+                   DeviceCount* totals) {
   alignas(kUnitNbytes) __shared__ T staged[kBlockNbytes / sizeof(T)];
   __shared__ unsigned warp_totals[kWarps];
   __shared__ DeviceCount place;
 
   const std::uint64_t block = blockIdx.x;
-  const unsigned left = BytesLeft(format);
+  const unsigned left = BytesLeft(parts);
   const T* const x = reinterpret_cast<const T*>(tensor + block * kBlockNbytes);
   Piece pieces[kPieces];
-#pragma unroll
-  for (unsigned i = 0; i < kPieces; ++i) pieces[i] = LoadPiece<T>(x, PieceOf(i), left);
+  LoadPieces<T>(x, left, pieces);
 
   unsigned bits[kPieces];
   unsigned counts[kPieces];
   const std::uint64_t mask_before = block * (kBlockNbytes / sizeof(T) / 8);
-  auto* const mask = reinterpret_cast<std::uint32_t*>(c + format.mask_offset() + mask_before);
-  const std::uint64_t mask_words = (format.mask_nbytes() - mask_before) / sizeof(std::uint32_t);
+  auto* const mask = reinterpret_cast<std::uint32_t*>(c + parts.mask_offset + mask_before);
+  const std::uint64_t mask_words = (parts.mask_nbytes - mask_before) / sizeof(std::uint32_t);
 #pragma unroll
   for (unsigned i = 0; i < kPieces; ++i) {
-    bits[i] = BitsOf<T>(pieces[i]);
+    bits[i] = Opaque(BitsOf<T>(pieces[i]));
     counts[i] = static_cast<unsigned>(__popc(bits[i]));
     StoreBits<T>(mask, mask_words, PieceOf(i), bits[i]);
   }
   const Starts starts = Scan(counts, warp_totals);
-  const auto units = static_cast<unsigned>(format.units_of(starts.total));
+  const unsigned units = UnitsOf(starts.total, sizeof(T));
 
   DeviceCount taken = 0;
   if (threadIdx.x == 0 && units > 0) {
@@ -220,10 +259,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
 #pragma unroll
   for (unsigned i = 0; i < kPieces; ++i) {
-    unsigned at = starts.of[i];
+    T* to = staged + starts.of[i];
 #pragma unroll
     for (unsigned j = 0; j < kPerPiece<T>; ++j) {
-      if (bits[i] >> j & 1) staged[at++] = pieces[i].template Get<T>(j);
+      if (bits[i] >> j & 1) *to++ = pieces[i].template Get<T>(j);
     }
   }
   // What the last unit has behind the last value is copied, too
@@ -231,33 +270,35 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   if (threadIdx.x == 0) {
     place = taken;
     const BlockEntry entry{taken, starts.total};
-    reinterpret_cast<std::uint64_t*>(c + format.entries_offset())[block] = entry.Encoded();
+    reinterpret_cast<std::uint64_t*>(c + kEntriesOffset)[block] = entry.Encoded();
     if (units > 0) atomicAdd(totals, DeviceCount{starts.total});
-    if (taken + units > room) atomicAdd(totals + 1, DeviceCount{units * kUnitNbytes});
+    if (taken + units > parts.room) atomicAdd(totals + 1, DeviceCount{units * kUnitNbytes});
   }
   __syncthreads();
-  std::byte* const values = place + units <= room ? c + format.values_offset() : overflow;
-  uint4* const to = reinterpret_cast<uint4*>(values) + place;
-  for (unsigned i = threadIdx.x; i < units; i += kThreads) {
-    to[i] = reinterpret_cast<const uint4*>(staged)[i];
+  std::byte* const values = place + units <= parts.room ? c + parts.values_offset : overflow;
+  uint4* const out = reinterpret_cast<uint4*>(values) + place;
+#pragma unroll
+  for (unsigned i = 0; i < kPieces; ++i) {
+    const unsigned unit = i * kThreads + threadIdx.x;
+    if (unit < units) out[unit] = reinterpret_cast<const uint4*>(staged)[unit];
   }
 }
 
 // The inverse. All of the tensor is written.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    DecompressBlocks(CompressedFormat format, const std::byte* c, std::uint64_t room,
-                     const std::byte* overflow, std::byte* tensor) {
+    DecompressBlocks(Parts parts, const std::byte* c, const std::byte* overflow,
+                     std::byte* tensor) {
   alignas(kUnitNbytes) __shared__ T staged[kBlockNbytes / sizeof(T)];
   __shared__ unsigned warp_totals[kWarps];
 
   const std::uint64_t block = blockIdx.x;
-  const unsigned left = BytesLeft(format);
+  const unsigned left = BytesLeft(parts);
   const BlockEntry entry = BlockEntry::Decoded(
-      reinterpret_cast<const std::uint64_t*>(c + format.entries_offset())[block]);
-  const auto units = static_cast<unsigned>(format.units_of(entry.count));
+      reinterpret_cast<const std::uint64_t*>(c + kEntriesOffset)[block]);
+  const unsigned units = UnitsOf(entry.count, sizeof(T));
   const std::byte* const values =
-      entry.place + units <= room ? c + format.values_offset() : overflow;
+      entry.place + units <= parts.room ? c + parts.values_offset : overflow;
   const uint4* const from = reinterpret_cast<const uint4*>(values) + entry.place;
 #pragma unroll
   for (unsigned i = 0; i < kPieces; ++i) {
@@ -269,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   unsigned counts[kPieces];
   const std::uint64_t mask_before = block * (kBlockNbytes / sizeof(T) / 8);
   const auto* const mask =
-      reinterpret_cast<const std::uint8_t*>(c + format.mask_offset() + mask_before);
+      reinterpret_cast<const std::uint8_t*>(c + parts.mask_offset + mask_before);
 #pragma unroll
   for (unsigned i = 0; i < kPieces; ++i) {
     bits[i] = PieceOf(i) * kPieceNbytes < left ? LoadBits<T>(mask, PieceOf(i)) : 0;
@@ -281,10 +322,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
   for (unsigned i = 0; i < kPieces; ++i) {
     Piece piece;
-    unsigned at = starts.of[i];
+    const T* value = staged + starts.of[i];
 #pragma unroll
     for (unsigned j = 0; j < kPerPiece<T>; ++j) {
-      if (bits[i] >> j & 1) piece.template Put<T>(j, staged[at++]);
+      if (bits[i] >> j & 1) piece.template Put<T>(j, *value++);
     }
     StorePiece<T>(x, PieceOf(i), left, piece);
   }

@@ -73,10 +73,10 @@ struct Compressed {
 template <class T>
 void ByKernel(Compressed& to, Buffer& x) {
   DeviceCount totals[2] = {};
-  std::memset(to.c.data(), 0, to.format.entries_offset());
+  std::memset(to.c.data(), 0, kEntriesOffset);
   HostBlock::the_block->Launch(static_cast<unsigned>(to.format.blocks()), [&] {
-    CompressBlocks<T>(to.format, x.data(), to.c.data(), to.format.units(to.capacity),
-                      to.overflow.data(), totals);
+    CompressBlocks<T>(Parts(to.format, to.capacity), x.data(), to.c.data(), to.overflow.data(),
+                      totals);
   });
   to.written = {totals[0], totals[1]};
 }
@@ -85,8 +85,8 @@ template <class T>
 Buffer BackByKernel(Compressed& from) {
   Buffer x(from.format.nbytes);
   HostBlock::the_block->Launch(static_cast<unsigned>(from.format.blocks()), [&] {
-    DecompressBlocks<T>(from.format, from.c.data(), from.format.units(from.capacity),
-                        from.overflow.data(), x.data());
+    DecompressBlocks<T>(Parts(from.format, from.capacity), from.c.data(), from.overflow.data(),
+                        x.data());
   });
   EXPECT(x.IsWhole());
   return x;
