@@ -1,4 +1,4 @@
-// What outlives a call, by id: descriptions of any platform, and what was made of them on each device.
+// What outlives a call, by id: descriptions of any platform, and what was made of them on devices.
 #pragma once
 
 #include <cstddef>
@@ -27,8 +27,8 @@ inline Error Unknown(const Words& words, std::int64_t id) {
                    ": it was freed, or this program was made in another process");
 }
 
-// All live descriptions. An id is never used twice, so a program that outlives what it names gets an
-// error, not somebody else's memory.
+// All live descriptions. An id is never used twice, so a program that outlives what it names gets
+// an error, not somebody else's memory.
 template <class Description>
 class Registry {
  public:

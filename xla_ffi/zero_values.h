@@ -8,9 +8,10 @@
 //   mask      1 bit an element, 1 where it has a value; lowest bit of each byte first
 //   values    in units of kUnitNbytes, a block's own together and in order, up to the capacity
 //
-// mask and values begin at multiples of kUnitNbytes. A block takes its units by adding to the cursor,
-// so where it lies may differ from run to run. One whose units end beyond the capacity lies in the
-// overflow memory of its site, at the same place from the begin of that: it is as large as the tensor.
+// mask and values begin at multiples of kUnitNbytes. A block takes its units by adding to the
+// cursor, so where it lies may differ from run to run. One whose units end beyond the capacity lies
+// in the overflow memory of its site, at the same place from the begin of that, which is as large as
+// the tensor.
 #pragma once
 
 #include <cstddef>

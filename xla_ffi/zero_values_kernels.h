@@ -81,7 +81,7 @@ struct Piece {
   }
 };
 
-// This thread's pieces of a tensor's block, of which `left` bytes are the tensor's; zeros behind them.
+// This thread's pieces of a tensor's block, of which `left` bytes are the tensor's; zeros behind.
 template <class T>
 __device__ void LoadPieces(const T* x, unsigned left, Piece (&pieces)[kPieces]) {
   if (left == kBlockNbytes) {

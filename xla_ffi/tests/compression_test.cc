@@ -114,8 +114,9 @@ void TestKernelsAndTwinAgree() {
     double room;  // share of the tensor that its values may take
   };
   const std::size_t block = kBlockNbytes / sizeof(T);
-  for (const Case& each :
-       std::vector<Case>{{3, 0.5, 1}, {block + 7, 1, 1}, {2 * block + 3, 0.6, 0.3}, {block, 0, 0}}) {
+  const std::vector<Case> cases{
+      {3, 0.5, 1}, {block + 7, 1, 1}, {2 * block + 3, 0.6, 0.3}, {block, 0, 0}};
+  for (const Case& each : cases) {
     const CompressedFormat format{each.elements * sizeof(T), sizeof(T)};
     const auto room = static_cast<std::size_t>(each.room * static_cast<double>(format.nbytes));
     const bool overflows = each.room < each.density;
@@ -215,21 +216,61 @@ void TestThreads() {
   for (std::thread& thread : threads) thread.join();
 }
 
-// What a run that failed has left is in nobody's way.
-void TestRunThatDied() {
-  Opened store;
+// A device whose work one thread launches, as CUDA's are, and which counts its overflow memory.
+class Launched : public CpuCompression {
+ public:
+  struct Backend : CpuBackend {
+    static constexpr bool kOneThreadLaunches = true;
+  };
+
+  struct Overflow : CpuCompression::Overflow {
+    explicit Overflow(std::size_t nbytes) : CpuCompression::Overflow(nbytes) { ++made; }
+    static int made;
+  };
+
+  using CpuCompression::CpuCompression;
+};
+
+int Launched::Overflow::made = 0;
+
+void TestRunsThatDied() {
+  CpuLane first;
+  CpuLane second;
+  const std::vector<Site> one{{Opened::kNbytes, Opened::kTight}};
+  DeviceStore<Launched> store(std::make_shared<const Sites>(one), 0);
   Buffer x = Random(Opened::kNbytes, kItem, 0.9, 1);
+  auto put = [&](std::int64_t run, CpuLane& stream, Buffer& c) {
+    store.Compress(run, &stream, 0, kItem, x.data(), Opened::kNbytes, c.data(), Opened::kTight);
+  };
+  auto get = [&](std::int64_t run, CpuLane& stream, Buffer& c) {
+    Buffer back(Opened::kNbytes);
+    store.Decompress(run, &stream, 0, kItem, c.data(), Opened::kTight, back.data(),
+                     Opened::kNbytes);
+    EXPECT(back == x);
+  };
   Buffer c(Opened::kTight);
-  Put(store, 1, 0, x, c);
-  bool refused = false;
-  try {
-    Put(store, 1, 0, x, c);
-  } catch (const Error& error) {
-    refused = std::string(error.what()).find("second time") != std::string::npos;
-  }
-  EXPECT(refused);
-  Put(store, 2, 0, x, c);
-  EXPECT(Get(store, 2, 0, c) == x);
+  for (std::int64_t run = 0; run < 9; ++run) put(run, first, c);  // none is decompressed
+  EXPECT(Launched::Overflow::made == 1);
+  EXPECT(Throws([&] { put(8, first, c); }, "second time"));
+  EXPECT(Throws([&] { get(7, first, c); }, "holds nothing"));
+  put(9, first, c);
+  get(9, first, c);
+  EXPECT(Launched::Overflow::made == 1);
+
+  // Of another thread: it may still be alive, and keeps its own
+  put(10, first, c);
+  std::thread([&] {
+    Buffer other(Opened::kTight);
+    put(11, first, other);
+    get(11, first, other);
+  }).join();
+  get(10, first, c);
+  EXPECT(Launched::Overflow::made == 2);
+
+  // What work on one stream may still use, no other stream gets
+  put(12, second, c);
+  get(12, second, c);
+  EXPECT(Launched::Overflow::made == 3);
 }
 
 }  // namespace
@@ -243,6 +284,6 @@ int main() {
   vmem::TestKernelsAndTwinAgree<std::uint64_t>();
   vmem::TestRunsThatInterleave();
   vmem::TestThreads();
-  vmem::TestRunThatDied();
+  vmem::TestRunsThatDied();
   std::puts("all passed");
 }

@@ -138,7 +138,8 @@ T __shfl_sync(unsigned, T mine, unsigned lane) {
 
 template <class T>
 T __shfl_up_sync(unsigned, T mine, unsigned distance) {
-  return HostBlock::the_block->Exchange(mine, LaneHere() < distance ? LaneHere() : LaneHere() - distance);
+  const unsigned lane = LaneHere() < distance ? LaneHere() : LaneHere() - distance;
+  return HostBlock::the_block->Exchange(mine, lane);
 }
 
 template <class T>

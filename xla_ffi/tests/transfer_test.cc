@@ -74,20 +74,6 @@ Tensor Filled(std::uint8_t seed) {
   return tensor;
 }
 
-template <class Body>
-bool Throws(Body body, const std::string& text) {
-  try {
-    body();
-  } catch (const Error& error) {
-    if (std::string(error.what()).find(text) == std::string::npos) {
-      std::fprintf(stderr, "another error: %s\n", error.what());
-      return false;
-    }
-    return true;
-  }
-  return false;
-}
-
 // A training step: parks `count` tensors, one for each place, and takes them back in reverse.
 void Step(const Pinned& arena, std::int64_t run, std::size_t slots, std::size_t depth) {
   std::vector<Tensor> sources;
