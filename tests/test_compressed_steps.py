@@ -25,6 +25,7 @@ from vmem_jax.policy.vdnnpp import VDNNpp
 from vmem_jax.profile.density import densities
 from vmem_jax.rewrite import rewrite
 from vmem_jax.rewrite.compression import compressed, compressible, rectified, sites
+from vmem_jax.transfer import compression
 from vmem_jax.transfer.compression import Store
 from vmem_jax.transfer.extension import describe
 
@@ -253,6 +254,13 @@ def test_bad_input(how, error, match):
         step, args = budgeted(**how)
         if shapes:
             args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        step.plan(*args)
+
+
+def test_an_extension_without_kernels_cannot_compress(monkeypatch):
+    monkeypatch.setattr(compression, "unusable", lambda platform: f"no nvcc for the {platform}")
+    step, args = budgeted()
+    with pytest.raises(ValueError, match="cannot compress: no nvcc for the cpu"):
         step.plan(*args)
 
 

@@ -12,7 +12,7 @@ from vmem_jax.entry import Traced
 from vmem_jax.profile.density import densities
 from vmem_jax.prove.device import devices_of
 from vmem_jax.rewrite.compression import compressed, compressible, rectified
-from vmem_jax.transfer import ffi
+from vmem_jax.transfer import compression, ffi
 
 _MARGIN = 1 / 16
 """Of the values that are expected: for so many more there is room. What finds none overflows."""
@@ -42,7 +42,7 @@ def check_compression(
     """
     devices, mesh = devices_of(traced.avals), traced.captured.shards.mesh
     platform = "gpu" if target is not None else devices[0].platform
-    why = ffi.unusable(platform, devices, mesh, inlined)
+    why = ffi.unusable(platform, devices, mesh, inlined) or compression.unusable(platform)
     if len(devices) > 1:
         why = f"it runs on {len(devices)} devices"
     elif density is None and not (leaves and all(map(compat.is_array, leaves))):
