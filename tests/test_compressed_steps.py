@@ -19,6 +19,7 @@ from vmem_jax.core.compression import compressed_nbytes
 from vmem_jax.core.costs import MACHINES, analytic
 from vmem_jax.core.program import COMPRESS, Phase
 from vmem_jax.core.validate import check_program
+from vmem_jax.errors import show_nbytes
 from vmem_jax.policy import Keep
 from vmem_jax.policy.parking import candidates
 from vmem_jax.policy.vdnnpp import VDNNpp
@@ -178,6 +179,8 @@ def test_a_link_that_holds_the_step_up_carries_less():
     assert not any(site.overflow_nbytes for site in sites)
     explanation = step.explain(*args).summary()
     assert f"{len(plan.compressed)} values wait compressed" in explanation
+    arena = after.arena.layout.nbytes
+    assert f"{show_nbytes(arena)} are pinned for what moves" in explanation
 
 
 def test_a_tensor_that_turns_dense_overflows_and_is_right():

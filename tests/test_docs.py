@@ -17,6 +17,7 @@ PAGES = (
     "docs/ffi.md",
     "docs/convolutions.md",
     "docs/sub-batches.md",
+    "docs/compression.md",
 )
 MARKERS = {"gpu_compile": "jax_plugins.xla_cuda13"}
 """What a block may say that it needs, in a comment above it, and the module that brings it."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_costs, planned_program, simulate_plan
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Phase, Program
@@ -154,18 +155,26 @@ class Explanation:
         """What is compressed, into how much, and what that takes."""
         if not self.plan.compressed:
             return f"\nnothing is compressed: {self.uncompressed}" if self.uncompressed else ""
-        steps, buffers = self.program.steps, self.program.buffers
-        of = lambda op: [s for s, step in enumerate(steps) if step.op == op]
-        made = [b for s in of(COMPRESS) for b in steps[s].writes]
-        whole = [b for s in of(DECOMPRESS) for b in steps[s].writes]
-        small, large = (sum(buffers[b].nbytes for b in found) for found in (made, whole))
-        moved = {t.buffer for t in self.plan.transfers}
-        seconds = sum(self.costs.seconds[s] for op in (COMPRESS, DECOMPRESS) for s in of(op))
-        return (
-            f"\n{len(made)} values wait compressed, {sum(b in moved for b in made)} of them in host "
-            f"memory: {show_nbytes(small)} in place of {show_nbytes(large)}, for "
-            f"{seconds * 1e3:.2f} ms"
+        steps = self.program.steps
+        nbytes = [buffer.nbytes for buffer in self.program.buffers]
+        whole = list(nbytes)  # with what is compressed as large as it was before
+        both = [s for s, step in enumerate(steps) if step.op in (COMPRESS, DECOMPRESS)]
+        made = [b for s in both if steps[s].op == COMPRESS for b in steps[s].writes]
+        for s in both:
+            if steps[s].op == COMPRESS:
+                whole[steps[s].writes[0]] = nbytes[steps[s].reads[0]]
+        total = lambda sizes: show_nbytes(sum(sizes[b] for b in made))
+        said = (
+            f"\n{len(made)} values wait compressed: {total(nbytes)} in place of {total(whole)}, for "
+            f"{sum(self.costs.seconds[s] for s in both) * 1e3:.2f} ms"
         )
+        moved = [t for t in self.plan.transfers if t.buffer not in self.program.hosted]
+        if not any(t.buffer in made for t in moved):
+            return said
+        pinned = lambda sizes: show_nbytes(
+            pack([Interval(sizes[t.buffer], t.start, t.back) for t in moved]).nbytes
+        )
+        return f"{said}; {pinned(nbytes)} are pinned for what moves, in place of {pinned(whole)}"
 
     @property
     def shares(self) -> dict[Source, float]:

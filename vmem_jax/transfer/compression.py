@@ -115,6 +115,7 @@ class Store:
 
     def counters(self, device: jax.Device) -> tuple[SiteCounters, ...]:
         """What happened on `device` so far, by site. Waits for what runs there."""
+        _wait_for_runs()
         return tuple(
             SiteCounters(**site) for site in load().store_counters(self.id, *place(device))
         )
@@ -206,9 +207,14 @@ def _least_capacity(x: Any) -> int:
 def _free(extension: Any, store: int, opened: set[tuple[str, int]]) -> None:
     """Frees a store once no run that was dispatched can call for it any more."""
     if opened:
-        with contextlib.suppress(Exception):  # a failed run is told by its own results
-            jax.effects_barrier()  # the calls are effects, so every run with one is waited for
+        _wait_for_runs()
     extension.store_free(store)
+
+
+def _wait_for_runs() -> None:
+    """Until what was dispatched has ended: the calls are effects, and what has one is waited for."""
+    with contextlib.suppress(Exception):  # a failed run is told by its own results
+        jax.effects_barrier()
 
 
 # -- what JAX has to know. The effect keeps XLA from merging, removing or repeating a call.
