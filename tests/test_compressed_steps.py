@@ -267,6 +267,16 @@ def test_an_extension_without_kernels_cannot_compress(monkeypatch):
         step.plan(*args)
 
 
+def test_a_device_where_nothing_could_overflow_is_refused(monkeypatch):
+    def refuse(store, device):
+        raise RuntimeError("it has no concurrentManagedAccess")
+
+    monkeypatch.setattr(Store, "open", refuse)
+    step, args = budgeted()
+    with pytest.raises(ValueError, match="cannot compress: it has no concurrentManagedAccess"):
+        step.plan(*args)
+
+
 @pytest.mark.parametrize(
     "options, why",
     [

@@ -49,6 +49,8 @@ def check_compression(
         why = "its arguments are shapes alone, which tell no zeros: call it, or give `density`"
     elif density is None and traced.hosted:
         why = "some of its arguments are in host memory: give `density`"
+    if not why and target is None:
+        why = compression.cannot_overflow(devices[0])
     if why:
         raise ValueError(f"`{name}` cannot compress: {why}.")
 

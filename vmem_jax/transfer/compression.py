@@ -150,6 +150,17 @@ def unusable(platform: str) -> str:
     )
 
 
+def cannot_overflow(device: jax.Device) -> str:
+    """Why a tensor that turns dense on `device` would have nowhere to go, or "" where it can."""
+    elements = 1 << 20
+    with Store([Site(elements, least_capacity(elements, 1))]) as store:
+        try:
+            store.open(device)
+        except (MemoryError, RuntimeError) as error:
+            return str(error)
+    return ""
+
+
 def live_stores() -> int:
     """How many stores this process has that are not freed."""
     return load().store_count()
