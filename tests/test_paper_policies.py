@@ -78,6 +78,9 @@ def test_fits_and_moves_and_computes_the_same(policy, budget):
     assert compiled.need_nbytes <= plan.budget
     assert plan.policy == getattr(policy, "name", policy)
     assert plan.transfers and compiled.transport == "ffi"
+    assert 0 < compiled.pinned_nbytes == compiled.arena.counters(jax.devices()[0]).arena_nbytes
+    assert compiled.timeline.peak == plan.predicted_peak
+    assert compiled.timeline.seconds == plan.predicted_seconds
 
 
 @pytest.mark.parametrize("policy", ["vdnn"])

@@ -62,5 +62,10 @@ def test_step_fits_on_an_h200(case):
 def test_explain_for_a_card_that_is_not_there():
     case = next(c for c in CASES if c.name == "vgg")
     step, args = shapes(case, jnp.bfloat16)
-    text = str(vmem_jax.jit(step, budget=0.7, donate_argnums=0).explain(*args, target="h200"))
+    budgeted = vmem_jax.jit(step, budget=0.7, donate_argnums=0)
+    text = str(budgeted.explain(*args, target="h200"))
     assert re.search(r"peak: plain jit [\d.]+ MiB, budget [\d.]+ MiB, predicted", text)
+    compiled = budgeted.lower(*args).compile(target="h200")
+    assert compiled.need_nbytes <= compiled.plan.budget
+    with pytest.raises(ValueError, match="card that is not there"):
+        compiled(*args)

@@ -14,8 +14,8 @@ class BudgetError(VmemError, ValueError):
 
     Attributes:
       budget: the budget in bytes.
-      lowest_peak: the lowest peak in bytes that was reached, compiled where `compiled` is true,
-        otherwise predicted.
+      lowest_peak: the lowest peak in bytes that was reached.
+      compiled: whether that is the compiler's figure, and not a prediction.
       at: the user's layer and source line where that peak stands.
       lowest_plan: the `Plan` of that peak, where a plan can change it.
     """
@@ -44,6 +44,7 @@ class BudgetError(VmemError, ValueError):
         )
         self.budget = budget
         self.lowest_peak = lowest_peak
+        self.compiled = compiled
         self.at = at
         self.lowest_plan = lowest_plan
 

@@ -9,9 +9,12 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import simulate_plan
+from vmem_jax.core.simulate import Timeline
 from vmem_jax.entry import Entry
 from vmem_jax.prove.prove import Attempt
 from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.rewrite.transfers import layout_of, parks
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.compression import Store
 
@@ -25,9 +28,14 @@ class Lowered:
     def __init__(self, step: BudgetedStep, args: tuple, kwargs: dict[str, Any]) -> None:
         self._step, self._args, self._kwargs = step, args, kwargs
 
-    def compile(self) -> Compiled:
-        """The planned step, compiled and proved. Raises BudgetError if none fits."""
-        return Compiled(self._step, self._step._entry_for(self._args, self._kwargs, None))
+    def compile(self, target: str | None = None) -> Compiled:
+        """The planned step, compiled and proved. Raises BudgetError if none fits.
+
+        Args:
+          target: a card that is not there, "h200": its figures can be read, it cannot be called.
+        """
+        entry = self._step._entry_for(self._args, self._kwargs, target)
+        return Compiled(self._step, entry, runs=target is None)
 
     def as_text(self) -> str:
         """The StableHLO of the planned step."""
@@ -39,10 +47,15 @@ class Lowered:
 class Compiled:
     """A compiled budgeted step; called like the user's function, dynamic arguments only."""
 
-    def __init__(self, step: BudgetedStep, entry: Entry) -> None:
-        self._step, self._entry = step, entry
+    def __init__(self, step: BudgetedStep, entry: Entry, runs: bool) -> None:
+        self._step, self._entry, self._runs = step, entry, runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._runs:
+            raise ValueError(
+                f"`{self._step._name}` was compiled for a card that is not there, so it cannot run. "
+                "Leave out `target` to compile for the devices of the arguments."
+            )
         return self._step(*args, **kwargs)
 
     @property
@@ -82,6 +95,21 @@ class Compiled:
         out = [t.buffer for t in self.plan.transfers if t.buffer not in program.streamed_in]
         slices = sum(slices_nbytes(program.buffers[b]) for b in self.plan.looped)
         return sum(program.buffers[b].nbytes for b in out) + slices
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes of host memory in which tensors are parked; state in host memory is not counted."""
+        program = self._entry.traced.captured.program
+        if not parks(program, self.plan):
+            return 0
+        stats = self.memory_analysis()
+        return max(layout_of(program, self.plan).nbytes, stats.host_temp_size_in_bytes)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What running the plan is predicted to be."""
+        program = self._entry.traced.captured.program
+        return simulate_plan(program, self.plan, self._entry.costs)
 
     @property
     def need_nbytes(self) -> int:
