@@ -234,6 +234,14 @@ def test_job_wraps_each_layer_or_block(name, image, count):
     assert _remats(loss, state, plain.batch) == count
 
 
+def test_job_offloads_the_inputs_of_layers_by_jaxs_own_means():
+    work = job("vgg16", batch=2, image=32, head_width=64, wrap="offload")
+    assert work.state_shapes() == job("vgg16", batch=2, image=32, head_width=64).state_shapes()
+    text = str(jax.make_jaxpr(work.step)(work.state_shapes(), work.batch))
+    assert text.count("name=layer_input") == 16  # thirteen convolutions, three fully connected
+    assert text.count("MemorySpace.Host") == 16
+
+
 @pytest.mark.parametrize(
     ("name", "options", "logits"),
     [

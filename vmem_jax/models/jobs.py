@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vmem_jax.models.networks import build_network
+from vmem_jax.models.networks import Wrap, build_network
+from vmem_jax.models.stock_offload import with_stock_offload
 
 Batch = tuple[jax.Array, jax.Array]
 """Images f32[n, h, w, c] and labels i32[n], or i32[n, h, w] where each pixel has one; or tokens
@@ -126,6 +127,7 @@ def job(
     batch: int,
     optimizer: Optimizer = "sgd",
     learning_rate: float | None = None,
+    wrap: Wrap | None = None,
     **options: Any,
 ) -> Job:
     """Returns the train step of a model by name.
@@ -135,12 +137,14 @@ def job(
       batch: images, or sequences, in a batch.
       optimizer: "sgd", "momentum" (0.9) or "adamw".
       learning_rate: None takes `LEARNING_RATES[optimizer]`.
+      wrap: as `build_network` has it; "offload" leaves the inputs of layers in pinned host memory,
+        by JAX's own means (`with_stock_offload`).
       options: all others of `build_network`.
 
     Raises:
       ValueError: when there is no such model, optimiser or wrapping, or a size is not positive.
     """
-    network = build_network(name, batch=batch, **options)
+    network = build_network(name, batch=batch, wrap=wrap, **options)
     model, transform = network.model, _optimizer(optimizer, learning_rate)
 
     def init(key: jax.Array) -> TrainState:
@@ -162,7 +166,8 @@ def job(
         def loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
             return cross_entropy(model, params, state.batch_stats, batch, key=key)
 
-        grads, (metrics, batch_stats) = jax.grad(loss, has_aux=True)(state.params)
+        loss_of = with_stock_offload(loss) if wrap == "offload" else loss
+        grads, (metrics, batch_stats) = jax.grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, batch_stats, opt_state, state.count + 1), metrics

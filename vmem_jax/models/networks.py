@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ from vmem_jax.models.inception import InceptionV4
 from vmem_jax.models.resnet import ResNet, resnet_blocks
 from vmem_jax.models.vgg import VGG, vgg_stages
 
-Wrap = Literal["checkpoint"]
+Wrap = Literal["checkpoint", "offload"]
 
 SMALL_IMAGE = 64
 """Largest image, in pixels, for which an ImageNet ResNet has the 3x3 stem."""
@@ -146,7 +146,7 @@ def build_network(
         of norms are float32 regardless.
       head_width: width of VGG's two hidden fully connected layers; None is 4,096.
       wrap: "checkpoint" wraps each convolution layer, or each block, in `jax.checkpoint`; parameters
-        and their names stay the same.
+        and their names stay the same. "offload" is for `job`; the model is the same.
 
     Raises:
       ValueError: when there is no such model or wrapping, or a size is not positive.
@@ -155,8 +155,8 @@ def build_network(
     if not found:
         raise ValueError(f"There is no model {name!r}. There are, for instance, {EXAMPLES}.")
     [(match, family)] = found
-    if wrap not in (None, "checkpoint"):
-        raise ValueError(f"wrap is None or 'checkpoint', not {wrap!r}.")
+    if wrap not in (None, *get_args(Wrap)):
+        raise ValueError(f"wrap is None, 'checkpoint' or 'offload', not {wrap!r}.")
     if head_width is not None and "head_width" not in family.takes:
         raise ValueError(f"{name} has no hidden fully connected layers: head_width is for VGG.")
     image = family.image if image is None else image
