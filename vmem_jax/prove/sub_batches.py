@@ -104,11 +104,13 @@ def _ranked(
         return [*counts]
     fitting: list[tuple[float, int]] = []
     others: list[tuple[float, int]] = []
+    hopeless: list[tuple[float, int]] = []
     for i, count in enumerate(counts):
         one = member(count)
         if fitting and sum(one.costs.seconds) >= min(fitting)[0]:
             return [count for _, count in sorted(fitting)] + [*counts[i:]]
-        if budget is not None and least_nbytes(one.program) > budget and count != counts[-1]:
+        if budget is not None and (least := least_nbytes(one.program)) > budget:
+            hopeless.append((least, count))
             continue
         start = time.perf_counter()
         try:
@@ -117,7 +119,7 @@ def _ranked(
             fitting.append((plan.predicted_seconds, count))
         except BudgetError as error:
             others.append((error.lowest_peak, count))
-    return [count for _, count in sorted(fitting) or sorted(others)[:1]]
+    return [count for _, count in sorted(fitting) or sorted(others)[:1] or sorted(hopeless)[:1]]
 
 
 def least_nbytes(program: Program) -> int:
