@@ -20,11 +20,19 @@ class Record:
     Attributes:
       model, batch, image, dtype, optimizer: the step; its state is donated. `image` is the height of
         images in pixels, or how many tokens a sequence has.
-      variant: "plain" (jax.jit), "checkpoint" (jax.checkpoint per layer or block), or a policy.
+      variant: "plain" (jax.jit), "checkpoint" (jax.checkpoint per layer or block), "offload" (JAX's
+        own, of the inputs of layers), or a policy, with its options as in a URL's query.
       budget: the fraction of plain jit's need that was asked for, a size being made one; None
-        without a budget.
+        without a budget, or where that need is not known.
       outcome: "ok", or what failed: failures are rows too.
+      asked: the budget in words: a fraction, a size, "none", or "least" for the lowest that the
+        policy reaches.
+      device: the card that it was compiled for without being run; "" where it ran.
+      budget_nbytes: the budget in bytes.
+      lowest: bytes that a policy which cannot fit would need; what it reached.
+      lowest_compiled: whether that is the compiler's figure.
       need: bytes by the compiler's figures, arguments + outputs − aliased + temporaries.
+      average_nbytes: bytes live on an average moment of the step, by prediction.
       predicted_need: bytes that the first compiled plan was predicted to need; None without a plan.
       first_need: bytes that this first plan compiled to.
       step_seconds: every timed block's seconds a step; compare medians.
@@ -33,6 +41,8 @@ class Record:
       compiles: how often the step was compiled.
       transfers: buffers that wait in host memory.
       moved_nbytes: their bytes, each way.
+      pinned_nbytes: host memory in which they wait.
+      sub_batches: parts of the batch that run one after another.
       divided: convolutions that run in micro-batches.
       precision: JAX's default precision of products; "" as JAX has it.
       recomputed: steps that run again.
@@ -48,7 +58,13 @@ class Record:
     variant: str
     budget: float | None
     outcome: str
+    asked: str = ""
+    device: str = ""
+    budget_nbytes: int | None = None
+    lowest: int | None = None
+    lowest_compiled: bool | None = None
     need: int | None = None
+    average_nbytes: int | None = None
     predicted_need: int | None = None
     first_need: int | None = None
     step_seconds: tuple[float, ...] = ()
@@ -57,6 +73,8 @@ class Record:
     compiles: int | None = None
     transfers: int | None = None
     moved_nbytes: int | None = None
+    pinned_nbytes: int | None = None
+    sub_batches: int | None = None
     divided: int | None = None
     precision: str = ""
     recomputed: int | None = None

@@ -1,0 +1,216 @@
+"""The ways to run one train step that are compared, each compiled and with its own state."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qsl
+
+import jax
+
+import vmem_jax
+from vmem_jax.core.simulate import Timeline
+from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size
+from vmem_jax.models import Job
+from vmem_jax.policy import AbstractPolicy
+from vmem_jax.prove.device import total_nbytes
+from vmem_jax.prove.prove import need_nbytes
+
+WRAPPED = ("checkpoint", "offload")
+"""Variants without a budget: the step as JAX's own users would write it, by `job(wrap=...)`."""
+
+REFUSALS = (vmem_jax.BudgetError, LayersError, SubBatchError, WorkspaceError)
+"""What a policy says of a step that it cannot plan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a step is compiled, and whether it runs there.
+
+    Attributes:
+      target: a card that is not there, for which it is compiled alone; None for the devices here.
+    """
+
+    target: str | None = None
+
+    def shapes(self, work: Job) -> tuple:
+        """The arguments of a step as shapes, on that card where it is not there."""
+        shapes = work.state_shapes(), work.batch
+        if self.target is None:
+            return shapes
+        from vmem_jax.prove.targets import target
+
+        sharding = target(self.target).sharding()
+        placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        return jax.tree.map(placed, shapes)
+
+    def all_nbytes(self, shapes: tuple) -> int:
+        """Bytes of all memory of the device."""
+        return total_nbytes(jax.tree.leaves(shapes), self.target)
+
+    def budget_nbytes(self, asked: str, plain_need: int | None, shapes: tuple) -> int | None:
+        """Bytes of a budget in words; None for the least that a policy reaches.
+
+        Raises:
+          ValueError: it is no budget, or a fraction of a need that is not known.
+        """
+        if asked == "least":
+            return None
+        if asked == "none":
+            return self.all_nbytes(shapes)
+        try:
+            fraction = float(asked)
+        except ValueError:
+            return parse_size(asked, "--budgets")
+        if plain_need is None:
+            raise ValueError(f"--budgets={asked} is a share of --plain_need, which is not known.")
+        return int(fraction * plain_need)
+
+
+class Variant:
+    """One way to run the step: compiled, with its own state."""
+
+    def __init__(
+        self, name: str, budget: float | None, asked: str, build: Callable[[], Any]
+    ) -> None:
+        self.name, self.budget, self.asked = name, budget, asked
+        self.facts: dict[str, Any] = {}
+        self.seconds: list[float] = []
+        self.outcome = "ok"
+        self.run: Callable | None = None
+        start = time.perf_counter()
+        try:
+            self.run, self.facts = build()
+        except REFUSALS as error:
+            self.outcome = f"{type(error).__name__}: {error}"
+            if isinstance(error, vmem_jax.BudgetError):
+                self.facts = {"lowest": error.lowest_peak, "lowest_compiled": error.compiled}
+        except jax.errors.JaxRuntimeError as error:
+            self.outcome = f"{type(error).__name__}: {str(error)[:300]}"
+        self.compile_seconds = time.perf_counter() - start
+        self.state: Any = None
+        self.loss: float | None = None
+
+    def time(self, batch: Any, steps: int, keep: bool) -> None:
+        """Runs one block of steps; a device that runs out of memory ends the variant."""
+        if self.run is None:
+            return
+        try:
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.state, metrics = self.run(self.state, batch)
+            jax.block_until_ready((self.state, metrics))
+        except jax.errors.JaxRuntimeError as error:
+            self.outcome = f"{type(error).__name__}: {str(error)[:300]}"
+            self.run = self.state = None
+            return
+        if keep:
+            self.seconds.append((time.perf_counter() - start) / steps)
+        self.loss = float(metrics["loss"])
+
+
+def plain(work: Job, place: Place) -> Callable[[], Any]:
+    """The step under `jax.jit`."""
+
+    def build() -> tuple[Callable, dict]:
+        compiled = jax.jit(work.step, donate_argnums=0).lower(*place.shapes(work)).compile()
+        pinned = compiled.memory_analysis().host_temp_size_in_bytes
+        return compiled, {"need": need_nbytes(compiled), "compiles": 1, "pinned_nbytes": pinned}
+
+    return build
+
+
+def budgeted(work: Job, place: Place, policy: str, nbytes: int | None) -> Callable[[], Any]:
+    """The step under `vmem_jax.jit`.
+
+    Args:
+      policy: as the flag `--policies` has it.
+      nbytes: the budget; None for the least that the policy reaches.
+    """
+
+    def build() -> tuple[Callable, dict]:
+        if nbytes is not None:
+            return _compiled(work, place, policy, nbytes)
+        # what is there in any case, and next to nothing else: the error tells the least
+        shapes = jax.tree.leaves(place.shapes(work))
+        floor = sum(a.size * a.dtype.itemsize for a in shapes)
+        try:
+            return _compiled(work, place, policy, floor + floor // 100)
+        except vmem_jax.BudgetError as error:
+            if not error.compiled:
+                raise
+            return _compiled(work, place, policy, error.lowest_peak)
+
+    return build
+
+
+def _compiled(work: Job, place: Place, policy: str, nbytes: int) -> tuple[Callable, dict]:
+    name, means, transport, *_ = [*policy.split(":"), "", ""]
+    step = vmem_jax.jit(
+        work.step,
+        budget=nbytes,
+        policy=policy_of(name),
+        allow=("order", *means.split("+")) if means else None,
+        transport=transport or "auto",
+        donate_argnums=0,
+    )
+    compiled = step.lower(*place.shapes(work)).compile(place.target)
+    return step, facts_of(compiled, nbytes)
+
+
+def policy_of(text: str) -> str | AbstractPolicy:
+    """The policy of `text`: its name, and behind "?" its options as in a URL's query.
+
+    Raises:
+      ValueError: there is no such policy or option.
+    """
+    name, _, query = text.partition("?")
+    if not query:
+        return name
+    if name not in vmem_jax.POLICIES:
+        raise ValueError(f"`{text}`: no policy {name!r}; there is {', '.join(vmem_jax.POLICIES)}.")
+    options: dict[str, Any] = dict(parse_qsl(query, strict_parsing=True))
+    known = [field.name for field in dataclasses.fields(vmem_jax.POLICIES[name])]
+    if unknown := set(options) - set(known):
+        raise ValueError(f"`{text}`: no option {sorted(unknown)}; `{name}` has {', '.join(known)}.")
+    truths = {"true": True, "false": False}
+    options = {key: truths.get(value, value) for key, value in options.items()}
+    if "limit" in options:
+        options["limit"] = parse_size(options["limit"], text)
+    return vmem_jax.POLICIES[name](**options)
+
+
+def facts_of(compiled: Any, nbytes: int) -> dict[str, Any]:
+    """What a compiled budgeted step tells, as fields of a Record."""
+    attempts = sorted(compiled.attempts, key=lambda a: -(a.plan.budget or 0))
+    return {
+        "budget_nbytes": nbytes,
+        "need": compiled.need_nbytes,
+        "predicted_need": attempts[0].plan.predicted_peak,
+        "first_need": attempts[0].need,
+        "average_nbytes": average_nbytes(compiled.timeline),
+        "compiles": len(attempts),
+        "recomputed": len(compiled.plan.recomputed),
+        "divided": len(compiled.plan.divided),
+        "sub_batches": compiled.plan.sub_batches,
+        "transfers": len(compiled.plan.transfers),
+        "moved_nbytes": compiled.moved_nbytes,
+        "pinned_nbytes": compiled.pinned_nbytes,
+        "predicted_seconds": compiled.plan.predicted_seconds,
+        "plan_seconds": sum(a.plan_seconds for a in attempts),
+    }
+
+
+def average_nbytes(timeline: Timeline) -> int:
+    """Bytes live on an average moment of a step, by prediction; waits belong to the step before."""
+    ends = (*timeline.start[1:], timeline.seconds)
+    pairs = zip(timeline.live_nbytes, timeline.start, ends, strict=True)
+    return round(sum(live * (end - begin) for live, begin, end in pairs) / timeline.seconds)
+
+
+def without_transfers(work: Job, plan: vmem_jax.Plan) -> Callable[[], Any]:
+    """The same plan with everything left on the device: what its transfers cost."""
+    still = dataclasses.replace(plan, transfers=(), budget=None)
+    return lambda: (vmem_jax.jit(work.step, plan=still, donate_argnums=0), {})
