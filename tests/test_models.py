@@ -89,6 +89,9 @@ def test_resnet_blocks():
     assert resnet_blocks(18) == ((2, 2, 2, 2), False, False)
     assert resnet_blocks(1001) == ((111, 111, 111), True, True)
     assert resnet_blocks(164) == ((18, 18, 18), True, True)
+    deep = build_network("resnet6-32-596-6", batch=16).model  # SuperNeurons, Table 4
+    assert deep.blocks == (6, 32, 596, 6) and deep.bottleneck and 3 * sum(deep.blocks) + 2 == 1922
+    assert build_network("resnet3-4-6-3", batch=16) == build_network("resnet50", batch=16)
 
 
 @pytest.mark.parametrize("depth", [-4, 0, 10, 17, 52, 417, 1000])

@@ -15,7 +15,7 @@ from vmem_jax.models.fcn import FCN
 from vmem_jax.models.googlenet import GoogLeNet
 from vmem_jax.models.gpt import GPT
 from vmem_jax.models.inception import InceptionV4
-from vmem_jax.models.resnet import ResNet, resnet_blocks
+from vmem_jax.models.resnet import ResNet, ResNetBlocks, resnet_blocks
 from vmem_jax.models.vgg import VGG, vgg_stages
 
 Wrap = Literal["checkpoint", "offload"]
@@ -74,7 +74,9 @@ def _vgg(name: re.Match[str], options: dict[str, Any]) -> VGG:
 
 
 def _resnet(name: re.Match[str], options: dict[str, Any]) -> ResNet:
-    form = resnet_blocks(int(name[1]))
+    numbers = tuple(int(n) for n in name.groups())
+    stages = ResNetBlocks(numbers, bottleneck=True, cifar=False)
+    form = stages if len(numbers) > 1 else resnet_blocks(*numbers)
     return ResNet(
         blocks=form.blocks,
         bottleneck=form.bottleneck,
@@ -99,6 +101,7 @@ def _gpt(name: re.Match[str], options: dict[str, Any]) -> GPT:
 FAMILIES: dict[str, _Family] = {
     r"vgg(\d+)": _Family(_vgg, takes=("head_width",)),
     r"resnet(\d+)": _Family(_resnet),
+    r"resnet([1-9]\d*)-([1-9]\d*)-([1-9]\d*)-([1-9]\d*)": _Family(_resnet),
     "alexnet": _Family(lambda _, o: AlexNet(ALEXNET, (4096, 4096), **_types(o))),
     "overfeat": _Family(lambda _, o: AlexNet(OVERFEAT, (3072, 4096), **_types(o)), image=231),
     "googlenet": _Family(lambda _, o: GoogLeNet(**_types(o))),
@@ -131,10 +134,12 @@ def build_network(
 
     Args:
       name: "vgg" or "resnet" and a depth that `vgg_stages` or `resnet_blocks` takes ("vgg116",
-        "resnet1001"); "alexnet", "overfeat", "googlenet", "inception4"; "densenet" and a depth,
-        then "k" and the growth ("densenet40k40"); "fcn", with a label for each pixel; "gpt" and the
-        number of blocks, then "w" and the width ("gpt12w768"), with a label for each token. An
-        ImageNet ResNet has the 3x3 stem without pooling for images up to `SMALL_IMAGE` pixels.
+        "resnet1001"), or "resnet" and the bottleneck blocks of each of four stages, of the ImageNet
+        form ("resnet6-32-596-6", as SuperNeurons goes deeper); "alexnet", "overfeat", "googlenet",
+        "inception4"; "densenet" and a depth, then "k" and the growth ("densenet40k40"); "fcn", with
+        a label for each pixel; "gpt" and the number of blocks, then "w" and the width
+        ("gpt12w768"), with a label for each token. An ImageNet ResNet has the 3x3 stem without
+        pooling for images up to `SMALL_IMAGE` pixels.
       batch: images, or sequences, in a batch.
       image: height and width of an image, in pixels; by default as published.
       classes: number of classes, or of different tokens; by default as published.
