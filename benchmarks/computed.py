@@ -1,0 +1,3 @@
+"""Tables of the papers that are calculations: nothing is compiled or run."""
+
+COMPUTED = {}
