@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import vmem_jax
-from vmem_jax import VDNN, BudgetError, LayersError, UCuDNN
+from vmem_jax import VDNN, BudgetError, LayersError, MoDNN, UCuDNN
 from vmem_jax.models.vgg import VGG
+from vmem_jax.policy.base import Splitting
 from vmem_jax.transfer.extension import describe
 
 built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
@@ -81,6 +82,16 @@ def test_fits_and_moves_and_computes_the_same(policy, budget):
     assert 0 < compiled.pinned_nbytes == compiled.arena.counters(jax.devices()[0]).arena_nbytes
     assert compiled.timeline.peak == plan.predicted_peak
     assert compiled.timeline.seconds == plan.predicted_seconds
+
+
+def test_sub_batches_that_are_not_among_the_means():
+    splits = lambda policy, allow=None: vmem_jax.jit(abs, budget=1, policy=policy, allow=allow)
+    assert splits("modnn")._settings.splitting is Splitting.FEWEST
+    assert splits("modnn", ("order", "offload"))._settings.splitting is Splitting.WHOLE
+    assert splits("vdnn")._settings.splitting is splits(MoDNN(False))._settings.splitting is Splitting.WHOLE
+    assert splits(VDNN(sub_batches=True))._settings.splitting is Splitting.FEWEST
+    assert splits("auto")._settings.splitting is Splitting.FASTEST
+    assert splits("auto", "order")._settings.splitting is Splitting.WHOLE
 
 
 @pytest.mark.parametrize("policy", ["vdnn"])

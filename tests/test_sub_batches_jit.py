@@ -13,11 +13,12 @@ import steps
 from steps import arrays_of, normal
 
 import vmem_jax
-from vmem_jax import BudgetError, Plan, PlanError
+from vmem_jax import VDNN, BudgetError, Plan, PlanError
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
+from vmem_jax.policy.base import Splitting
 from vmem_jax.prove.prove import need_nbytes
-from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_fastest
+from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_in_parts
 from vmem_jax.splitting import counts_of
 
 LAYERS, ROWS, WIDTH = 6, 512, 32
@@ -87,6 +88,24 @@ def test_auto_splits_where_recomputation_takes_longer_or_does_not_reach():
         compiled(1, budget=low)
     for a, b in zip(
         jax.tree.leaves(auto(params(), *batch())),
+        jax.tree.leaves(plain(params(), *batch())),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["modnn", VDNN(sub_batches=True)])
+def test_systems_of_the_papers_take_the_fewest_that_fit(policy):
+    plain = jax.jit(step, donate_argnums=0).lower(params(), *batch()).compile()
+    budget = int(0.4 * need_nbytes(plain))
+    split = compiled(None, budget=budget, policy=policy)
+    count = split.plan.sub_batches
+    assert split.need_nbytes <= budget and count > 1 and not split.plan.moves
+    assert all(a.plan.sub_batches == count for a in split.attempts)
+    fewer = compiled(count // 2, budget="1GiB", policy=policy)
+    assert fewer.plan.predicted_peak > budget or fewer.need_nbytes > budget
+    for a, b in zip(
+        jax.tree.leaves(split(params(), *batch())),
         jax.tree.leaves(plain(params(), *batch())),
         strict=True,
     ):
@@ -246,12 +265,15 @@ def test_planning_ends_where_more_sub_batches_cannot_win():
         asked.append(count)
         return Member(program, policy, costs, lambda plan: entry.best.compiled)
 
-    assert prove_fastest(member, (1, 2, 4, 8), entry.best.need)[0] == 1
+    assert prove_in_parts(member, (1, 2, 4, 8), entry.best.need)[0] == 1
     assert 4 not in asked  # the second has no fewer seconds than the first
     assert program.resident_nbytes < least_nbytes(program) <= entry.best.plan.predicted_peak
     asked.clear()
+    fewest = prove_in_parts(member, (1, 2, 4), entry.best.need, splitting=Splitting.FEWEST)
+    assert fewest[0] == 1 and asked == [1, 2, 1]  # the second is not planned
+    asked.clear()
     with pytest.raises(BudgetError):
-        prove_fastest(member, (1, 2, 4, 8), entry.best.need // 100)
+        prove_in_parts(member, (1, 2, 4, 8), entry.best.need // 100)
     assert asked == [1, 2, 4, 8, 1]  # no step of any fits: the one of the least bytes is planned
 
 

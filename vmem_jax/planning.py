@@ -19,13 +19,14 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, PlanError, show_nbytes
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.policy import AbstractPolicy, Auto
+from vmem_jax.policy import AbstractPolicy
+from vmem_jax.policy.base import Splitting
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, limit_nbytes
 from vmem_jax.prove.prove import Attempt, need_nbytes
-from vmem_jax.prove.sub_batches import Member, prove_fastest
+from vmem_jax.prove.sub_batches import Member, prove_in_parts
 from vmem_jax.rewrite.compression import compressible, sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
@@ -68,9 +69,9 @@ class Settings:
     density: float | None
 
     @property
-    def may_split(self) -> bool:
-        """Whether the policy may choose sub-batches."""
-        return isinstance(self.policy, Auto) and "sub_batches" in self.policy.allow
+    def splitting(self) -> Splitting:
+        """In how many sub-batches the step runs where `sub_batches` does not say."""
+        return self.policy.splitting if "sub_batches" in self.allowed else Splitting.WHOLE
 
 
 class Planning:
@@ -106,9 +107,9 @@ class Planning:
         if settings.plan is not None:
             return self._by_given(settings.plan)
         asked = settings.sub_batches
-        split = splits(
-            settings.name, self._traced, 1 if asked is None and not settings.may_split else asked
-        )
+        if asked is None and settings.splitting is Splitting.WHOLE:
+            asked = 1
+        split = splits(settings.name, self._traced, asked)
         members = {count: self._member(split.into(count), count) for count in split.counts[:1]}
         budget, plain_need = self._budget_nbytes()  # after what cannot be has been said
         uncompressed, others = "", list[tuple[Traced, Member]]()
@@ -123,7 +124,9 @@ class Planning:
         counts = split.counts
         while True:
             try:
-                count, attempts = prove_fastest(member, counts, budget, plain_need)
+                count, attempts = prove_in_parts(
+                    member, counts, budget, plain_need, settings.splitting
+                )
                 break
             except BudgetError as error:
                 if not others:

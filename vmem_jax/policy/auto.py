@@ -27,7 +27,7 @@ from vmem_jax.core.looped import costs_with_looped, stacks, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.bound import Start, starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.order import canonical_order, lower_order
@@ -43,7 +43,8 @@ class Auto(AbstractPolicy):
     """Chooses among all means that `allow` names.
 
     Attributes:
-      allow: means: "order" (exact residuals, always), "recompute", "offload" (to host memory).
+      allow: means: "order" (exact residuals, always), "recompute", "offload" (to host memory),
+        "sub_batches".
       shares: the largest stretches of neighbours to drop, as shares of the memory that is free.
       offers: how often dropped values are offered back.
       exhaustive: up to so many values that can be dropped, every choice is tried.
@@ -60,6 +61,10 @@ class Auto(AbstractPolicy):
     parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
     close: float = 1.001
+
+    @property
+    def splitting(self) -> Splitting:
+        return Splitting.FASTEST if "sub_batches" in self.allow else Splitting.WHOLE
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         best = self._timeline(program, costs, budget)

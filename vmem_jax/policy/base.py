@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import enum
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -13,6 +14,19 @@ from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind, simulate
 from vmem_jax.errors import BudgetError, show_nbytes
+
+
+class Splitting(enum.Enum):
+    """In how many sub-batches a step runs where its user does not say.
+
+    WHOLE: in one.
+    FEWEST: the fewest with which a plan fits.
+    FASTEST: as many as are predicted to be the fastest that fit.
+    """
+
+    WHOLE = enum.auto()
+    FEWEST = enum.auto()
+    FASTEST = enum.auto()
 
 
 class AbstractPolicy(abc.ABC):
@@ -34,6 +48,12 @@ class AbstractPolicy(abc.ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     chooses_convolutions: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
+
+    @property
+    def splitting(self) -> Splitting:
+        """In how many sub-batches steps run, where "sub_batches" is allowed. Each number of them is
+        another Program, which `plan` is asked about."""
+        return Splitting.WHOLE
 
     @abc.abstractmethod
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:

@@ -5,7 +5,7 @@ Source: Chen et al., "moDNN: Memory Optimal DNN Training on GPUs", DATE 2018, pa
 - II: tasks read and write data blocks; weights always stay. That graph is the Program itself: its
   steps and buffers, and its arguments and outputs stay (Figure 1).
 - IV-A: equation 1 is what a task needs, equation 2 the lower bound of any schedule, equation 3 the
-  size of sub-batches (`policy.sub_batch`).
+  size of sub-batches (`policy.sub_batch`, `prove.sub_batches`).
 - IV-B, Algorithm 1: task after task, the inputs that are away are allocated and loaded, the outputs
   allocated; a convolution gets the algorithm of the largest gain (equation 5); then data of future
   tasks is prefetched (equation 4).
@@ -25,7 +25,9 @@ Differs from the paper:
    where it does not fit beside the workspace: at most until this task ends.
 6. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so
    nothing is moved. Without a link nothing is either, and each is the fastest that fits.
-7. Sub-batches are not made yet, so the lowest budget is that of equation 2 for the whole batch.
+7. Within sub-batches nothing is moved, so they must fit with the order, the lifetimes and the
+   algorithms alone, and there are often more of them than equation 3 has. Equation 3 is solved among
+   the numbers of sub-batches that are tried (`prove.sub_batches`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import simulate_with, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, last_reads
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.segments import Segments
@@ -56,11 +58,20 @@ Found = tuple[Timeline, dict[int, Configuration]]
 
 @dataclasses.dataclass(frozen=True)
 class MoDNN(AbstractPolicy):
-    """Moves what must leave when an allocation fails, and fetches it in time."""
+    """Moves what must leave when an allocation fails, and fetches it in time.
+
+    Attributes:
+      sub_batches: whether a step whose largest task does not fit runs in sub-batches.
+    """
 
     name: ClassVar[str] = "modnn"
     needs: ClassVar[tuple[str, ...]] = ("offload",)
     chooses_convolutions: ClassVar[bool] = True
+    sub_batches: bool = True
+
+    @property
+    def splitting(self) -> Splitting:
+        return Splitting.FEWEST if self.sub_batches else Splitting.WHOLE
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan of Algorithm 1 with `budget`; the lowest that it has, if it has none."""

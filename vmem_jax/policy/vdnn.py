@@ -12,6 +12,8 @@ Network Design", MICRO 2016, arXiv:1602.08124.
 - III-C: `all` moves the X of every layer, `conv` that of convolutions. Convolutions take the least
   workspace (m) or the fewest seconds (p). `dyn` tries in turn: nothing moved (p), `conv` (p), `all`
   (p), `conv` and `all` with each convolution downgraded until it fits where it stands, `all` (m).
+- vDNN+ is what Chen et al. call it with the sub-batches of moDNN ("moDNN: Memory Optimal DNN Training
+  on GPUs", DATE 2018, V-B): `sub_batches=True`.
 
 Differs from the paper:
 1. `simulate` stands for the profiling passes of `dyn`, so none is run. The first of them, `all` (m),
@@ -22,7 +24,8 @@ Differs from the paper:
 4. The last layer's X is not moved, as in Figure 9: no layer is left to prefetch it in. What the
    search of Figure 10 misses otherwise is fetched when it is read.
 5. The fully connected layers are moved by `all`, too; the paper leaves its classifier to Torch.
-6. With `allow=(..., "workspace")`, convolutions in micro-batches are among the algorithms.
+6. vDNN+ moves nothing within sub-batches; what is said of `modnn` there holds here.
+7. With `allow=(..., "workspace")`, convolutions in micro-batches are among the algorithms.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
 from vmem_jax.policy.order import lower_order
@@ -56,6 +59,7 @@ class VDNN(AbstractPolicy):
       offload: "all", "conv" or "none" for the same whatever the budget, or "dyn" to choose.
       algorithms: of convolutions where `offload` is not "dyn": "m" for the least workspace, "p" for
         the fewest seconds.
+      sub_batches: whether a step that does not fit otherwise runs in sub-batches (vDNN+).
 
     Raises:
       ValueError: there is no such choice.
@@ -75,6 +79,11 @@ class VDNN(AbstractPolicy):
     )
     offload: str = "dyn"
     algorithms: str = "p"
+    sub_batches: bool = False
+
+    @property
+    def splitting(self) -> Splitting:
+        return Splitting.FEWEST if self.sub_batches else Splitting.WHOLE
 
     def __post_init__(self) -> None:
         known = (*self.offloads, "dyn")

@@ -1,10 +1,14 @@
-"""In how many sub-batches a step runs: as many as are predicted to be fastest within the budget.
+"""In how many sub-batches a step runs: the fastest number of them that fits, or the fewest.
 
 More of them need less memory and take more time: every kernel is launched once for each, and reads
-its weights again. So the step is planned for more and more of them, as long as what the steps take
-without any recomputation is less than the best plan so far; and what is best by prediction is proved.
-moDNN takes the largest that leaves room for fast convolutions, down to one sample (Chen et al., DATE
-2018, section IV-A, eqs. 1 and 2); here what a part costs is in the plan's seconds.
+its weights again. For the fastest, the step is planned for more and more of them, as long as what the
+steps take without any recomputation is less than the best plan so far; and what is best by prediction
+is proved.
+
+The fewest are those of moDNN (Chen et al., DATE 2018, section IV-A, equations 1 to 3): the largest
+sub-batch of which every task fits beside the weights, with the workspace of its fastest algorithm.
+The paper solves for its size again and again until it converges; here the numbers that there may be
+are tried in rising order. Of these, the first with a plan that fits is taken.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from absl import logging
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import with_convolutions
 from vmem_jax.core.program import Program, Step
 from vmem_jax.errors import BudgetError
-from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.policy.base import AbstractPolicy, Splitting
+from vmem_jax.policy.convolving import fastest
 from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
@@ -46,11 +52,12 @@ class Member:
     first_seconds: float = 0.0
 
 
-def prove_fastest(
+def prove_in_parts(
     member: Callable[[int], Member],
     counts: Iterable[int],
     budget: int | None,
     plain_need: int | None = None,
+    splitting: Splitting = Splitting.FASTEST,
 ) -> tuple[int, tuple[Attempt, ...]]:
     """In how many of `counts` sub-batches the step runs, and the attempts for that, the best last.
 
@@ -59,13 +66,14 @@ def prove_fastest(
       counts: in rising order, at least one.
       budget: bytes, or None for no limit.
       plain_need: bytes that the untouched program needs, where that is known.
+      splitting: which of those that fit is wanted.
 
     Raises:
       BudgetError: none fits; the one with the lowest peak.
     """
     lowest: BudgetError | None = None
     planned: dict[int, tuple[Plan, float]] = {}
-    for count in _ranked(member, [*counts], budget, planned)[:MOST_PROVED]:
+    for count in _ranked(member, [*counts], budget, planned, splitting)[:MOST_PROVED]:
         one = member(count)
         first, seconds = planned.get(count, (one.first, one.first_seconds))
         try:
@@ -93,9 +101,10 @@ def _ranked(
     counts: Sequence[int],
     budget: int | None,
     planned: dict[int, tuple[Plan, float]],
+    splitting: Splitting,
 ) -> list[int]:
-    """`counts` in the order in which they are worth a try: what fits, the fastest first, and then
-    what takes longer in any case; where nothing fits, the one with the lowest peak.
+    """`counts` in the order in which they are worth a try: what fits, the fastest or the fewest
+    first, and then what takes longer in any case; where nothing fits, the one with the lowest peak.
 
     Args:
       planned: gets the plans of those that fit, and the seconds that planning took.
@@ -107,9 +116,13 @@ def _ranked(
     hopeless: list[tuple[float, int]] = []
     for i, count in enumerate(counts):
         one = member(count)
-        if fitting and sum(one.costs.seconds) >= min(fitting)[0]:
+        fewest = splitting is Splitting.FEWEST
+        if fitting and (fewest or sum(one.costs.seconds) >= min(fitting)[0]):
             return [count for _, count in sorted(fitting)] + [*counts[i:]]
-        if budget is not None and (least := least_nbytes(one.program)) > budget:
+        program = one.program
+        if fewest:
+            program = with_convolutions(program, fastest(one.costs.convolutions).items())
+        if budget is not None and (least := least_nbytes(program)) > budget:
             hopeless.append((least, count))
             continue
         start = time.perf_counter()
