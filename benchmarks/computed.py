@@ -1,3 +1,197 @@
-"""Tables of the papers that are calculations: nothing is compiled or run."""
+"""Tables of the papers that are calculations: nothing is compiled or run for them.
 
-COMPUTED = {}
+A step is traced and captured, and a policy plans it by an H200's roofline; what is counted follows
+from the plan. Convolutions have no workspaces there, so modes are those with the least memory (m).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from manifest import Case, Table
+from variants import policy_of
+
+import vmem_jax
+from vmem_jax.capture import capture
+from vmem_jax.core.costs import MACHINES, Costs, analytic
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.pool import Allocate, fragmentation, requests_of
+from vmem_jax.core.program import Kind, Program
+from vmem_jax.core.simulate import simulate
+from vmem_jax.models import job
+from vmem_jax.policy.layerwise import Walk
+from vmem_jax.policy.sub_batch import Task, lower_bound
+from vmem_jax.policy.superneurons import STRATEGIES, moving, recomputing, routed
+
+CARD = "h200"
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One calculated figure; fields as those of `manifest.Published`."""
+
+    of: str
+    how: str
+    what: str
+    value: float
+    unit: str
+
+
+@functools.cache
+def captured(model: str, batch: int, dtype: str) -> Program:
+    """The Program of a train step; the state is donated."""
+    work = job(model, batch=batch, dtype=dtype)
+    shapes = work.state_shapes(), work.batch
+    states = len(jax.tree.leaves(shapes[0]))
+    inputs = len(jax.tree.leaves(shapes))
+    donated = [i < states for i in range(inputs)]
+    return capture(jax.jit(work.step).trace(*shapes).jaxpr, donated=donated).program
+
+
+def planned(case: Case) -> tuple[Program, Costs, Plan]:
+    """The plan of a case without a budget, by the roofline of CARD."""
+    program = captured(case.model, case.batch, case.dtype)
+    costs = analytic(program, MACHINES[CARD])
+    policy = policy_of(case.variant)
+    policy = vmem_jax.POLICIES[policy]() if isinstance(policy, str) else policy
+    return program, costs, policy.plan(program, costs, None)
+
+
+def pools(table: Table) -> list[Cell]:
+    """vDNN++, Tables II and V: what is live at most, and the pools that serve it (IV-B).
+
+    Arguments and outputs lie elsewhere and are not counted, which the paper's are. `dyn` without a
+    budget moves nothing.
+    """
+    found = []
+    for case in table.cases:
+        program, _, plan = planned(case)
+        served = fragmentation(program, plan.order, plan.transfers)
+        own = functools.partial(_mib, case.network, case.variant)
+        found.append(own("aggregate", served.aggregate))
+        for (first, heuristic), nbytes in served.pools.items():
+            order = "prefetch first" if first else "derivative first"
+            found.append(own(f"{order}, {heuristic.value}", nbytes))
+        pinned = sum(program.buffers[t.buffer].nbytes for t in plan.transfers)
+        found.append(own("pinned", pinned))
+    return found
+
+
+def lower_bounds(table: Table) -> list[Cell]:
+    """moDNN, Figure 6: all data of a step at once, and the bound of equation 2.
+
+    What grows with the batch is told by two batches. Weights and their gradients stay.
+    """
+    found = []
+    for network, dtype in dict.fromkeys((c.network, c.dtype) for c in table.cases):
+        model, batch = network.split(":")
+        tasks, weights, everything = _by_sample(
+            captured(model, 2, dtype), captured(model, 4, dtype), int(batch)
+        )
+        bound = lower_bound(tasks, int(batch), weights)
+        found.append(_mib(network, "", "ideal", weights + everything))
+        found.append(_mib(network, "", "lower bound", bound))
+        found.append(Cell(network, "", "reduction", (weights + everything) / bound, "times"))
+    return found
+
+
+def _by_sample(two: Program, four: Program, batch: int) -> tuple[list[Task], int, int]:
+    """Tasks of `batch` samples, bytes of weights and their gradients, and of all that grows.
+
+    Raises:
+      ValueError: `two` and `four`, of so many samples, are not the same step.
+    """
+    if [s.op for s in two.steps] != [s.op for s in four.steps]:
+        raise ValueError(f"{two.fingerprint} and {four.fingerprint} are different steps")
+    pairs = zip(two.buffers, four.buffers, strict=True)
+    growing = [(after.nbytes - before.nbytes) // 2 for before, after in pairs]
+    tasks = [Task(batch * sum(growing[b] for b in {*s.reads, *s.writes})) for s in two.steps]
+    parameters = (b for b in two.inputs if two.buffers[b].kind is Kind.PARAMETER)
+    return tasks, 2 * sum(two.buffers[b].nbytes for b in parameters), batch * sum(growing)
+
+
+def techniques(table: Table) -> list[Cell]:
+    """SuperNeurons, Figure 10: AlexNet layer by layer, as the paper draws it."""
+    del table
+    drawn = _drawn_alexnet()
+    program, costs = drawn.program, drawn.costs({}, rate=1e9)
+    order = tuple(range(len(program.steps)))
+    walk = Walk(program, order)
+    own = functools.partial(_mib, "AlexNet, 200")
+    again = recomputing(program, costs, walk, order, "cost-aware")
+    return [
+        own("liveness", "peak", simulate(program, order, costs).peak),
+        own("and offloading", "peak", moving(program, costs, walk, order).peak),
+        own("and recomputation", "peak", moving(program, costs, walk, again).peak),
+        own("the largest layer", "peak", 4 * program.buffers[drawn.y[0]].nbytes),
+    ]
+
+
+def recomputations(table: Table) -> list[Cell]:
+    """SuperNeurons, Table 1: AlexNet as the paper draws it; its ResNets as our steps have them.
+
+    The paper counts layers, of ResNets that it does not list; of ours steps are counted.
+    """
+    del table
+    drawn = _drawn_alexnet()
+    order = tuple(range(len(drawn.program.steps)))
+    found = _strategies("AlexNet", drawn.program, drawn.costs({}, rate=1e9), order)
+    for model in ("resnet50", "resnet101"):
+        program = captured(model, 32, "float32")
+        costs = analytic(program, MACHINES[CARD])
+        found += _strategies(f"{model}:32", program, costs, routed(program, costs))
+    return found
+
+
+def _strategies(of: str, program: Program, costs: Costs, order: tuple[int, ...]) -> list[Cell]:
+    walk = Walk(program, order)
+    found = []
+    for strategy in STRATEGIES[:-1]:
+        again = recomputing(program, costs, walk, order, strategy)
+        peak = moving(program, costs, walk, again).peak
+        found.append(Cell(of, strategy, "recomputed", len(again) - len(order), "steps"))
+        found.append(_mib(of, strategy, "peak", peak))
+    return found
+
+
+def requests(table: Table) -> list[Cell]:
+    """SuperNeurons, Table 2: how often a pool would be asked in a step. XLA's compiled step asks
+    once, so there is nothing that a pool could make faster."""
+    found = []
+    for case in table.cases:
+        program, _, plan = planned(case)
+        asked = sum(isinstance(r, Allocate) for r in requests_of(program, plan.order))
+        found.append(Cell(case.network, case.variant, "requests", asked, "a step"))
+    return found
+
+
+def _mib(of: str, how: str, what: str, nbytes: int) -> Cell:
+    return Cell(of, how, what, nbytes / MIB, "MiB")
+
+
+def _drawn_alexnet() -> Any:
+    """The network that the tests of the policy have; they draw it layer by layer."""
+    folder = str(Path(__file__).parent.parent / "tests")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    from networks import alexnet
+
+    return alexnet()
+
+
+Calculation = Callable[[Table], Sequence[Cell]]
+COMPUTED: dict[str, Calculation] = {
+    "pools": pools,
+    "lower_bounds": lower_bounds,
+    "techniques": techniques,
+    "recomputations": recomputations,
+    "requests": requests,
+}
+"""By the name that a file of `tables/` has for them."""

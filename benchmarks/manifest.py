@@ -1,9 +1,9 @@
 """The tables and figures of the papers, as the files of `tables/` have them: what a paper says, and
 what is run for it.
 
-A file has the paper's own figures with the section or table that gives them (none is read off a plot),
-and `steps`: networks, dtypes, and variants as `policy?option=value@budget`, in the order in which they
-tell the most. A variant may be the name of one of SUITES.
+A file has the paper's own figures with the section or table that gives them (none is read off a
+plot), and `steps`: networks, dtypes, and variants as `policy?option=value@budget`, in the order in
+which they tell the most. A variant may be the name of one of SUITES.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Table:
       compares: quantities: fields of `records.Record`, "seconds", "speed", or what `computed` gives.
       plot: the quantity that is drawn; "" for none.
       cases: rows to run, the most telling first.
+      runs: whether they are; else `computed` plans them alone.
       scripts: further commands of this folder, with flags; they need the card.
       computed: the function of `computed.py` that calculates it; "" for none.
       layers: the prefix of the kernels that rows of `convolutions.py` are looked up by; "" for none.
@@ -107,6 +108,7 @@ class Table:
     compares: tuple[str, ...]
     plot: str
     cases: tuple[Case, ...]
+    runs: bool
     scripts: tuple[str, ...]
     computed: str
     layers: str
@@ -123,7 +125,13 @@ def load(name: str) -> Table:
         raise ValueError(f"there is no table {name!r}; there is {', '.join(names())}.")
     data = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     steps, published = data.pop("steps", []), data.pop("published", [])
-    defaults: dict[str, Any] = {"plot": "", "scripts": [], "computed": "", "layers": ""}
+    defaults: dict[str, Any] = {
+        "plot": "",
+        "runs": True,
+        "scripts": [],
+        "computed": "",
+        "layers": "",
+    }
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in (defaults | data).items()}
     try:
         return Table(

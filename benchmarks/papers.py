@@ -12,6 +12,7 @@ docs/papers.md is made from the rows by benchmarks/pages.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -127,6 +128,8 @@ def run_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) -> Non
             continue
         if FLAGS.networks and case.network not in FLAGS.networks:
             continue
+        if FLAGS.ways and case.how not in ("plain", *FLAGS.ways):
+            continue
         label = f"{table.name}: {case.network} {case.dtype} {case.how}"
         if why := unneeded(case, rows):
             print(f"{label}: not run: {why}", flush=True)
@@ -157,9 +160,10 @@ def main(argv: list[str]) -> None:
         if table.computed and FLAGS.calculate:
             cells = computed.COMPUTED[table.computed](table)
             path = out.with_name(f"{table.name}_computed.jsonl")
-            path.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+            path.write_text("".join(json.dumps(dataclasses.asdict(cell)) + "\n" for cell in cells))
             print(f"{table.name}: {len(cells)} figures calculated", flush=True)
-        run_cases(table, out, rows)
+        if table.runs:
+            run_cases(table, out, rows)
         if FLAGS.device == "here":
             run_scripts(table, out)
 
@@ -173,6 +177,7 @@ if __name__ == "__main__":
     flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")
     flags.DEFINE_list("dtypes", [], "Only these.")
     flags.DEFINE_list("networks", [], "Only these, as vgg16:256.")
+    flags.DEFINE_list("ways", [], "Only plain and these, as modnn@least.")
     flags.DEFINE_integer("rounds", 7, "Blocks of steps of each row.")
     flags.DEFINE_float("profile", 60.0, "Seconds to time the steps of a network in, once.")
     flags.DEFINE_float("conv", 120.0, "Seconds to time cuDNN's plans in, where they are asked for.")

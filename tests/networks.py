@@ -98,6 +98,26 @@ def network(specs: Sequence[Spec], batch: int = 4) -> Network:
     return Network(b.program(outputs), x0, tuple(forward), tuple(backward), tuple(y))
 
 
+def alexnet() -> Network:
+    """AlexNet at a batch of 200 in float32, the 23 layers of SuperNeurons' footnote 3.
+
+    A layer's backward pass reads its X and dY; a pool's also its Y, as cuDNN has it. Weights and the
+    batch take nothing, as that paper counts tensors of layers only.
+    """
+    size = lambda channels, side: 4 * 200 * channels * side * side
+    a, b, c, d = size(96, 55), size(256, 27), size(384, 13), size(256, 13)
+    act, norm = lambda n: Spec("act", n), lambda n: Spec("pool", n)
+    pool = lambda n: Spec("pool", n, reads="xy")
+    conv, fc = lambda n: Spec("conv", n), lambda n: Spec("fc", 4 * 200 * n)
+    specs = [conv(a), act(a), norm(a), pool(size(96, 27))]
+    specs += [conv(b), act(b), norm(b), pool(d)]
+    specs += [conv(c), act(c), conv(c), act(c), conv(d), act(d), pool(size(256, 6))]
+    for _ in range(2):
+        specs += [fc(4096), act(4 * 200 * 4096), act(4 * 200 * 4096)]
+    specs += [fc(1000), Spec("other", 4 * 200 * 1000, reads="y")]
+    return network(specs, batch=0)
+
+
 ALGORITHMS = tuple(
     Configuration((Micro(8, engine, (), workspace, seconds),))
     for engine, workspace, seconds in ((XLA, 30, 1.0), (1, 10, 2.0), (2, 0, 4.0))

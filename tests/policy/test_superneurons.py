@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers import Builder, chain, unit_costs
-from networks import CONV, FORK, Spec, network, with_algorithms
+from networks import CONV, FORK, Spec, alexnet, network, with_algorithms
 
 from vmem_jax import BudgetError, LayersError, SuperNeurons
 from vmem_jax.core.convolution import XLA
@@ -17,26 +17,6 @@ from vmem_jax.policy.order import ranked_order
 from vmem_jax.policy.superneurons import caching, moving, recomputing, route, routed
 
 MIB = 2**20
-
-
-def alexnet():
-    """AlexNet at a batch of 200 in float32, the 23 layers of the paper's footnote 3.
-
-    A layer's backward pass reads its X and dY; a pool's also its Y, as cuDNN has it. Weights and the
-    batch take nothing, as the paper counts tensors of layers only.
-    """
-    size = lambda channels, side: 4 * 200 * channels * side * side
-    a, b, c, d = size(96, 55), size(256, 27), size(384, 13), size(256, 13)
-    act, norm = lambda n: Spec("act", n), lambda n: Spec("pool", n)
-    pool = lambda n: Spec("pool", n, reads="xy")
-    conv, fc = lambda n: Spec("conv", n), lambda n: Spec("fc", 4 * 200 * n)
-    specs = [conv(a), act(a), norm(a), pool(size(96, 27))]
-    specs += [conv(b), act(b), norm(b), pool(d)]
-    specs += [conv(c), act(c), conv(c), act(c), conv(d), act(d), pool(size(256, 6))]
-    for _ in range(2):
-        specs += [fc(4096), act(4 * 200 * 4096), act(4 * 200 * 4096)]
-    specs += [fc(1000), Spec("other", 4 * 200 * 1000, reads="y")]
-    return network(specs, batch=0)
 
 
 ALEXNET = alexnet()
