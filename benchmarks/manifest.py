@@ -9,10 +9,13 @@ which they tell the most. A variant may be the name of one of SUITES.
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import vmem_jax
 
 FOLDER = Path(__file__).parent / "tables"
 
@@ -33,6 +36,9 @@ SUITES: dict[str, tuple[str, ...]] = {
 """Variants that many networks have. What µ-cuDNN takes at the least is what plain jit does."""
 
 LEARNING_RATE = 1e-5
+
+WAYS = ("plain", "checkpoint", "offload", *vmem_jax.POLICIES)
+"""What a variant begins with. What else a paper compares is called as it is there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +119,20 @@ class Table:
     computed: str
     layers: str
     published: tuple[Published, ...]
+
+
+def show_how(how: str) -> str:
+    """A variant and its budget for people: `vdnn?offload=all@0.5` as "vdnn, offload all, at 50%"."""
+    variant, _, asked = how.partition("@")
+    policy, _, query = variant.partition("?")
+    if policy not in WAYS:
+        return how
+    options = [part.replace("=", " ").replace("_", " ") for part in query.split("&") if part]
+    budget = {"": "", "none": "", "least": "its least"}.get(asked)
+    if budget is None:
+        share = re.fullmatch(r"0?\.\d+", asked)
+        budget = f"at {float(asked):.0%}" if share else f"in {asked.replace('GiB', ' GiB')}"
+    return ", ".join(filter(None, [policy, *options, budget]))
 
 
 def names() -> list[str]:

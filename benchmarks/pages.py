@@ -20,10 +20,8 @@ import plots
 import records
 from absl import app
 from computed import Cell
-from manifest import Case, Table
+from manifest import Case, Table, show_how
 from records import Record
-
-import vmem_jax
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/papers.md"
@@ -112,23 +110,6 @@ def as_printed(value: float | str) -> str:
     """Every digit that there is."""
     return value if isinstance(value, str) else f"{value:,}"
 
-
-def show_how(how: str) -> str:
-    """A variant and its budget for people: `vdnn?offload=all@0.5` as "vdnn, offload all, at 50 %"."""
-    variant, _, asked = how.partition("@")
-    policy, _, query = variant.partition("?")
-    if policy not in WAYS:
-        return how
-    options = [part.replace("=", " ").replace("_", " ") for part in query.split("&") if part]
-    budget = {"": "", "none": "", "least": "its least"}.get(asked)
-    if budget is None:
-        share = re.fullmatch(r"0?\.\d+", asked)
-        budget = f"at {float(asked):.0%}" if share else f"in {asked.replace('GiB', ' GiB')}"
-    return ", ".join(filter(None, [f"`{policy}`", *options, budget]))
-
-
-WAYS = ("plain", "checkpoint", "offload", *vmem_jax.POLICIES)
-"""What a variant begins with. What else a paper compares is called as it is there."""
 
 TITLES = {
     "need": "compiled peak, GiB",
@@ -267,7 +248,9 @@ def block(table: Table, rows: Rows) -> str:
         parts += [pivot(table, rows, dtype, quantity) for quantity in quantities]
     if table.plot and (FIGURES / f"{table.name}.svg").exists():
         parts.append(f"\n![{table.paper}, {table.item}](figures/{table.name}.svg)\n")
-    parts.append(f"\n{count(table, rows)}`python benchmarks/papers.py --table={table.name}`\n\n")
+    parts.append(
+        f"\n{count(table, rows)}`python benchmarks/papers.py --table={table.name} --out=rows.jsonl`\n\n"
+    )
     return "".join(parts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import matplotlib
-from manifest import Case, Table
+from manifest import Case, Table, show_how
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from records import Record
@@ -19,10 +19,9 @@ POLICIES = ("plain", "checkpoint", "offload", "exact", "auto", "vdnn", "vdnnpp",
 """In the order of their colours; the same policy has the same one in every figure."""
 
 AXES = {
-    "need": "compiled peak, GiB",
+    "need": "compiled peak, of plain's",
     "moved_nbytes": "moved each way, GiB",
     "seconds": "time of a step, ms",
-    "lower bound": "compiled peak, GiB",
 }
 
 Value = Callable[[Record, str], float | None]
@@ -49,10 +48,6 @@ def draw(table: Table, rows: Rows, value: Value, path: Path) -> bool:
     return True
 
 
-def _quantity(table: Table) -> str:
-    return "need" if table.plot == "lower bound" else table.plot
-
-
 def _figure_of(row: Record, quantity: str, value: Value) -> tuple[float | None, bool]:
     """The value of a row, and whether it is predicted."""
     found = value(row, quantity) if row.outcome == "ok" else None
@@ -66,12 +61,15 @@ def _color(variant: str) -> str:
 
 
 def _bars(table: Table, rows: Rows, value: Value) -> Figure | None:
-    quantity = _quantity(table)
+    quantity = table.plot
     dtypes = list(dict.fromkeys(case.dtype for case in table.cases))
     shown: dict[str, dict[tuple[str, str], tuple[float, bool]]] = {}
     for case in _with_plain(table):
         if case in rows and case.asked in ("", "none", "least", *_sizes(table)):
             found, predicted = _figure_of(rows[case], quantity, value)
+            if found is not None and quantity == "need":  # their sizes are too different
+                plain = rows.get(Case(case.model, case.batch, case.dtype, "plain"))
+                found = None if plain is None or not plain.need else found * 2**30 / plain.need
             if found is not None:
                 key = case.network, case.how
                 shown.setdefault(case.dtype, {})[key] = found, predicted
@@ -85,7 +83,7 @@ def _bars(table: Table, rows: Rows, value: Value) -> Figure | None:
         labels |= dict.fromkeys(_bars_of(ax, shown[dtype]))
         ax.set(title=dtype, ylabel=AXES[quantity])
     handles = [axes[0].bar(0, 0, **_look(label)) for label in labels]
-    figure.legend(handles, list(labels), loc="outside right upper", frameon=False)
+    figure.legend(handles, list(map(show_how, labels)), loc="outside right upper", frameon=False)
     return figure
 
 
@@ -97,6 +95,7 @@ def _bars_of(ax: Axes, values: Mapping[tuple[str, str], tuple[float, bool]]) -> 
         x = networks.index(network) + (ways.index(how) + 0.5) * width - 0.4
         ax.bar(x, found, width, **_look(how) | ({"hatch": "////"} if predicted else {}))
     ax.set_xticks(range(len(networks)), [n.replace(":", " (") + ")" for n in networks])
+    ax.set_xlim(-0.5, len(networks) - 0.5)
     ax.spines[["top", "right"]].set_visible(False)
     return ways
 
@@ -138,7 +137,9 @@ def _curves(table: Table, rows: Rows, value: Value) -> Figure | None:
             dashed = "--" if any(predicted for *_, predicted in own) else "-"
             style = "s" if "sub_batches" in variant else "o"
             xs, ys = [x for x, *_ in own], [y for _, y, _ in own]
-            ax.plot(xs, ys, style + dashed, color=_color(variant), ms=3, lw=1, label=variant)
+            ax.plot(
+                xs, ys, style + dashed, color=_color(variant), ms=3, lw=1, label=show_how(variant)
+            )
         ax.set(title=f"{network.replace(':', ' (')}), {dtype}", xlabel="budget / plain's need")
         ax.set_ylim(bottom=0)
         ax.spines[["top", "right"]].set_visible(False)
