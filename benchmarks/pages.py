@@ -78,7 +78,8 @@ def cell(row: Record | None, quantity: str) -> str:
     if row is None:
         return ""
     if row.outcome != "ok":
-        return failure(row)
+        least = row.asked == "least" and row.lowest_compiled and quantity == "need"
+        return number((row.lowest or 0) / GIB) if least else failure(row)
     value = value_of(row, quantity)
     if value is None and quantity == "seconds":
         predicted = value_of(row, "predicted_seconds")
@@ -248,9 +249,8 @@ def block(table: Table, rows: Rows) -> str:
         parts += [pivot(table, rows, dtype, quantity) for quantity in quantities]
     if table.plot and (FIGURES / f"{table.name}.svg").exists():
         parts.append(f"\n![{table.paper}, {table.item}](figures/{table.name}.svg)\n")
-    parts.append(
-        f"\n{count(table, rows)}`python benchmarks/papers.py --table={table.name} --out=rows.jsonl`\n\n"
-    )
+    again = f"python benchmarks/papers.py --table={table.name} --out=rows.jsonl"
+    parts.append(f"\n{count(table, rows)}`{again}`\n\n")
     return "".join(parts)
 
 

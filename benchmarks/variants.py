@@ -141,7 +141,11 @@ def budgeted(work: Job, place: Place, policy: str, nbytes: int | None) -> Callab
         except vmem_jax.BudgetError as error:
             if not error.compiled:
                 raise
-            return _compiled(work, place, policy, error.lowest_peak)
+            least = error.lowest_peak
+        try:
+            return _compiled(work, place, policy, least)
+        except vmem_jax.BudgetError:  # a plan for another budget packs a little worse
+            return _compiled(work, place, policy, least + least // 50)
 
     return build
 
