@@ -32,7 +32,7 @@ vdnnpp_fig9 vdnnpp_table2 vdnnpp_table4 vdnnpp_table5
 modnn_fig6 modnn_fig7 modnn_fig8
 superneurons_fig10 superneurons_fig11 superneurons_fig12
 superneurons_table1 superneurons_table2 superneurons_table3 superneurons_table4 superneurons_table5
-ucudnn_fig9 ucudnn_fig10 ucudnn_fig12 ucudnn_fig13 ucudnn_fig14
+ucudnn_fig9 ucudnn_fig10 ucudnn_fig11 ucudnn_fig12 ucudnn_fig13 ucudnn_fig14
 """
 
 
