@@ -107,9 +107,8 @@ def measure() -> list[Record]:
         add("exact", None, "none", build)
     for asked in FLAGS.budgets:
         nbytes = place.budget_nbytes(asked, plain_need, shapes)
-        fraction = None
-        if plain_need and nbytes and asked != "none":
-            fraction = nbytes / plain_need
+        known = plain_need and nbytes and asked != "none"
+        fraction = round(nbytes / plain_need, 6) if known else None
         for policy in FLAGS.policies:
             add(policy, fraction, asked, variants.budgeted(work, place, policy, nbytes))
             facts: Any = chosen[-1].facts
@@ -165,7 +164,7 @@ def show(rows: list[Record]) -> None:
     """A short table: time and peak against plain."""
     plain = rows[0]
     for r in rows:
-        name = f"{r.model}({r.batch}) {r.variant} {r.budget if r.budget is not None else ''}"
+        name = f"{r.model}({r.batch}) {r.variant} {r.asked}"
         if not r.step_seconds or not plain.step_seconds:
             need = "" if r.need is None else show_nbytes(r.need)
             print(f"{name:38s} {need:>11s} {r.outcome[:150]}")
