@@ -85,13 +85,16 @@ def test_fits_and_moves_and_computes_the_same(policy, budget):
 
 
 def test_sub_batches_that_are_not_among_the_means():
-    splits = lambda policy, allow=None: vmem_jax.jit(abs, budget=1, policy=policy, allow=allow)
-    assert splits("modnn")._settings.splitting is Splitting.FEWEST
-    assert splits("modnn", ("order", "offload"))._settings.splitting is Splitting.WHOLE
-    assert splits("vdnn")._settings.splitting is splits(MoDNN(False))._settings.splitting is Splitting.WHOLE
-    assert splits(VDNN(sub_batches=True))._settings.splitting is Splitting.FEWEST
-    assert splits("auto")._settings.splitting is Splitting.FASTEST
-    assert splits("auto", "order")._settings.splitting is Splitting.WHOLE
+    def splits(policy, allow=None):
+        step = vmem_jax.jit(abs, budget=1, policy=policy, allow=allow)
+        return step._settings.splitting
+
+    assert splits("modnn") is Splitting.FEWEST
+    assert splits("modnn", ("order", "offload")) is Splitting.WHOLE
+    assert splits("vdnn") is splits(MoDNN(False)) is Splitting.WHOLE
+    assert splits(VDNN(sub_batches=True)) is Splitting.FEWEST
+    assert splits("auto") is Splitting.FASTEST
+    assert splits("auto", "order") is Splitting.WHOLE
 
 
 @pytest.mark.parametrize("policy", ["vdnn"])

@@ -53,8 +53,8 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._runs:
             raise ValueError(
-                f"`{self._step._name}` was compiled for a card that is not there, so it cannot run. "
-                "Leave out `target` to compile for the devices of the arguments."
+                f"`{self._step._settings.name}` was compiled for a card that is not there, so it "
+                "cannot run. Leave out `target` to compile for the devices of the arguments."
             )
         return self._step(*args, **kwargs)
 
