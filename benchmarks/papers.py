@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import computed
+import jax
 import manifest
 import records
 from absl import app, flags
@@ -93,15 +94,15 @@ def run(case: Case, plain: Record | None) -> Record:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FLAGS.limit)
         except subprocess.TimeoutExpired:
-            return failed(case, f"time limit: {FLAGS.limit:.0f} s passed")
+            return failed(case, plain, f"time limit: {FLAGS.limit:.0f} s passed")
         if out.exists():
             return records.read(out)[0]
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return failed(case, f"exit {done.returncode}: {last[:300]}")
+        return failed(case, plain, f"exit {done.returncode}: {last[:300]}")
 
 
-def failed(case: Case, outcome: str) -> Record:
-    """The row of a process that left none."""
+def failed(case: Case, plain: Record | None, outcome: str) -> Record:
+    """The row of a process that left none; the machine is that of `plain`."""
     return Record(
         model=case.model,
         batch=case.batch,
@@ -114,6 +115,8 @@ def failed(case: Case, outcome: str) -> Record:
         asked=case.asked,
         device="" if FLAGS.device == "here" else FLAGS.device,
         precision=case.precision,
+        machine="" if plain is None else plain.machine,
+        versions=records.versions(),
         commit=FLAGS.commit or records.commit(),
     )
 
@@ -154,6 +157,7 @@ def run_scripts(table: manifest.Table, out: Path) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    jax.config.update("jax_platforms", "cpu")  # of this process: the card is for those that run
     out = Path(FLAGS.out)
     rows = {case_of(row): row for row in records.read(out)} if out.exists() else {}
     for table in selected():
