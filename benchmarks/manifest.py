@@ -30,7 +30,6 @@ SUITES: dict[str, tuple[str, ...]] = {
         "offload",
         *(f"{policy}@0.35" for policy in ("auto", *SYSTEMS)),
         *(f"{policy}@12GiB" for policy in ("auto", *SYSTEMS)),
-        *(f"{policy}@0.5" for policy in ("auto", *SYSTEMS)),
     )
 }
 """Variants that many networks have. What µ-cuDNN takes at the least is what plain jit does."""

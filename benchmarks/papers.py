@@ -3,11 +3,12 @@
     python benchmarks/papers.py --table=vdnn_fig11 --device=h200 --out=rows.jsonl
     python benchmarks/papers.py --table=vdnn_fig11,vdnn_fig14 --out=rows.jsonl      # on a GPU
 
-What is run for a table, and what its paper says, is in benchmarks/tables/. A row that is in --out is
-not run again, whichever table asked for it. With --device=h200 nothing runs: steps are compiled for a
-card that need not be there, and what needs the card is left out. Failures are rows too: a budget that
-cannot be met (with the lowest peak), memory that runs out, a limit that passes, a process that dies.
-docs/papers.md is made from the rows by benchmarks/pages.py.
+--networks=vgg16:256, --dtypes=bfloat16 and --ways=auto@least take a part of a table. What is run for
+one, and what its paper says, is in benchmarks/tables/. A row that is in --out is not run again,
+whichever table asked for it. With --device=h200 nothing runs: steps are compiled for a card that need
+not be there, and what needs the card is left out; such rows have a file of their own. Failures are
+rows too: a budget that cannot be met (with the lowest peak), memory that runs out, a limit that
+passes, a process that dies. docs/papers.md is made from the rows by benchmarks/pages.py.
 """
 
 from __future__ import annotations
