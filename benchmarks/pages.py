@@ -62,7 +62,13 @@ def kernels(folder: Path = RESULTS) -> list[dict]:
 
 
 def value_of(row: Record, quantity: str) -> float | None:
-    """A quantity of a row in the unit of its table: GiB, ms, or a count; None where it has none."""
+    """A quantity of a row in the unit of its table: GiB, ms, or a count; None where it has none.
+
+    The least of a policy is what it compiled to, also where no plan was found for just that.
+    """
+    if row.outcome != "ok":
+        least = row.asked == "least" and row.lowest_compiled and quantity in ("need", "batch")
+        return row.lowest / GIB if least and row.lowest else None
     if quantity == "seconds":
         return 1e3 * statistics.median(row.step_seconds) if row.step_seconds else None
     if quantity == "predicted_seconds":
@@ -77,10 +83,9 @@ def cell(row: Record | None, quantity: str) -> str:
     """A quantity for people: what was predicted in italics, failures in words."""
     if row is None:
         return ""
-    if row.outcome != "ok":
-        least = row.asked == "least" and row.lowest_compiled and quantity == "need"
-        return number((row.lowest or 0) / GIB) if least else failure(row)
     value = value_of(row, quantity)
+    if value is None and row.outcome != "ok":
+        return failure(row)
     if value is None and quantity == "seconds":
         predicted = value_of(row, "predicted_seconds")
         return "" if predicted is None else f"*{number(predicted)}*"

@@ -50,8 +50,8 @@ def draw(table: Table, rows: Rows, value: Value, path: Path) -> bool:
 
 def _figure_of(row: Record, quantity: str, value: Value) -> tuple[float | None, bool]:
     """The value of a row, and whether it is predicted."""
-    found = value(row, quantity) if row.outcome == "ok" else None
-    if found is None and quantity == "seconds" and row.outcome == "ok":
+    found = value(row, quantity)
+    if found is None and quantity == "seconds":
         return value(row, "predicted_seconds"), True
     return found, False
 
@@ -129,7 +129,7 @@ def _curves(table: Table, rows: Rows, value: Value) -> Figure | None:
             panel.setdefault(case.variant, []).append((row.budget, found, predicted))
     if not points:
         return None
-    figure = Figure(figsize=(2.4 * len(points) + 1.2, 2.6), layout="constrained")
+    figure = Figure(figsize=(2.2 * len(points) + 2.8, 2.6), layout="constrained")
     axes = figure.subplots(1, len(points), squeeze=False)[0]
     for ax, ((network, dtype), ways) in zip(axes, points.items(), strict=True):
         for variant, own in ways.items():
