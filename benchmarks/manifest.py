@@ -99,6 +99,7 @@ class Table:
       plot: the quantity that is drawn; "" for none.
       cases: rows to run, the most telling first.
       runs: whether they are; else `computed` plans them alone.
+      below_plain: whether sizes that plain jit meets, too, are left out.
       scripts: further commands of this folder, with flags; they need the card.
       computed: the function of `computed.py` that calculates it; "" for none.
       layers: the prefix of the kernels that rows of `convolutions.py` are looked up by; "" for none.
@@ -114,6 +115,7 @@ class Table:
     plot: str
     cases: tuple[Case, ...]
     runs: bool
+    below_plain: bool
     scripts: tuple[str, ...]
     computed: str
     layers: str
@@ -147,6 +149,7 @@ def load(name: str) -> Table:
     defaults: dict[str, Any] = {
         "plot": "",
         "runs": True,
+        "below_plain": True,
         "scripts": [],
         "computed": "",
         "layers": "",

@@ -47,12 +47,12 @@ def case_of(row: Record) -> Case:
     return Case(row.model, row.batch, row.dtype, row.variant, row.asked)
 
 
-def unneeded(case: Case, rows: dict[Case, Record]) -> str:
+def unneeded(table: manifest.Table, case: Case, rows: dict[Case, Record]) -> str:
     """Why there is nothing to run for `case`; "" where there is."""
     if FLAGS.device != "here" and case.variant.startswith(ON_THE_CARD):
         return "it plans with what was timed on the card"
     plain = rows.get(Case(case.model, case.batch, case.dtype, "plain"))
-    if plain is None or plain.need is None or case.variant == "exact":
+    if plain is None or plain.need is None or not table.below_plain:
         return ""
     if case.asked[-1:].isalpha() and case.asked not in ("none", "least"):
         if parse_size(case.asked, "tables") >= plain.need:
@@ -135,7 +135,7 @@ def run_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) -> Non
         if FLAGS.ways and case.how not in ("plain", *FLAGS.ways):
             continue
         label = f"{table.name}: {case.network} {case.dtype} {case.how}"
-        if why := unneeded(case, rows):
+        if why := unneeded(table, case, rows):
             print(f"{label}: not run: {why}", flush=True)
             continue
         row = run(case, rows.get(Case(case.model, case.batch, case.dtype, "plain")))
