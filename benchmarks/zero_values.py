@@ -1,6 +1,6 @@
 """Both kernels of compression by dtype and density, beside one that copies with the sign changed.
 
-    python benchmarks/compression.py --out=rows.jsonl
+    python benchmarks/zero_values.py --out=rows.jsonl
 
 A rate is the bytes that are read and written, over the seconds: of the tensor and of what is used of
 the byte array. All calls of a run are in one executable, so that starting them takes no part.
