@@ -183,6 +183,18 @@ def test_a_link_that_holds_the_step_up_carries_less():
     assert f"{show_nbytes(arena)} are pinned for what moves" in explanation
 
 
+def test_what_is_pinned_stays_within_the_host_budget():
+    fast = dataclasses.replace(SLOW, link_out=1e12, link_in=1e12, link_both=2e12)
+    raw, args = budgeted(allow=("order", "offload"), machine=fast)
+    pinned = raw.lower(*args).compile().pinned_nbytes
+    step, _ = budgeted(machine=fast, host_budget=int(0.8 * pinned))
+    compiled = step.lower(*args).compile()
+    assert compiled.plan.compressed and 0 < compiled.pinned_nbytes <= 0.8 * pinned
+    assert same_bits(step(*args), raw(*args))
+    with pytest.raises(vmem_jax.HostMemoryError):
+        budgeted(allow=("order", "offload"), machine=fast, host_budget=int(0.8 * pinned))[0](*args)
+
+
 def test_a_tensor_that_turns_dense_overflows_and_is_right():
     step, (weights, x) = budgeted()
     assert step(weights, x) and step.plan(weights, x).compressed
@@ -285,8 +297,9 @@ def test_a_device_where_nothing_could_overflow_is_refused(monkeypatch):
             "of its 10 large residuals none has enough zeros: of the emptiest 100%",
         ),
         ({"budget": 1.0}, "it fits without"),
+        ({"sub_batches": 2, "budget": 0.9}, "its batch runs in sub-batches"),
     ],
-    ids=["dense", "fits"],
+    ids=["dense", "fits", "sub-batches"],
 )
 def test_what_is_not_compressed_says_why(options, why):
     step, args = budgeted(**options)

@@ -137,6 +137,9 @@ class Planning:
         best, (traced, one) = attempts[-1], members[count]
         need, compiles = show_nbytes(best.need), len(attempts)
         logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
+        if "compress" in settings.asked and not best.plan.compressed and not uncompressed:
+            parts = "its batch runs in sub-batches, which do not compress"
+            uncompressed = parts if count > 1 else "no plan with it fits when it is compiled"
         made = (traced, budget, plain_need, best.costs, attempts, self._transport, one.policy)
         return Entry(*made, unsplit=split.why, uncompressed=uncompressed)
 
@@ -327,8 +330,11 @@ class Planning:
         seconds = time.perf_counter() - start
         one = dataclasses.replace(one, first=plan, first_seconds=seconds)
         limit = self._settings.host_budget
-        fits = limit is None or not plan.moves or layout_of(one.program, plan).nbytes <= limit
-        return _Variant(traced, one, fits, (not fits, plan.predicted_seconds)), plan
+        pinned = layout_of(one.program, plan).nbytes if plan.moves else 0
+        fits = limit is None or pinned <= limit
+        return _Variant(
+            traced, one, fits, (not fits, plan.predicted_seconds if fits else pinned)
+        ), plan
 
     def _with_compressed(self, ways: Sequence[tuple[int, int]]) -> Planning:
         """The same for the step with each buffer of `ways` compressed into so many bytes."""
