@@ -44,6 +44,7 @@ class Record:
       pinned_nbytes: host memory in which they wait.
       sub_batches: parts of the batch that run one after another.
       divided: convolutions that run in micro-batches.
+      compressed: values that wait for the backward pass without their zeros.
       precision: JAX's default precision of products; "" as JAX has it.
       recomputed: steps that run again.
       predicted_seconds: seconds a step by the simulator.
@@ -76,6 +77,7 @@ class Record:
     pinned_nbytes: int | None = None
     sub_batches: int | None = None
     divided: int | None = None
+    compressed: int | None = None
     precision: str = ""
     recomputed: int | None = None
     predicted_seconds: float | None = None

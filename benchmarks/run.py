@@ -59,6 +59,9 @@ flags.DEFINE_float("profile", 0.0, "Seconds to time the model's steps in first; 
 flags.DEFINE_float(
     "conv", 0.0, "Seconds to time cuDNN's plans for the model's convolutions in first."
 )
+flags.DEFINE_float(
+    "density", None, "For auto:offload+compress: of what ReLUs leave; else zeros are counted."
+)
 flags.DEFINE_bool("plain", True, "Also time plain jit.")
 flags.DEFINE_integer("plain_need", None, "Bytes that plain jit needs, where it is not run.")
 flags.DEFINE_bool("offload", False, "Also time JAX's own offloading of layers' inputs.")
@@ -82,7 +85,8 @@ def measure() -> list[Record]:
         learning_rate=FLAGS.learning_rate,
         wrap=wrap,
     )
-    work, place = make(None), Place(None if FLAGS.device == "here" else FLAGS.device)
+    place = Place(None if FLAGS.device == "here" else FLAGS.device, FLAGS.density)
+    work = make(None)
     shapes = place.shapes(work)  # before anything else looks for devices
     jaxpr = jax.jit(work.step).trace(*shapes).jaxpr
     if FLAGS.profile:
@@ -178,7 +182,7 @@ def show(rows: list[Record]) -> None:
                 f"  predicted/compiled {r.predicted_need / r.first_need:.3f}, {r.compiles} compiles,"
                 f" plan {r.plan_seconds:.1f} s, {r.predicted_seconds * 1e3:.1f} ms predicted,"
                 f" {r.recomputed} again, {r.transfers} moved ({show_nbytes(r.moved_nbytes or 0)}),"
-                f" {r.divided} divided"
+                f" {r.divided} divided, {r.compressed} compressed"
             )
         print(text, flush=True)
 

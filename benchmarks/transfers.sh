@@ -3,6 +3,7 @@
 #   sh benchmarks/transfers.sh rows.jsonl [model ...]
 # Some fifteen minutes on an H200. Each model is one process; its steps are timed first, and its
 # variants take turns.
+# "compress" has plans that the link holds up, with and without the zeros of what they move.
 # "transports" has both columns of `ffi` against `memory_kinds`: the same budgets, moved by either.
 set -e
 cd "$(dirname "$0")/.."
@@ -16,12 +17,13 @@ run() {
     --policies="$policies" --nocheckpoint --still --profile=80 --out="$out" \
     ${COMMIT:+--commit="$COMMIT"}
 }
-for model in ${*:-vgg116 vgg16 resnet152 link transports cache}; do
+for model in ${*:-vgg116 vgg16 resnet152 link compress transports cache}; do
   case $model in
     vgg116) run vgg116 32 0.33,0.2,0.15,0.1 auto,auto:recompute ;;
     vgg16) run vgg16 256 0.5,0.3 auto,auto:recompute ;;
     resnet152) run resnet152 128 0.35,0.25 auto,auto:recompute ;;
     link) run vgg116 32 0.2 auto:offload ;; # everything moves: as fast as the link
+    compress) run vgg116 32 0.33,0.2,0.12 auto:offload,auto:offload+compress ;;
     transports)
       run vgg116 32 0.33,0.2 auto:offload:ffi,auto:offload:memory_kinds
       run vgg16 256 0.4 auto:offload:ffi,auto:offload:memory_kinds

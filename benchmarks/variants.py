@@ -31,9 +31,11 @@ class Place:
 
     Attributes:
       target: a card that is not there, for which it is compiled alone; None for the devices here.
+      density: of what ReLUs leave, for plans that compress; None to count zeros on the devices here.
     """
 
     target: str | None = None
+    density: float | None = None
 
     def shapes(self, work: Job) -> tuple:
         """The arguments of a step as shapes, on that card where it is not there."""
@@ -45,6 +47,12 @@ class Place:
         sharding = target(self.target).sharding()
         placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
         return jax.tree.map(placed, shapes)
+
+    def arguments(self, work: Job, means: str) -> tuple:
+        """What a step with `means` is planned from: its shapes, or data whose zeros are counted."""
+        if "compress" not in means or self.density is not None:
+            return self.shapes(work)
+        return jax.jit(work.init)(jax.random.key(0)), jax.jit(work.random_batch)(jax.random.key(1))
 
     def all_nbytes(self, shapes: tuple) -> int:
         """Bytes of all memory of the device."""
@@ -158,9 +166,10 @@ def _compiled(work: Job, place: Place, policy: str, nbytes: int) -> tuple[Callab
         policy=policy_of(name),
         allow=("order", *means.split("+")) if means else None,
         transport=transport or "auto",
+        density=place.density,
         donate_argnums=0,
     )
-    compiled = step.lower(*place.shapes(work)).compile(place.target)
+    compiled = step.lower(*place.arguments(work, means)).compile(place.target)
     return step, facts_of(compiled, nbytes)
 
 
@@ -198,6 +207,7 @@ def facts_of(compiled: Any, nbytes: int) -> dict[str, Any]:
         "compiles": len(attempts),
         "recomputed": len(compiled.plan.recomputed),
         "divided": len(compiled.plan.divided),
+        "compressed": len(compiled.plan.compressed),
         "sub_batches": compiled.plan.sub_batches,
         "transfers": len(compiled.plan.transfers),
         "moved_nbytes": compiled.moved_nbytes,
