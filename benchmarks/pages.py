@@ -108,7 +108,7 @@ def failure(row: Record) -> str:
 def number(value: float) -> str:
     """Two decimals, more below 1, none from 100 on."""
     if isinstance(value, int) or value == 0:
-        return f"{value:,}"
+        return f"{int(value):,}"
     return f"{value:,.{0 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3}f}"
 
 
