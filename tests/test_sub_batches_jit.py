@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -14,12 +15,18 @@ from steps import arrays_of, normal
 
 import vmem_jax
 from vmem_jax import VDNN, BudgetError, Plan, PlanError
+from vmem_jax.core.costs import MACHINES
+from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy.base import Splitting
 from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_in_parts
 from vmem_jax.splitting import counts_of
+from vmem_jax.transfer.extension import describe
+
+FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
+"""A machine whose link hides everything."""
 
 LAYERS, ROWS, WIDTH = 6, 512, 32
 
@@ -100,16 +107,47 @@ def test_systems_of_the_papers_take_the_fewest_that_fit(policy):
     budget = int(0.4 * need_nbytes(plain))
     split = compiled(None, budget=budget, policy=policy)
     count = split.plan.sub_batches
-    assert split.need_nbytes <= budget and count > 1 and not split.plan.moves
+    assert split.need_nbytes <= budget and count > 1
     assert all(a.plan.sub_batches == count for a in split.attempts)
-    fewer = compiled(count // 2, budget="1GiB", policy=policy)
-    assert fewer.plan.predicted_peak > budget or fewer.need_nbytes > budget
+    with pytest.raises(BudgetError):
+        compiled(count // 2, budget=budget, policy=policy)
     for a, b in zip(
         jax.tree.leaves(split(params(), *batch())),
         jax.tree.leaves(plain(params(), *batch())),
         strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(describe().startswith("none"), reason=describe())
+def test_each_sub_batch_moves_its_own():
+    kept = compiled(4, policy="exact")
+    budget = kept.need_nbytes - ROWS * WIDTH
+    moving = compiled(4, budget=budget, allow=("order", "offload"), machine=FAST)
+    plan, program = moving.plan, moving._entry.traced.captured.program
+    assert moving.need_nbytes <= budget and plan.transfers and not plan.recomputed
+    assert all(program.steps[program.producer[t.buffer]].times == 4 for t in plan.transfers)
+    assert moving.moved_nbytes == 4 * moving.arena.layout.nbytes
+    expected = kept(params(), *batch())
+    for run in (1, 2):
+        results = moving(params(), *batch())
+        pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
+        assert all(np.array_equal(a, b) for a, b in pairs)
+        counters = moving.arena.counters(jax.devices()[0])
+        assert counters.link_nbytes_out == counters.link_nbytes_in == run * moving.moved_nbytes
+    with pytest.raises(BudgetError):
+        compiled(4, budget=budget, allow="order")
+
+
+@pytest.mark.skipif(describe().startswith("none"), reason=describe())
+def test_nothing_moves_where_the_last_sub_batch_is_smaller():
+    budget = compiled(3, policy="exact").need_nbytes
+    moving = compiled(3, budget=budget, allow=("order", "offload"), machine=FAST)
+    assert moving.plan.sub_batches == 3 and not moving.plan.moves
+    crossing = Transfer(moving.plan.order[0], 0, 1, 2, len(moving.plan.order) - 1)
+    program = moving._entry.traced.captured.program
+    broken = violations(program, dataclasses.replace(moving.plan, transfers=(crossing,)))
+    assert any("in and out of the loop over sub-batches" in each for each in broken)
 
 
 def test_recomputation_happens_within_the_sub_batches():

@@ -171,7 +171,9 @@ class Planning:
         means = self._costs
         if count > 1:
             means = part_costs(own, self._traced, means, settings.machine, target)
-        if still and not own.hosted:
+        # within a loop buffers move by our own calls alone, and not while anything hosted does
+        moves = not still and (count == 1 or self._transport == "ffi")
+        if not moves and not own.hosted:
             means = dataclasses.replace(means, link=None)
         own = own.moved_by(self._transport)
         program, policy = own.captured.program, settings.policy

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.capture import layer_of
-from vmem_jax.core.costs import Costs, Machine, calibrated, machine_for
+from vmem_jax.core.costs import Costs, Link, Machine, calibrated, machine_for
 from vmem_jax.entry import Traced
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
@@ -69,8 +69,8 @@ def part_costs(
 ) -> Costs:
     """Costs of a step in sub-batches: the roofline, as much above it as the whole batch's are.
 
-    What was measured of the whole batch says nothing of the shapes of a part. Nothing is moved but
-    what is hosted.
+    What was measured of the whole batch says nothing of the shapes of a part. What moves within the
+    loop does so for each part, as its steps run for each: so the link is slower by their number.
 
     Args:
       parts, whole: the step in sub-batches, and with its batch as a whole.
@@ -79,7 +79,10 @@ def part_costs(
     """
     machine = machine or machine_for(target or devices_of(whole.avals)[0].device_kind)
     found = calibrated(parts.captured.program, machine, whole.captured.program, costs)
-    return dataclasses.replace(found, link=costs.link if parts.hosted else None)
+    link, count = costs.link, parts.captured.program.sub_batches
+    if link is not None and not parts.hosted:
+        link = Link(link.out / count, link.into / count, link.both / count)
+    return dataclasses.replace(found, link=link)
 
 
 def _follow(traced: Traced) -> Batch | str:

@@ -94,7 +94,8 @@ class Compiled:
         program = self._entry.traced.captured.program
         out = [t.buffer for t in self.plan.transfers if t.buffer not in program.streamed_in]
         slices = sum(slices_nbytes(program.buffers[b]) for b in self.plan.looped)
-        return sum(program.buffers[b].nbytes for b in out) + slices
+        times = lambda b: program.steps[program.producer[b]].times  # once for each sub-batch
+        return sum(times(b) * program.buffers[b].nbytes for b in out) + slices
 
     @property
     def pinned_nbytes(self) -> int:

@@ -98,6 +98,8 @@ class Captured:
     def moved_by_the_compiler(self) -> Captured:
         """The same where the compiler itself moves buffers: it splits them as it likes, so that
         every array is movable, and it takes no part in a loop, so that nothing is a stack."""
+        if self.sub_batches is not None:
+            return self
         buffers = tuple(
             dataclasses.replace(buffer, movable=is_array(v.aval), slices=1)
             for buffer, v in zip(self.program.buffers, self.variables, strict=True)
@@ -171,6 +173,7 @@ def _captured(
     ]
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)
+        buffers = _within(buffers, steps, movable=sub_batches.last is None)
     in_host_memory = _hosted(given.hosted, opened.outvars, index, len(inputs))
     given_up = [b for b, gives in enumerate(given.donated) if gives and b not in in_host_memory]
     program = Program(
@@ -191,6 +194,18 @@ def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
     return [
         dataclasses.replace(step, times=count) if begin < s < end else step
         for s, step in enumerate(steps)
+    ]
+
+
+def _within(buffers: Sequence[Buffer], steps: Sequence[Step], movable: bool) -> list[Buffer]:
+    """`buffers`, of which only those can move that are of one sub-batch alone, if `movable`."""
+    inside = {b for step in steps if step.times > 1 for b in step.writes}
+    outside = {b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)}
+    return [
+        dataclasses.replace(
+            buffer, movable=movable and buffer.movable and b in inside - outside, slices=1
+        )
+        for b, buffer in enumerate(buffers)
     ]
 
 

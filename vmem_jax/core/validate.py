@@ -58,7 +58,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
     read nor made again while it is away; a hosted input that is read comes once, before its first
     read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
     its loops run once; a configuration is of a convolution, and of all its samples; the steps on
-    samples stand between the marks of their sub-batches, and no others.
+    samples stand between the marks of their sub-batches, and no others; what moves between them does
+    so there alone.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
@@ -128,11 +129,13 @@ def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
     if not marks or not set(marks) <= set(plan.order):
         return []  # what never runs is found below
     begin, end = map(plan.order.index, marks)
-    broken = [
-        f"transfer {i} of buffer {t.buffer} moves within the loop over sub-batches"
-        for i, t in enumerate(plan.transfers)
-        if any(begin < point <= end for point in (t.start, t.gone, t.fetch, t.back))
-    ]
+    broken = []
+    for i, t in enumerate(plan.transfers):
+        within = {begin < point <= end for point in (t.start, t.gone, t.fetch, t.back)}
+        if len(within) > 1 or (True in within and t.buffer in program.hosted):
+            broken.append(
+                f"transfer {i} of buffer {t.buffer} moves in and out of the loop over sub-batches"
+            )
     for position, s in enumerate(plan.order):
         if s in marks or not 0 <= s < len(program.steps):
             continue

@@ -25,9 +25,8 @@ Differs from the paper:
    where it does not fit beside the workspace: at most until this task ends.
 6. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so
    nothing is moved. Without a link nothing is either, and each is the fastest that fits.
-7. Within sub-batches nothing is moved, so they must fit with the order, the lifetimes and the
-   algorithms alone, and there are often more of them than equation 3 has. Equation 3 is solved among
-   the numbers of sub-batches that are tried (`prove.sub_batches`).
+7. Equation 3 is solved among the numbers of sub-batches that are tried (`prove.sub_batches`).
+   Nothing is moved where the last sub-batch is smaller than the others.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Differs from the paper:
 4. The last layer's X is not moved, as in Figure 9: no layer is left to prefetch it in. What the
    search of Figure 10 misses otherwise is fetched when it is read.
 5. The fully connected layers are moved by `all`, too; the paper leaves its classifier to Torch.
-6. vDNN+ moves nothing within sub-batches; what is said of `modnn` there holds here.
+6. What is said of sub-batches in `modnn` holds for vDNN+.
 7. With `allow=(..., "workspace")`, convolutions in micro-batches are among the algorithms.
 """
 
