@@ -127,7 +127,7 @@ def test_vgg_refuses_images_too_small_to_pool():
         job("vgg16", batch=2, image=16).state_shapes()
 
 
-@pytest.mark.parametrize(("name", "image"), [("vgg416", 224), ("resnet29", 32)])
+@pytest.mark.parametrize(("name", "image"), [("vgg116", 224), ("resnet29", 32)])
 def test_deep_steps_have_shapes(name, image):
     deep = job(name, batch=4, image=image, optimizer="momentum")
     state, metrics = _step_shapes(deep)
@@ -299,7 +299,7 @@ def test_a_transformer_drops_others_at_each_step_and_sees_no_later_token():
 
 def test_116_layers_start_alive_in_bfloat16():
     # VGG-116 with fewer channels. Eager, as that compiles each shape of layer once.
-    stages = tuple((64, convs) for _, convs in vgg_stages(116))
+    stages = tuple((32, convs) for _, convs in vgg_stages(116))
     model = VGG(stages, 10, head_width=64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     images = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
     params = model.init(jax.random.key(0, impl="rbg"), images)["params"]
