@@ -311,3 +311,17 @@ def test_it_is_not_planned_unless_it_is_named():
     step, args = budgeted(allow=None)
     assert not step.plan(*args).compressed
     assert "is compressed" not in step.explain(*args).summary()
+
+
+@pytest.mark.gpu_compile
+def test_it_fits_a_card_that_is_not_there():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    step, (weights, x) = STEPS["relu"]
+    args = weights, jax.ShapeDtypeStruct((1 << 18, 64), x.dtype)
+    options = {"allow": MEANS, "density": 0.5, "donate_argnums": 0}
+    entry = vmem_jax.jit(step, budget=0.55, machine=SLOW, **options)._entry_for(args, {}, "h200")
+    plan, text = entry.best.plan, entry.best.compiled.as_text()
+    assert entry.best.need <= 0.55 * entry.plain_need
+    assert plan.compressed and plan.transfers and not plan.recomputed
+    for name in ("compress", "decompress"):
+        assert text.count(f'custom_call_target="vmem_jax_{name}"') == len(plan.compressed)
