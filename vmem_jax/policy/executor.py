@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
+from vmem_jax.policy.victims import Victims
 
 Drop = tuple[int, int]
 """(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
@@ -78,7 +79,9 @@ class Execution:
         self._present = list(program.is_resident)
         for b in program.inputs:
             self._present[b] = True
-        self._live: dict[int, None] = {}
+        self._live: dict[int, int] = {}  # with how many came before
+        self._came = 0
+        self._victims: Victims | None = None
         self._nbytes = program.resident_nbytes
         self.order: list[int] = []
         self.fits = True
@@ -102,6 +105,8 @@ class Execution:
             self._next[b] += 1
             if program.is_resident[b]:
                 continue
+            if self._victims is not None:
+                self._victims.used(b)
             uses, following = self._uses[b], self._next[b]
             if following >= len(uses):
                 self._free(b)
@@ -116,9 +121,7 @@ class Execution:
         for b in buffers:
             if b in self._parked:
                 self.away.append(Away(b, self._parked.pop(b), len(self.order)))
-                self._live[b] = None
-                self._present[b] = True
-                self._nbytes += self._program.buffers[b].nbytes
+                self._hold(b)
 
     # -- recomputation
 
@@ -178,9 +181,7 @@ class Execution:
                     break
                 self._free(victim)
         for w in fresh:
-            self._live[w] = None
-            self._present[w] = True
-            self._nbytes += program.buffers[w].nbytes
+            self._hold(w)
         for w in step.writes:
             self._present[w] = True
         self.order.append(s)
@@ -193,41 +194,34 @@ class Execution:
                 return self._program.buffers[w].nbytes
         return 0
 
+    def _hold(self, b: int) -> None:
+        self._live[b] = self._came
+        self._came += 1
+        self._present[b] = True
+        self._nbytes += self._program.buffers[b].nbytes
+        if self._victims is not None:
+            self._victims.came(b)
+
     def _free(self, b: int) -> None:
         if b in self._live:
             del self._live[b]
             self._present[b] = False
             self._nbytes -= self._program.buffers[b].nbytes
+            if self._victims is not None:
+                self._victims.went(b)
 
     def _victim(self, pinned: set[int]) -> int | None:
-        """The live value with the lowest cost / (bytes × time until its next use)."""
-        best, best_score = None, float("inf")
-        for b in self._live:
-            if b in pinned:
-                continue
-            uses = self._uses[b]
-            following = uses[self._next[b]] if self._next[b] < len(uses) else len(self._base)
-            if not self._remaking.may_drop(b, following):
-                continue
-            absence = max(following - self._now, 1)
-            score = self._remake_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
-            if score < best_score:
-                best, best_score = b, score
-        return best
-
-    def _remake_seconds(self, b: int) -> float:
-        """Seconds to make `b` again from what is live, a few missing steps deep."""
-        program, total = self._program, 0.0
-        seen: set[int] = set()
-        stack = [b]
-        while stack and len(seen) < 32:
-            s = program.producer[stack.pop()]
-            if s in seen:
-                continue
-            seen.add(s)
-            total += self._costs.seconds[s]
-            stack += [r for r in program.steps[s].reads if not self._present[r]]
-        return total
+        if self._victims is None:  # from here on it is told what changes
+            self._victims = Victims(
+                self._program,
+                self._costs,
+                self._remaking,
+                self._live,
+                self._present,
+                self._next,
+                len(self._base),
+            )
+        return self._victims.lowest(self._now, pinned)
 
 
 class Remaking:

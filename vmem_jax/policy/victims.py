@@ -1,0 +1,129 @@
+"""victims: which live value the executor drops next where its limit is reached.
+
+That is the one with the lowest cost / (bytes × time until its next use), of hundreds of which each
+step changes a few. So the scores wait in a heap and are reckoned again when they come up: a score
+that nothing changes only rises, since the next use comes nearer, and what is in the heap is a lower
+bound of it. What makes a score fall is told: a value that comes, a use that passes, an input of a
+producer that is there again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.program import Program
+
+if TYPE_CHECKING:
+    from vmem_jax.policy.executor import Remaking
+
+_FARTHEST = 32
+"""Steps that are looked at for what making a value again costs."""
+
+
+class Victims:
+    """The live values of one run of the executor, the next to drop first.
+
+    Args:
+      live: the values that may be dropped, each with a number that rises as they come; `came`,
+        `used`, `went` say what changes in it.
+      present: for every buffer whether it is there.
+      upcoming: for every buffer how many of its uses have passed.
+      end: the positions of the base order.
+
+    Attributes:
+      reckoned: how many scores were.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        remaking: Remaking,
+        live: Mapping[int, int],
+        present: Sequence[bool],
+        upcoming: Sequence[int],
+        end: int,
+    ) -> None:
+        self._program, self._costs, self._remaking = program, costs, remaking
+        self._live, self._present, self._upcoming, self._end = live, present, upcoming, end
+        self._heap: list[tuple[float, int, int]] = []  # (score, number, buffer)
+        self._entry: dict[int, tuple[float, int, int]] = {}  # buffer -> the one that holds
+        self._changed: set[int] = set(live)  # whose score may have fallen
+        self._watchers: dict[int, set[int]] = {}  # buffer -> whose score it is part of
+        self.reckoned = 0
+
+    def came(self, b: int) -> None:
+        """`b` is there."""
+        self._changed.add(b)
+        self._changed |= self._watchers.pop(b, set())
+
+    def used(self, b: int) -> None:
+        """A use of `b` has passed."""
+        self._changed.add(b)
+
+    def went(self, b: int) -> None:
+        """`b` is no longer there."""
+        self._entry.pop(b, None)
+        self._changed |= self._watchers.pop(b, set())
+
+    def lowest(self, now: int, pinned: Collection[int]) -> int | None:
+        """The value to drop at position `now` of the base order; None if none may be."""
+        for b in self._changed:
+            self._add(b, now)
+        self._changed.clear()
+        aside = []
+        found = None
+        while self._heap and found is None:
+            entry = heapq.heappop(self._heap)
+            b = entry[2]
+            if self._entry.get(b) != entry:
+                continue
+            if b in pinned:
+                aside.append(entry)
+                continue
+            fresh = self._add(b, now)
+            if fresh is not None and fresh <= self._heap[0]:
+                found = b
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _add(self, b: int, now: int) -> tuple[float, int, int] | None:
+        """The entry of `b`, in the heap; None where it may not be dropped."""
+        self._entry.pop(b, None)
+        if b not in self._live:
+            return None
+        uses, n = self._remaking.uses[b], self._upcoming[b]
+        following = uses[n] if n < len(uses) else self._end
+        if not self._remaking.may_drop(b, following):
+            return None
+        absence = max(following - now, 1)
+        score = self._remake_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
+        entry = score, self._live[b], b
+        self._entry[b] = entry
+        heapq.heappush(self._heap, entry)
+        return entry
+
+    def _remake_seconds(self, b: int) -> float:
+        """Seconds to make `b` again from what is live, a few missing steps deep."""
+        self.reckoned += 1
+        program, total = self._program, 0.0
+        seen: set[int] = set()
+        looked: list[int] = []
+        stack = [b]
+        while stack and len(seen) < _FARTHEST:
+            s = program.producer[stack.pop()]
+            if s in seen:
+                continue
+            seen.add(s)
+            total += self._costs.seconds[s]
+            looked += program.steps[s].reads
+            stack += [r for r in program.steps[s].reads if not self._present[r]]
+        for r in looked:
+            # what is there can only make it dearer by going, unless it takes the place of others
+            if not self._present[r] or stack:
+                self._watchers.setdefault(r, set()).add(b)
+        return total
