@@ -66,20 +66,21 @@ def layers(program: Program) -> tuple[Layer, ...]:
     groups = _groups(program, features)
     home = {s: n for n, group in enumerate(groups) for s in group.steps}
     backward = _backward(program, features, groups, home)
+    backward_of: list[list[int]] = [[] for _ in groups]
+    for s, n in backward.items():
+        backward_of[n].append(s)
+    ends = set(program.outputs)
     found = []
     for n, group in enumerate(groups):
         read = _distinct(b for s in group.steps for b in program.steps[s].reads if b in features)
         made = _distinct(b for s in group.steps for b in program.steps[s].writes if b in features)
-        ends = set(program.outputs)
-        goes_on = lambda b, n=n, ends=ends: (
-            b in ends or any(home.get(r, n) != n for r in program.readers[b])
-        )
+        goes_on = lambda b, n=n: b in ends or any(home.get(r, n) != n for r in program.readers[b])
         found.append(
             Layer(
                 kind=_kind(program, features, group),
                 name=program.steps[group.main].layer,
                 forward=tuple(group.steps),
-                backward=tuple(s for s, layer in backward.items() if layer == n),
+                backward=tuple(backward_of[n]),
                 inputs=tuple(b for b in read if home.get(program.producer[b]) != n),
                 outputs=tuple(b for b in made if goes_on(b)),
                 saved=_saved(program, home, n, (*read, *made)),

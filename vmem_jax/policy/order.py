@@ -109,8 +109,7 @@ def _sink(program: Program, order: list[int]) -> list[int]:
 
 def _hoist(program: Program, order: list[int]) -> list[int]:
     """Moves steps up to where their last input is ready, first step first."""
-    placed: list[int] = []
-    position: dict[int, int] = {}  # of placed steps, by insertion (kept exact below)
+    placed = _Placed()
     remaining = {b: len(readers) for b, readers in enumerate(program.readers)}
     final_reads = {
         by: [r for r in program.readers[i] if r != by] for i, by in program.overwritten_by.items()
@@ -119,40 +118,67 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
     mark: int | None = None
     for s in order:
         step = program.steps[s]
-        ready = position[last_effect] + 1 if not step.pure and last_effect is not None else 0
-        for b in step.reads:
-            maker = program.producer[b]
-            if maker >= 0:
-                ready = max(ready, position[maker] + 1)
-        blocked = False
-        for r in final_reads.get(s, ()):
-            if r in position:
-                ready = max(ready, position[r] + 1)
-            else:
-                blocked = True  # the old value is read later: leave the copy to the compiler
+        ahead = [m for b in step.reads if (m := program.producer[b]) >= 0]
+        if not step.pure and last_effect is not None:
+            ahead.append(last_effect)
+        readers = final_reads.get(s, ())
+        blocked = not all(r in placed for r in readers)  # leave the copy to the compiler
+        ahead += [r for r in readers if r in placed]
         dying = sum(
             program.buffers[b].nbytes for b in _temporary(program, step.reads) if remaining[b] == 1
         )
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
-        if step.is_mark:
-            ready = len(placed)
-        elif mark is not None:
-            ready = max(ready, position[mark] + 1)  # nothing leaves the loop over sub-batches
-        at = len(placed)
+        if mark is not None:
+            ahead.append(mark)  # nothing leaves the loop over sub-batches
         scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
-        if (dying > made or update or scalars) and not blocked and ready < at:
-            at = ready
-        placed.insert(at, s)
-        if at == len(placed) - 1:
-            position[s] = at
-        else:
-            for p in range(at, len(placed)):
-                position[placed[p]] = p
+        moves = (dying > made or update or scalars) and not blocked and not step.is_mark
+        placed.insert(s, ahead if moves else None)
         if not step.pure:
             last_effect = s
         if step.is_mark:
             mark = s
         for b in step.reads:
             remaining[b] -= 1
-    return placed
+    return placed.in_order()
+
+
+class _Placed:
+    """Steps in an order that grows, with a label each that rises along it.
+
+    A label between two neighbours is halfway; where there is none left all are given anew.
+    """
+
+    _APART = 2**40
+
+    def __init__(self) -> None:
+        self._label: dict[int, int] = {}
+        self._after: dict[int | None, int | None] = {None: None}  # the next one; of None the first
+        self._last: int | None = None
+
+    def __contains__(self, s: int) -> bool:
+        return s in self._label
+
+    def insert(self, s: int, ahead: Sequence[int] | None) -> None:
+        """Puts `s` behind the last of `ahead`, in front if there is none; at the end for None."""
+        before = self._last
+        if ahead is not None:
+            before = max(ahead, key=self._label.__getitem__, default=None)
+        after = self._after[before]
+        self._after[before], self._after[s] = s, after
+        low = -1 if before is None else self._label[before]
+        if after is None:
+            self._last = s
+            self._label[s] = low + self._APART
+            return
+        self._label[s] = (low + self._label[after]) // 2
+        if self._label[s] == low:
+            self._label = {each: (n + 1) * self._APART for n, each in enumerate(self.in_order())}
+
+    def in_order(self) -> list[int]:
+        found = []
+        s = self._after[None]
+        while s is not None:
+            found.append(s)
+            s = self._after[s]
+        return found

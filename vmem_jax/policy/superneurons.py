@@ -34,6 +34,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Collection, Sequence
 from typing import ClassVar
@@ -189,30 +190,40 @@ def caching(
     uses = _checkpoints(program, walk, order)
     starts = _convolutions(program, walk, order)
     found: list[Transfer] = []
-    away: dict[int, int] = {}  # buffer -> position of its fetch
+    away: set[int] = set()  # what was away already
+    idle: list[tuple[int, int]] = []  # heap of (position of the last use, buffer)
+    used: dict[int, list[int]] = {}  # position -> buffers
+    for b, at in uses.items():
+        for p in at[:-1]:
+            used.setdefault(p, []).append(b)
+    returns: dict[int, list[int]] = {}  # position -> buffers that are fetched there
     for position in range(len(order)):
-        while live[position] > capacity:
-            idle = [
-                (at[i - 1], b)
-                for b, at in uses.items()
-                if away.get(b, 0) <= position
-                and 0 < (i := bisect.bisect_left(at, position)) < len(at)
-                and at[i] != position
-            ]
-            if not idle:
-                break
-            _, b = min(idle)  # the least recently used
+        for b in returns.get(position, ()):
+            at = uses[b]
+            heapq.heappush(idle, (at[bisect.bisect_left(at, position) - 1], b))
+        locked = []
+        while live[position] > capacity and idle:
+            since, b = heapq.heappop(idle)  # the least recently used
             at, nbytes = uses[b], program.buffers[b].nbytes
             i = bisect.bisect_left(at, position)
+            if at[i - 1] != since:
+                continue
+            if at[i] == position:
+                locked.append((since, b))
+                continue
             fetch = max(starts.before(at[i]), position + 1)
             for p in range(fetch, at[i]):
                 if live[p] > capacity:
                     fetch = p + 1
-            begun = at[i - 1] if b in away else at[0]
+            begun = since if b in away else at[0]
             found.append(Transfer(b, min(begun + 1, position), position, fetch, at[i]))
-            away[b] = fetch
-            for p in range(position, fetch):
-                live[p] -= nbytes
+            away.add(b)
+            returns.setdefault(fetch, []).append(b)
+            live[position:fetch] = [n - nbytes for n in live[position:fetch]]
+        for entry in locked:
+            heapq.heappush(idle, entry)
+        for b in used.get(position, ()):
+            heapq.heappush(idle, (position, b))
     return simulate(program, order, costs, sorted(found, key=lambda t: (t.start, t.buffer)))
 
 
@@ -281,15 +292,17 @@ def recomputing(
     limit = moving(program, costs, walk, lowest).peak  # of the largest layer
     timeline = moving(program, costs, walk, quickest)
     turn = _turn(program, quickest)
-    over = set()
-    for i, segment in enumerate(segments):
-        touched = [
-            p
-            for p, s in enumerate(quickest[turn:], turn)
-            if not segment.isdisjoint((*program.steps[s].reads, *program.steps[s].writes))
-        ]
-        if touched and max(timeline.live_nbytes[touched[0] : touched[-1] + 1]) > limit:
-            over.add(i)
+    home = {b: i for i, segment in enumerate(segments) for b in segment}
+    touched: dict[int, tuple[int, int]] = {}  # segment -> its first and last position
+    for p, s in enumerate(quickest[turn:], turn):
+        for b in (*program.steps[s].reads, *program.steps[s].writes):
+            if b in home:
+                touched[home[b]] = touched.get(home[b], (p, p))[0], p
+    over = {
+        i
+        for i, (first, last) in touched.items()
+        if max(timeline.live_nbytes[first : last + 1]) > limit
+    }
     found = run(frozenset(over))
     return found if moving(program, costs, walk, found).peak <= limit else lowest
 
