@@ -254,6 +254,7 @@ class BudgetedStep:
             compiles=len(entry.attempts),
             tuning=entry.tuning,
             unsplit=entry.unsplit,
+            spared=entry.policy.spared(entry.traced.captured.program),
             uncompressed=entry.uncompressed,
         )
 

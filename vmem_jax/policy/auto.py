@@ -12,6 +12,10 @@ and once with everything moved, which is what is left where nothing else fits. A
 gives further plans to choose from, and a bound that spares the search where it is reached (`bound`).
 And all of that is done again with more and more stacks looped (`core.looped`), those that hide in
 their loops first. The best of all is taken by `simulate`.
+
+Each try runs the whole step on paper, so its time grows with the depth. Of programs longer than
+`most` steps the search is a part: the tries behind a start that is near its bound are left out, and
+fewer values are offered back, as one of many gains little.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ class Auto(AbstractPolicy):
       parts: of what hides under compute, how much to move.
       least_move: values below this share of all temporaries are neither moved nor looped.
       close: within this factor of the bound of what moves nothing, no better such plan is searched.
+      most: steps of a program up to which all of this is tried.
     """
 
     name: ClassVar[str] = "auto"
@@ -61,6 +66,7 @@ class Auto(AbstractPolicy):
     parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
     close: float = 1.001
+    most: int = 20_000
 
     @property
     def splitting(self) -> Splitting:
@@ -76,6 +82,20 @@ class Auto(AbstractPolicy):
                 if rank(found, budget)[:2] < rank(best, budget)[:2]:  # a lower peak is no reason
                     best, looped = found, some
         return finish(self.name, program, best, budget, looped=looped)
+
+    def spared(self, program: Program) -> str:
+        if len(program.steps) <= self.most:
+            return ""
+        return (
+            f"the search was a part of that for up to {self.most:,} steps, since there are "
+            f"{len(program.steps):,}: none behind a start within {self.close - 1:.1%} of its bound, "
+            f"and {self._offers(program)} dropped values offered back in place of {self.offers} "
+            "(`Auto(most=…)` sets it)"
+        )
+
+    def _offers(self, program: Program) -> int:
+        """How often values are offered back: as many runs of steps as `offers` for `most` steps."""
+        return self.offers * self.most // max(len(program.steps), self.most)
 
     def _timeline(self, program: Program, costs: Costs, budget: int | None) -> Timeline:
         """The best timeline, for what is looped already."""
@@ -99,6 +119,8 @@ class Auto(AbstractPolicy):
                 best = _better(best, _begun(program, still, base, start, budget), budget)
                 fits = best.peak <= budget
                 proven = proven or (fits and best.seconds <= self.close * start.least)
+                if proven and self.spared(program):
+                    break
             if not proven:
                 found = {share: attempt((), share) for share in shares}
                 shares = sorted(shares, key=lambda share: rank(found[share], budget))
@@ -133,7 +155,8 @@ class Auto(AbstractPolicy):
         if "recompute" in self.allow:
             search.run()
             if search.timeline.peak <= budget:
-                search.offer_back(self.offers // 4 if parks else self.offers)
+                offers = self._offers(program)
+                search.offer_back(offers // 4 if parks else offers)
             elif not parks:
                 limited = _under_limit(program, costs, base, search.drops, budget)
                 return _better(search.timeline, limited, budget)

@@ -55,6 +55,10 @@ class AbstractPolicy(abc.ABC):
         another Program, which `plan` is asked about."""
         return Splitting.WHOLE
 
+    def spared(self, program: Program) -> str:
+        """What of its search it leaves out for so long a program, for people; "" for nothing."""
+        return ""
+
     @abc.abstractmethod
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan for `program` within `budget` bytes (None: no limit)."""

@@ -48,6 +48,9 @@ class Convolving(AbstractPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.inner.name)  # errors speak of the user's policy
 
+    def spared(self, program: Program) -> str:
+        return self.inner.spared(program)
+
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
         ways = costs.convolutions

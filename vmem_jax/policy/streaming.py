@@ -45,6 +45,9 @@ class Streaming(AbstractPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.inner.name)  # errors speak of the user's policy
 
+    def spared(self, program: Program) -> str:
+        return self.inner.spared(program)
+
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan of `inner` with the transfers of what is hosted; its name is `inner`'s."""
         if not program.hosted:

@@ -62,6 +62,7 @@ class Explanation:
       tuning: what timing it gave (`jit(tune=True)`), once that is done.
       unsplit: why the batch cannot run in parts; "" where it can.
       uncompressed: why nothing is compressed, where that was asked for.
+      spared: what the search for the plan left out; "" for nothing.
     """
 
     program: Program
@@ -80,6 +81,7 @@ class Explanation:
     tuning: Tuning | None = None
     unsplit: str = ""
     uncompressed: str = ""
+    spared: str = ""
 
     def table(self) -> Table:
         table = Table(title=str(self.plan))
@@ -114,6 +116,7 @@ class Explanation:
             + self._gap()
             + self._batch()
             + self._compression()
+            + (f"\n{self.spared}" if self.spared else "")
             + (f"\n{self.tuning}" if self.tuning is not None else "")
         )
 
@@ -226,6 +229,7 @@ def explain(
     tuning: Tuning | None = None,
     unsplit: str = "",
     uncompressed: str = "",
+    spared: str = "",
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
     plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
@@ -258,6 +262,7 @@ def explain(
         tuning=tuning,
         unsplit=unsplit,
         uncompressed=uncompressed,
+        spared=spared,
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,
