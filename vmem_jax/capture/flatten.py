@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from vmem_jax import jax_compat as compat
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -137,11 +139,16 @@ def merge_repeated(closed: ClosedJaxpr) -> ClosedJaxpr:
     )
 
 
+def _literal(literal: Literal) -> Hashable:
+    """Equal for literals of the same bits. Those of NumPy are slow to print."""
+    value = literal.val
+    bits = value.tobytes() if isinstance(value, np.ndarray | np.generic) else repr(value)
+    return "literal", str(literal.aval), bits
+
+
 def _value_number(eqn: JaxprEqn, invars: Sequence[Atom]) -> Hashable | None:
     """Equal for equations that compute the same values; None where that cannot be told."""
-    inputs = tuple(
-        ("literal", str(a.aval), repr(a.val)) if isinstance(a, Literal) else id(a) for a in invars
-    )
+    inputs = tuple(_literal(a) if isinstance(a, Literal) else id(a) for a in invars)
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     key = (eqn.primitive, params, inputs, id(eqn.ctx), tuple(str(v.aval) for v in eqn.outvars))
     try:
