@@ -173,18 +173,23 @@ def main(argv: list[str]) -> None:
             run_scripts(table, out)
 
 
-if __name__ == "__main__":
-    flags.DEFINE_list("table", ["all"], "Names of benchmarks/tables/, or all.")
+def define_flags() -> None:
+    """The flags of every command that makes rows by `run`."""
     flags.DEFINE_enum("device", "here", ["here", *TARGETS], "Compile for this card, run nothing.")
     flags.DEFINE_string("out", None, "File of the rows.", required=True)
     flags.DEFINE_float("limit", 600.0, "Seconds for a row.")
-    flags.DEFINE_bool("resume", True, "Leave out the rows that --out has.")
-    flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")
-    flags.DEFINE_list("dtypes", [], "Only these.")
     flags.DEFINE_list("networks", [], "Only these, as vgg16:256.")
     flags.DEFINE_list("ways", [], "Only plain and these, as modnn@least.")
     flags.DEFINE_integer("rounds", 7, "Blocks of steps of each row.")
     flags.DEFINE_float("profile", 60.0, "Seconds to time the steps of a network in, once.")
     flags.DEFINE_float("conv", 120.0, "Seconds to time cuDNN's plans in, where they are asked for.")
     flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    flags.DEFINE_list("table", ["all"], "Names of benchmarks/tables/, or all.")
+    flags.DEFINE_bool("resume", True, "Leave out the rows that --out has.")
+    flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")
+    flags.DEFINE_list("dtypes", [], "Only these.")
     app.run(main)
