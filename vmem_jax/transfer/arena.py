@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -15,6 +12,7 @@ from vmem_jax.errors import HostMemoryError
 from vmem_jax.transfer import host_memory
 from vmem_jax.transfer.extension import load, place
 from vmem_jax.transfer.layout import Layout
+from vmem_jax.transfer.registered import Registered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,15 +70,13 @@ class Moved:
     end: float
 
 
-class Arena:
+class Arena(Registered):
     """Host memory of `layout.nbytes` on every device that it is pinned for.
 
-    Pin it once, before the first run. It is freed by `close`, at the end of a `with` block, or with
-    the object; a program that still calls it gets an error then.
+    Pin it once, before the first run.
 
     Attributes:
       layout: its slots.
-      id: what the calls name it by; never used twice in a process.
     """
 
     def __init__(self, layout: Layout, *, host_budget: int | None = None) -> None:
@@ -93,12 +89,8 @@ class Arena:
         extension = load()
         self.layout = layout
         self._host_budget = host_budget
-        self._pinned: set[tuple[str, int]] = set()
         slots = [(s.offset, s.nbytes, s.stride, s.depth) for s in layout.slots]
-        self.id: int = extension.arena_create(slots, layout.nbytes)
-        self._free = weakref.finalize(self, _free, extension, self.id, self._pinned)
-        # At the end of the process the memory goes anyway, and waiting for copies could hang.
-        setattr(self._free, "atexit", False)  # noqa: B010  its stub has no such slot
+        super().__init__(extension.arena_create(slots, layout.nbytes), extension.arena_free)
 
     def pin(self, device: jax.Device, *, lock_pages: bool = False) -> None:
         """Allocates and pins the arena for `device`, unless that has been done.
@@ -112,12 +104,12 @@ class Arena:
           HostMemoryError: there is not so much memory, or it may not be pinned. Checked before.
         """
         where = place(device)
-        if where in self._pinned:
+        if where in self._ready:
             return
         nbytes = self.layout.nbytes
         budget = self._host_budget
         if budget is not None:
-            budget -= len(self._pinned) * nbytes
+            budget -= len(self._ready) * nbytes
         on_cpu = where[0] == "cpu"
         host_memory.check(nbytes, lock_pages=lock_pages and on_cpu, host_budget=budget)
         try:
@@ -128,7 +120,7 @@ class Arena:
             raise HostMemoryError(
                 nbytes=nbytes, limit_nbytes=tightest.nbytes, limit=f"{tightest.name}; {error}"
             ) from error
-        self._pinned.add(where)
+        self._ready.add(where)
 
     def set_cache_capacity(self, device: jax.Device, nbytes: int) -> None:
         """Gives the arena `nbytes` of device memory as a tensor cache, between two runs.
@@ -167,29 +159,6 @@ class Arena:
     def counters(self, device: jax.Device) -> Counters:
         """What happened on `device` so far; what was started counts."""
         return Counters(**load().counters(self.id, *place(device)))
-
-    def close(self) -> None:
-        """Waits for copies in flight and frees the memory of all devices. Twice is once."""
-        self._free()
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _free(extension: Any, arena: int, pinned: set[tuple[str, int]]) -> None:
-    """Frees an arena once no run that was dispatched can call for it any more."""
-    if pinned:
-        with contextlib.suppress(Exception):  # a failed run is told by its own results
-            jax.effects_barrier()  # the calls are effects, so every run with one is waited for
-    extension.arena_free(arena)
 
 
 def live_arenas() -> int:

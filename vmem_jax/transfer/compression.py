@@ -14,12 +14,9 @@ are. In a step on several devices both stand in a `shard_map`, and sizes are tho
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -31,6 +28,7 @@ from jax.interpreters import mlir
 from vmem_jax.core.compression import least_capacity
 from vmem_jax.jax_compat import FFI_EFFECT
 from vmem_jax.transfer.extension import PREFIX, load, place
+from vmem_jax.transfer.registered import Registered, wait_for_runs
 
 compress_p = jexc.Primitive("compress")
 decompress_p = jexc.Primitive("decompress")
@@ -72,28 +70,23 @@ class SiteCounters:
         return self.values / self.elements if self.elements else 0.0
 
 
-class Store:
+class Store(Registered):
     """What the compressed tensors of one executable need beside their byte arrays.
 
     Open it on every device before the first run. On a device it takes some bytes for counters, and
     addresses for all sites at the worst, which cost no memory before a tensor turns denser than its
-    capacity. It is freed by `close`, at the end of a `with` block, or with the object; a program
-    that still calls it gets an error then.
+    capacity.
 
     Attributes:
       sites: what `site` indexes.
-      id: what the calls name it by; never used twice in a process.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
         """Registers `sites`; takes nothing yet."""
         extension = load()
         self.sites = tuple(sites)
-        self._opened: set[tuple[str, int]] = set()
-        self.id: int = extension.store_create([(s.raw_nbytes, s.capacity) for s in self.sites])
-        self._free = weakref.finalize(self, _free, extension, self.id, self._opened)
-        # At the end of the process the memory goes anyway, and waiting for runs could hang.
-        setattr(self._free, "atexit", False)  # noqa: B010  its stub has no such slot
+        sizes = [(s.raw_nbytes, s.capacity) for s in self.sites]
+        super().__init__(extension.store_create(sizes), extension.store_free)
 
     def open(self, device: jax.Device) -> None:
         """Makes the store ready on `device`, unless that has been done.
@@ -108,32 +101,17 @@ class Store:
           ValueError: there is no compression for this platform here.
         """
         where = place(device)
-        if where in self._opened:
+        if where in self._ready:
             return
         load().store_open(self.id, *where)
-        self._opened.add(where)
+        self._ready.add(where)
 
     def counters(self, device: jax.Device) -> tuple[SiteCounters, ...]:
         """What happened on `device` so far, by site. Waits for what runs there."""
-        _wait_for_runs()
+        wait_for_runs()
         return tuple(
             SiteCounters(**site) for site in load().store_counters(self.id, *place(device))
         )
-
-    def close(self) -> None:
-        """Waits for runs in flight and frees what the store has on all devices. Twice is once."""
-        self._free()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def unusable(platform: str) -> str:
@@ -213,19 +191,6 @@ def _least_capacity(x: Any) -> int:
             f"{dtype.name} {x.shape} cannot be compressed: its elements are smaller than a byte."
         )
     return least_capacity(x.size, dtype.itemsize)
-
-
-def _free(extension: Any, store: int, opened: set[tuple[str, int]]) -> None:
-    """Frees a store once no run that was dispatched can call for it any more."""
-    if opened:
-        _wait_for_runs()
-    extension.store_free(store)
-
-
-def _wait_for_runs() -> None:
-    """Until what was dispatched has ended: the calls are effects, and what has one is waited for."""
-    with contextlib.suppress(Exception):  # a failed run is told by its own results
-        jax.effects_barrier()
 
 
 # -- what JAX has to know. The effect keeps XLA from merging, removing or repeating a call.
