@@ -302,8 +302,8 @@ class BudgetedStep:
                 traced.hosted,
                 allowed="stream" in self._settings.allowed,
             )
-            planning = Planning(self._settings, traced, target, inlined, leaves)
-            entry = planning.entry()
+            planning = Planning(self._settings, traced, target, inlined)
+            entry = planning.entry(leaves)
             if self._tune and target is None and not inlined:
                 compile_plan = functools.partial(planning.compile, entry.traced)
                 settle = functools.partial(self._entries.__setitem__, key)

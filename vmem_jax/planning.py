@@ -80,23 +80,19 @@ class Planning:
     Args:
       target: that card, by name.
       inlined: the step is called inside another jit.
-      leaves: its arguments, or their shapes.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        traced: Traced,
-        target: str | None = None,
-        inlined: bool = False,
-        leaves: Sequence[Any] = (),
+        self, settings: Settings, traced: Traced, target: str | None = None, inlined: bool = False
     ) -> None:
         self._settings, self._traced = settings, traced
         self._target, self._inlined = target, inlined
-        self._leaves = leaves
 
-    def entry(self) -> Entry:
+    def entry(self, leaves: Sequence[Any]) -> Entry:
         """The step planned, compiled and proved.
+
+        Args:
+          leaves: its arguments, or their shapes; they are not kept.
 
         Raises:
           BudgetError: no plan fits.
@@ -114,7 +110,7 @@ class Planning:
         budget, plain_need = self._budget_nbytes()  # after what cannot be has been said
         uncompressed, others = "", list[tuple[Traced, Member]]()
         if "compress" in settings.asked and 1 in members:
-            (members[1], *others), uncompressed = self._compressing(*members[1], budget)
+            (members[1], *others), uncompressed = self._compressing(*members[1], budget, leaves)
 
         def member(count: int) -> Member:
             if count not in members:
@@ -278,7 +274,7 @@ class Planning:
     # -- what waits compressed
 
     def _compressing(
-        self, traced: Traced, one: Member, budget: int | None
+        self, traced: Traced, one: Member, budget: int | None, leaves: Sequence[Any]
     ) -> tuple[list[tuple[Traced, Member]], str]:
         """`traced`, the whole batch, and what plans it, with what waits compressed, the best by
         prediction first; or why nothing does.
@@ -286,7 +282,7 @@ class Planning:
         Tried is what is moved without it, with what is then moved besides, and all that can be.
         """
         settings, always = self._settings, self._settings.policy.compresses
-        how = self._leaves, settings.density
+        how = leaves, settings.density
         check_compression(settings.name, self._traced, *how, self._target, self._inlined)
         best, plan = self._planned(traced, one, budget)
         if best.fits and not always and plan.predicted_seconds <= _FREE * sum(one.costs.seconds):
@@ -328,15 +324,14 @@ class Planning:
         except BudgetError as error:
             if not isinstance(error.lowest_plan, Plan):
                 raise
-            return _Variant(traced, one, False, (True, error.lowest_peak)), error.lowest_plan
+            return _Variant(traced, one, (True, error.lowest_peak)), error.lowest_plan
         seconds = time.perf_counter() - start
         one = dataclasses.replace(one, first=plan, first_seconds=seconds)
         limit = self._settings.host_budget
         pinned = layout_of(one.program, plan).nbytes if plan.moves else 0
         fits = limit is None or pinned <= limit
-        return _Variant(
-            traced, one, fits, (not fits, plan.predicted_seconds if fits else pinned)
-        ), plan
+        rank = (False, plan.predicted_seconds) if fits else (True, pinned)
+        return _Variant(traced, one, rank), plan
 
     def _with_compressed(self, ways: Sequence[tuple[int, int]]) -> Planning:
         """The same for the step with each buffer of `ways` compressed into so many bytes."""
@@ -362,5 +357,8 @@ class _Variant:
 
     traced: Traced
     member: Member
-    fits: bool
-    rank: tuple[bool, float]
+    rank: tuple[bool, float]  # whether it does not fit, and then its bytes, else its seconds
+
+    @property
+    def fits(self) -> bool:
+        return not self.rank[0]

@@ -22,8 +22,6 @@ from vmem_jax.core.program import DECOMPRESS, Phase
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.transfer.compression import Site, compress, decompress
 
-_VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient")
-
 
 def compressible(captured: Captured, share: float) -> tuple[int, ...]:
     """The buffers of `captured` that can be compressed: floats that the forward pass leaves to the
@@ -59,7 +57,7 @@ def rectified(captured: Captured, buffers: Sequence[int]) -> tuple[int, ...]:
         if eqn is None:
             return False
         name, operands = eqn.primitive.name, eqn.invars
-        if name in (*_VIEWS, "convert_element_type", "min"):
+        if class_of(eqn) is Class.VIEW or name in ("convert_element_type", "min"):
             return any(map(has_zeros, operands))
         if name in ("max", "select_n", "clamp"):
             return any(editor.constant(a) == 0 for a in operands)
