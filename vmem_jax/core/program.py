@@ -175,6 +175,16 @@ class Program:
         return tuple(b in held for b in range(len(self.buffers)))
 
     @functools.cached_property
+    def uncompressed_nbytes(self) -> tuple[int, ...]:
+        """Bytes of every buffer, of what is compressed those of the value that it was made of."""
+        found = [b.nbytes for b in self.buffers]
+        for step in self.steps:
+            if step.op == COMPRESS:
+                [value], [held] = step.reads, step.writes
+                found[held] = self.buffers[value].nbytes
+        return tuple(found)
+
+    @functools.cached_property
     def sub_batches(self) -> int:
         """How often the steps on samples run."""
         return max((step.times for step in self.steps), default=1)

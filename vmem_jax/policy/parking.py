@@ -52,10 +52,9 @@ def candidates(program: Program, costs: Costs, base: Sequence[int], share: float
 def _stands_for(program: Program) -> list[int]:
     """Bytes of every buffer, as they would be without compression: what is compressed is as much
     worth a transfer as what it was made of, which then comes back as nothing new."""
-    found = [b.nbytes for b in program.buffers]
+    found = list(program.uncompressed_nbytes)
     for step in program.steps:
         if step.op == COMPRESS:
-            found[step.writes[0]] = program.buffers[step.reads[0]].nbytes
             found[step.reads[0]] = 0
         elif step.op == DECOMPRESS:
             found[step.writes[0]] = 0

@@ -160,12 +160,9 @@ class Explanation:
             return f"\nnothing is compressed: {self.uncompressed}" if self.uncompressed else ""
         steps = self.program.steps
         nbytes = [buffer.nbytes for buffer in self.program.buffers]
-        whole = list(nbytes)  # with what is compressed as large as it was before
+        whole = self.program.uncompressed_nbytes
         both = [s for s, step in enumerate(steps) if step.op in (COMPRESS, DECOMPRESS)]
         made = [b for s in both if steps[s].op == COMPRESS for b in steps[s].writes]
-        for s in both:
-            if steps[s].op == COMPRESS:
-                whole[steps[s].writes[0]] = nbytes[steps[s].reads[0]]
         total = lambda sizes: show_nbytes(sum(sizes[b] for b in made))
         said = (
             f"\n{len(made)} values wait compressed: {total(nbytes)} in place of {total(whole)}, for "
