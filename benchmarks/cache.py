@@ -8,7 +8,6 @@ the bytes that it moves; the plan that keeps everything takes its turns with it.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -87,10 +86,8 @@ def main(argv: list[str]) -> None:
             "misses": change("misses"),
             "evictions": change("evictions"),
             "link_nbytes": change("link_nbytes_out") + change("link_nbytes_in"),
-            "machine": records.machine(),
-            "versions": records.versions(),
-            "commit": FLAGS.commit or records.commit(),
         }
+        row |= records.origin(FLAGS.commit)
         print(
             f"cache {share:5.2f} of {moved / 2**30:.2f} GiB: {1e3 * row['step_seconds']:.2f} ms, "
             f"{row['step_seconds'] / row['keeping_seconds']:.3f} of keeping, a step: "
@@ -99,8 +96,7 @@ def main(argv: list[str]) -> None:
             flush=True,
         )
         if FLAGS.out:
-            with Path(FLAGS.out).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            records.append(Path(FLAGS.out), [row])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import statistics
 import time
@@ -197,8 +196,7 @@ def main(argv: list[str]) -> None:
     )
     for reason in found.untimed:
         print(f"not timed: {reason}")
-    about = {"machine": records.machine(), "versions": records.versions()}
-    about |= {"commit": FLAGS.commit or records.commit(), "layers": FLAGS.layers}
+    about = records.origin(FLAGS.commit) | {"layers": FLAGS.layers}
     rows = []
     for name, convolution in kernels.items():
         for row in rows_of(name, convolution, found.micros[convolution], limits):
@@ -218,8 +216,7 @@ def main(argv: list[str]) -> None:
         what = "forward kernels with bias and ReLU" if relu else "all kernels without"
         print(f"{what}, {how}, limit {limit}: {seconds * 1e3:.2f} ms")
     if FLAGS.out:
-        with Path(FLAGS.out).open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        records.append(Path(FLAGS.out), rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import records
 from absl import app, flags, logging
 
 import vmem_jax
@@ -121,8 +122,7 @@ def main(argv: list[str]) -> None:
         except (vmem_jax.BudgetError, jax.errors.JaxRuntimeError) as error:
             logging.error("%s: %s", model, str(error)[:300])
     if FLAGS.out:
-        with Path(FLAGS.out).open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        records.append(Path(FLAGS.out), rows)
     if rows:
         print(f"median error {statistics.median(abs(row['error']) for row in rows):.1%}")
 

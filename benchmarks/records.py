@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -114,6 +115,17 @@ def commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def origin(given: str = "") -> dict[str, Any]:
+    """The machine, versions and commit of a row; `given` is that of `--commit`, if it is not ""."""
+    return {"machine": machine(), "versions": versions(), "commit": given or commit()}
+
+
+def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes `rows`, one JSON object a line, behind those of the file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def write(path: Path, records: Iterable[Record]) -> None:

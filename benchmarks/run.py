@@ -139,6 +139,7 @@ def take_turns(work: Job, chosen: list[Variant]) -> None:
 
 
 def records_of(work: Job, chosen: list[Variant]) -> list[Record]:
+    origin = records.origin(FLAGS.commit)
     return [
         Record(
             model=FLAGS.model,
@@ -155,9 +156,7 @@ def records_of(work: Job, chosen: list[Variant]) -> list[Record]:
             step_seconds=tuple(v.seconds),
             compile_seconds=v.compile_seconds,
             loss=v.loss,
-            machine=records.machine(),
-            versions=records.versions(),
-            commit=FLAGS.commit or records.commit(),
+            **origin,
             **v.facts,
         )
         for v in chosen

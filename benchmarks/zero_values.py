@@ -8,7 +8,6 @@ the byte array. All calls of a run are in one executable, so that starting them 
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -116,8 +115,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     jax.config.update("jax_enable_x64", True)
-    about = {"machine": records.machine(), "versions": records.versions()}
-    about |= {"commit": FLAGS.commit or records.commit()}
+    about = records.origin(FLAGS.commit)
     for dtype in FLAGS.dtypes:
         for density in map(float, FLAGS.densities):
             row = measured(dtype, density) | about
@@ -129,8 +127,7 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
             if FLAGS.out:
-                with Path(FLAGS.out).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                records.append(Path(FLAGS.out), [row])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from vmem_jax.transfer import extension
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if item.get_closest_marker("gpu")]
@@ -19,3 +21,14 @@ def _devices() -> list[jax.Device]:
         return jax.devices()
     except RuntimeError:
         return []
+
+
+@pytest.fixture
+def devices() -> list[jax.Device]:
+    try:
+        found = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    if "CUDA" not in extension.load().targets():
+        pytest.fail("there is a GPU, but the extension was built without CUDA")
+    return found

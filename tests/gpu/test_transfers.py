@@ -6,22 +6,11 @@ import pytest
 import transfer_cases as cases
 from jax import lax
 
-from vmem_jax.transfer import extension, ffi
+from vmem_jax.transfer import ffi
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.layout import Layout, Slot
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def devices():
-    try:
-        found = jax.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    if "CUDA" not in extension.load().targets():
-        pytest.fail("there is a GPU, but the extension was built without CUDA")
-    return found
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.__name__)
