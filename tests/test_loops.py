@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transfer_cases as cases
+from helpers import FAST
 from jax import lax
 from processes import in_subprocess
 
@@ -30,7 +31,6 @@ from vmem_jax.transfer.extension import describe
 needs_calls = pytest.mark.skipif(
     describe().startswith("none"), reason=f"native extension: {describe()}"
 )
-FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
 LAYERS, ROWS, WIDTH = 8, 512, 32
 
 

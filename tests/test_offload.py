@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import threading
@@ -12,21 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transfer_cases as cases
+from helpers import FAST
 from test_jit import batch, need, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
 from vmem_jax import jax_compat as compat
-from vmem_jax.core.costs import MACHINES
 from vmem_jax.rewrite import rewrite
 from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.extension import describe
 
 built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
 pytestmark = built
-
-FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
-"""A machine whose link hides everything, so that plans move rather than recompute."""
 
 
 def offloading(fun=step, budget=0.5, **options):

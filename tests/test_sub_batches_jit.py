@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import steps
+from helpers import FAST
 from steps import arrays_of, normal
 
 import vmem_jax
 from vmem_jax import VDNN, BudgetError, Plan, PlanError
-from vmem_jax.core.costs import MACHINES
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
@@ -24,9 +24,6 @@ from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_in_parts
 from vmem_jax.splitting import counts_of
 from vmem_jax.transfer.extension import describe
-
-FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
-"""A machine whose link hides everything."""
 
 LAYERS, ROWS, WIDTH = 6, 512, 32
 

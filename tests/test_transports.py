@@ -15,22 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import FAST
 from test_jit import batch, params, step
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import MACHINES, analytic
+from vmem_jax.core.costs import analytic
 from vmem_jax.policy import Auto
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer import ffi
 from vmem_jax.transfer.choice import choose, open_transport
 from vmem_jax.transfer.extension import describe
-
-FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
-"""A machine whose link hides everything, so that plans move rather than recompute."""
 
 needs_extension = pytest.mark.skipif(
     describe().startswith("none"), reason=f"native extension: {describe()}"
