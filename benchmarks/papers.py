@@ -3,9 +3,9 @@
     python benchmarks/papers.py --table=vdnn_fig11 --device=h200 --out=rows.jsonl
     python benchmarks/papers.py --table=vdnn_fig11,vdnn_fig14 --out=rows.jsonl      # on a GPU
 
---networks=vgg16:256, --dtypes=bfloat16 and --ways=auto@least take a part of a table. What is run for
-one, and what its paper says, is in benchmarks/tables/. A row that is in --out is not run again,
-whichever table asked for it.
+--networks=vgg16:256, --dtypes=bfloat16 and --ways=auto@least take a part of a table, --core the least
+that makes its statement. What is run for one, and what its paper says, is in benchmarks/tables/. A
+row that is in --out is not run again, whichever table asked for it.
 
 On a GPU all rows of a network and dtype come from one process of run.py, in which they take turns
 with plain jit; it is timed again with rows that were missing. What has no row when --seconds are over
@@ -47,8 +47,8 @@ ON_THE_CARD = "ucudnn"
 
 
 def selected() -> list[manifest.Table]:
-    wanted = manifest.names() if FLAGS.table == ["all"] else FLAGS.table
-    return [manifest.load(name) for name in wanted]
+    wanted = map(manifest.load, manifest.names() if FLAGS.table == ["all"] else FLAGS.table)
+    return [dataclasses.replace(t, cases=t.core) if FLAGS.core else t for t in wanted]
 
 
 def case_of(row: Record) -> Case:
@@ -170,8 +170,8 @@ def run_groups(tables: list[manifest.Table], out: Path) -> None:
         if not ways and ("plain" in there or "plain" not in group):
             continue
         below = ",".join(way for way in ways if group[way])
-        pace = {"together": FLAGS.together, "seconds": FLAGS.seconds}
-        command = command_of(plain, ["plain", *ways], out, below_plain=below, **pace)
+        more = {"together": FLAGS.together, "seconds": FLAGS.seconds}
+        command = command_of(plain, ["plain", *ways], out, below_plain=below, **more)
         print(f"{plain.network} {plain.dtype}: {', '.join(ways) or 'plain'}", flush=True)
         if status := subprocess.run(command, check=False).returncode:
             print(f"{plain.network} {plain.dtype}: exit {status}", flush=True)
@@ -233,6 +233,7 @@ def define_flags() -> None:
 if __name__ == "__main__":
     define_flags()
     flags.DEFINE_list("table", ["all"], "Names of benchmarks/tables/, or all.")
+    flags.DEFINE_bool("core", False, "Only the rows that the statements of the tables need.")
     flags.DEFINE_bool("resume", True, "Leave out the rows that --out has.")
     flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")
     flags.DEFINE_list("dtypes", [], "Only these.")

@@ -57,6 +57,9 @@ def test_a_table_names_networks_policies_and_sources(name):
             assert not isinstance(policy, str) or policy in manifest.WAYS
             nbytes = place.budget_nbytes(asked, 1000, ()) if asked != "none" else 1
             assert nbytes is None or nbytes > 0
+    assert set(table.core) <= set(table.cases) and bool(table.core) == bool(
+        table.runs and table.cases
+    )
     for script in table.scripts:
         assert (ROOT / "benchmarks" / script.split()[0]).exists()
 

@@ -150,6 +150,12 @@ def test_what_says_nothing_beside_plain_jit_is_not_run(monkeypatch, way, need, r
     assert steps._unneeded(way, way.partition("@")[2]) == reason
 
 
+def record(**facts):
+    about = {"image": 32, "optimizer": "sgd", "budget": None, "outcome": "ok"}
+    about |= {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
+    return records.Record(**(about | facts))
+
+
 def table(*ways, below_plain=True):
     cases = manifest._cases(["densenet7k4:2"], ["float32"], ways)
     like = manifest.load("vdnn_fig14")
@@ -160,7 +166,7 @@ def table(*ways, below_plain=True):
 def flags(monkeypatch):
     found = {"device": "here", "rounds": 2, "steps": 1, "profile": 0.0, "conv": 0.0}
     found |= {"together": 1, "seconds": 0.0, "commit": "abc", "resume": True}
-    found |= {"networks": [], "dtypes": [], "ways": []}
+    found |= {"networks": [], "dtypes": [], "ways": [], "core": False}
     flags = types.SimpleNamespace(**found)
     monkeypatch.setattr(papers, "FLAGS", flags)
     return flags
@@ -180,13 +186,19 @@ def test_all_rows_of_a_network_come_from_one_process(flags, tmp_path, monkeypatc
     assert rows["plain"].loss == rows["exact@none"].loss and rows["plain"].commit == "abc"
 
 
+def test_the_core_of_a_table(flags):
+    flags.table, flags.core = ["modnn_fig8"], True
+    [few] = papers.selected()
+    flags.core = False
+    [all_] = papers.selected()
+    assert {case.network for case in few.cases} == {"vgg16:256"} < {c.network for c in all_.cases}
+
+
 def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
     out, commands = tmp_path / "rows.jsonl", []
     done = types.SimpleNamespace(returncode=0)
     monkeypatch.setattr(subprocess, "run", lambda words, **_: commands.append(words) or done)
-    about = {"image": 32, "optimizer": "sgd", "budget": None, "outcome": "ok"}
-    about |= {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
-    there = [records.Record(variant=v, asked=a, **about) for v, a in [("plain", ""), ("a", "1GiB")]]
+    there = [record(variant=v, asked=a) for v, a in [("plain", ""), ("a", "1GiB")]]
     records.write(out, [*there, there[0]])  # plain jit came with every process
     papers.run_groups([table("plain", "a@1GiB", "b@1GiB"), table("b@1GiB", below_plain=False)], out)
     papers.run_groups([table("plain", "a@1GiB")], out)
