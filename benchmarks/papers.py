@@ -170,7 +170,7 @@ def run_groups(tables: list[manifest.Table], out: Path) -> None:
         if not ways and ("plain" in there or "plain" not in group):
             continue
         below = ",".join(way for way in ways if group[way])
-        more = {"together": FLAGS.together, "seconds": FLAGS.seconds}
+        more = {"together": FLAGS.together, "seconds": FLAGS.seconds, "known": FLAGS.known}
         command = command_of(plain, ["plain", *ways], out, below_plain=below, **more)
         print(f"{plain.network} {plain.dtype}: {', '.join(ways) or 'plain'}", flush=True)
         if status := subprocess.run(command, check=False).returncode:
@@ -233,6 +233,11 @@ def define_flags() -> None:
 if __name__ == "__main__":
     define_flags()
     flags.DEFINE_list("table", ["all"], "Names of benchmarks/tables/, or all.")
+    flags.DEFINE_string(
+        "known",
+        str(HERE / "results/papers_h200_compiled.jsonl"),
+        "On a GPU: compiled rows that say what a policy needs at the least.",
+    )
     flags.DEFINE_bool("core", False, "Only the rows that the statements of the tables need.")
     flags.DEFINE_bool("resume", True, "Leave out the rows that --out has.")
     flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")

@@ -78,6 +78,11 @@ flags.DEFINE_list(
     "policy and its budget, as auto@0.35.",
 )
 flags.DEFINE_list("below_plain", [], "Of --ways: not run where plain jit needs no more.")
+flags.DEFINE_string(
+    "known",
+    "",
+    "File of rows that say what a policy needs at the least; it is not looked for then.",
+)
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
 flags.DEFINE_integer("steps", 4, "Steps in a block.")
 flags.DEFINE_integer("together", 0, "Variants that take turns with plain at a time; 0: all.")
@@ -145,7 +150,8 @@ class Steps:
         nbytes = self.place.budget_nbytes(asked, need, self.shapes)
         known = need and nbytes and asked != "none"
         fraction = round(nbytes / need, 6) if known else None
-        build = variants.budgeted(self.work, self.place, name, nbytes)
+        least = self._known_least(name) if nbytes is None else None
+        build = variants.budgeted(self.work, self.place, name, nbytes, least)
         found = [Variant(name, fraction, asked, build)]
         facts: Any = found[0].facts
         if FLAGS.still and name.startswith("auto") and facts.get("transfers"):
@@ -153,6 +159,16 @@ class Steps:
             build = variants.without_transfers(self.work, made.plan(*self.shapes))
             found.append(Variant(f"{name} without its transfers", fraction, asked, build))
         return found
+
+    def _known_least(self, policy: str) -> int | None:
+        """Bytes that the rows of `--known` say; None where they say nothing."""
+        if not FLAGS.known:
+            return None
+        like = (FLAGS.model, FLAGS.batch, FLAGS.dtype, policy, "least")
+        for r in records.read(Path(FLAGS.known)):
+            if (r.model, r.batch, r.dtype, r.variant, r.asked) == like:
+                return r.need or (r.lowest if r.lowest_compiled else None)
+        return None
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""

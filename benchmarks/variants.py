@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -158,12 +159,15 @@ def plain(work: Job, place: Place) -> Callable[[], Any]:
     return build
 
 
-def budgeted(work: Job, place: Place, policy: str, nbytes: int | None) -> Callable[[], Any]:
+def budgeted(
+    work: Job, place: Place, policy: str, nbytes: int | None, known: int | None = None
+) -> Callable[[], Any]:
     """The step under `vmem_jax.jit`.
 
     Args:
       policy: as the flag `--policies` has it.
       nbytes: the budget; None for the least that the policy reaches.
+      known: that least, by another compilation; 2 % more are tried before it is looked for.
 
     Raises:
       ValueError: there is no such policy or option.
@@ -174,6 +178,9 @@ def budgeted(work: Job, place: Place, policy: str, nbytes: int | None) -> Callab
     def build() -> tuple[Callable, dict]:
         if nbytes is not None:
             return compiled(nbytes)
+        if known is not None:
+            with contextlib.suppress(vmem_jax.BudgetError):
+                return compiled(known + known // 50)
         # what is there in any case, and next to nothing else: the error tells the least
         shapes = jax.tree.leaves(place.shapes(work))
         floor = sum(a.size * a.dtype.itemsize for a in shapes)

@@ -22,8 +22,11 @@ import manifest  # noqa: E402
 import papers  # noqa: E402
 import records  # noqa: E402
 import run  # noqa: E402
+import variants  # noqa: E402
 from turns import Pace, TimeUp, Turns, at_most  # noqa: E402
 from variants import Variant  # noqa: E402
+
+from vmem_jax.errors import BudgetError  # noqa: E402
 
 WORK = types.SimpleNamespace(
     init=lambda key: jnp.zeros(()),
@@ -166,7 +169,7 @@ def table(*ways, below_plain=True):
 def flags(monkeypatch):
     found = {"device": "here", "rounds": 2, "steps": 1, "profile": 0.0, "conv": 0.0}
     found |= {"together": 1, "seconds": 0.0, "commit": "abc", "resume": True}
-    found |= {"networks": [], "dtypes": [], "ways": [], "core": False}
+    found |= {"networks": [], "dtypes": [], "ways": [], "known": "", "core": False}
     flags = types.SimpleNamespace(**found)
     monkeypatch.setattr(papers, "FLAGS", flags)
     return flags
@@ -192,6 +195,31 @@ def test_the_core_of_a_table(flags):
     flags.core = False
     [all_] = papers.selected()
     assert {case.network for case in few.cases} == {"vgg16:256"} < {c.network for c in all_.cases}
+
+
+def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
+    asked = []
+
+    def compiled(work, place, policy, means, transport, nbytes):
+        asked.append(nbytes)
+        if nbytes < 1005:
+            raise BudgetError(policy=policy, budget=nbytes, lowest_peak=990, at="", compiled=True)
+        return None, {}
+
+    monkeypatch.setattr(variants, "_compiled", compiled)
+    place = types.SimpleNamespace(shapes=lambda work: jnp.zeros(10))
+    for known in (1000, 900, None):
+        variants.budgeted(WORK, place, "vdnn", None, known)()
+    search = [40, 990, 1009]  # the arguments, what that error says, 2 % more
+    assert asked == [1020, 918, *search, *search]
+    rows = [record(variant="modnn", asked="least", need=5), record(variant="modnn", asked="0.5")]
+    rows.append(record(variant="vdnn", asked="least", outcome="no", lowest=7, lowest_compiled=True))
+    records.write(tmp_path / "rows.jsonl", rows)
+    about = {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
+    flags = types.SimpleNamespace(known=str(tmp_path / "rows.jsonl"), **about)
+    monkeypatch.setattr(run, "FLAGS", flags)
+    steps = run.Steps.__new__(run.Steps)
+    assert [steps._known_least(p) for p in ("modnn", "vdnn", "auto")] == [5, 7, None]
 
 
 def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
