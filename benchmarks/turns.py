@@ -64,7 +64,8 @@ def at_most(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, end)
     signal.siginterrupt(signal.SIGALRM, False)  # compilers need not know of it
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+    # every 5 s again, since a finaliser swallows what is raised in it
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), 5.0)
     try:
         yield
     finally:
