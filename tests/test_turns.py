@@ -234,3 +234,9 @@ def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
     assert "--ways=plain,b@1GiB" in words and "--below_plain=" in words
     assert "--precision=highest" in words
     assert records.read(out) == there
+    no_plan = {"outcome": "BudgetError: no", "lowest": 7, "lowest_compiled": True}
+    rows = [record(variant="c", asked=a, **no_plan) for a in ("1GiB", "least")]
+    records.write(tmp_path / "known.jsonl", rows)
+    flags.known = str(tmp_path / "known.jsonl")
+    papers.run_groups([table("c@1GiB", "c@least")], out)
+    assert "--ways=plain,c@least" in commands[-1] and len(commands) == 2
