@@ -16,9 +16,6 @@ from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.errors import show_nbytes
 from vmem_jax.prove.prove import need_nbytes
 
-_ONCE = {"xla_gpu_autotune_level": 0}
-"""What runs once is not worth trying every algorithm of a library for."""
-
 
 def densities(
     captured: Captured, buffers: Sequence[int], leaves: Sequence[jax.Array], limit: int | None
@@ -36,7 +33,7 @@ def densities(
     parts = (opened.constvars, compat.constants(captured.flat), opened.invars, wanted, opened.eqns)
     values = jaxpr_as_fun(drop_dead(compat.close(*parts, like=captured.flat)))
     counts = jax.jit(lambda *leaves: list(map(_density, values(*leaves))), keep_unused=True)
-    compiled = counts.lower(*leaves).compile(compiler_options=_ONCE)
+    compiled = counts.lower(*leaves).compile()
     need = need_nbytes(compiled)
     if limit is not None and need > limit:
         return (
