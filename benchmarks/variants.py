@@ -12,8 +12,10 @@ from urllib.parse import parse_qsl
 
 import jax
 from absl import logging
+from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
+from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size
 from vmem_jax.models import Job
@@ -66,7 +68,7 @@ class Place:
         """What a step with `means` is planned from: its shapes, or data whose zeros are counted."""
         if "compress" not in means or self.density is not None:
             return self.shapes(work)
-        return jax.jit(work.init)(jax.random.key(0)), jax.jit(work.random_batch)(jax.random.key(1))
+        return initial_state(work), jax.jit(work.random_batch)(jax.random.key(1))
 
     def all_nbytes(self, shapes: tuple) -> int:
         """Bytes of all memory of the device."""
@@ -89,6 +91,18 @@ class Place:
         if plain_need is None:
             raise ValueError(f"--budgets={asked} is a share of --plain_need, which is not known.")
         return int(fraction * plain_need)
+
+
+def initial_state(work: Job) -> Any:
+    """The state before the first step, by one program for each distinct draw.
+
+    All draws in one program are hundreds of kernels, none of which XLA shares: those of VGG-116
+    take a GPU's compiler most of a minute.
+    """
+    key = jax.random.key(0)
+    jaxpr, shapes = jax.make_jaxpr(work.init, return_shape=True)(key)
+    leaves = jaxpr_as_fun(drop_dead(jaxpr))(key)
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
 class Variant:

@@ -183,6 +183,16 @@ def test_auto_with_a_fast_link_is_never_slower_than_without(shape):
     assert reached > 0
 
 
+def test_auto_waits_for_a_slow_link_where_nothing_else_fits():
+    """Every value is read again before it can be back, and the budget asks for moves all the same."""
+    slow = costs_of(CHAIN, 0.1)
+    assert not candidates(CHAIN, slow, ORDER, 0)
+    budget = simulate(CHAIN, ORDER, slow).peak - 20
+    plan = POLICIES["auto"](allow=("order", "offload")).plan(CHAIN, slow, budget)
+    assert violations(CHAIN, plan) == [] and plan.predicted_peak <= budget and plan.transfers
+    assert plan.predicted_seconds > simulate(CHAIN, ORDER, slow).seconds + 100
+
+
 def test_auto_moves_nothing_without_a_link_or_leave():
     program = SHAPES["chain"]
     budget = (

@@ -135,10 +135,10 @@ class Auto(AbstractPolicy):
             if "recompute" in self.allow:
                 for start in starts(program, costs, base, budget):
                     best = _better(best, _begun(program, costs, base, start, budget), budget)
-            run = Execution(program, costs, base, parks=every)
-            timeline = place(program, run.order, run.away, costs, budget)
-            timeline = without_idle_moves(program, timeline, costs, budget)
-            best = _better(best, timeline, budget)
+            best = _better(best, _moved(program, costs, base, budget, every), budget)
+            if best.peak > budget:  # then also what the step has to wait for
+                every = candidates(program, costs, base, self.least_move, waiting=True)
+                best = _better(best, _moved(program, costs, base, budget, every), budget)
         return best
 
     def _attempt(
@@ -162,9 +162,21 @@ class Auto(AbstractPolicy):
                 return _better(search.timeline, limited, budget)
         if not parks:
             return search.timeline
-        run = Execution(program, costs, base, search.drops, parks=parks)
-        timeline = place(program, run.order, run.away, costs, budget)
-        return without_idle_moves(program, timeline, costs, budget)
+        return _moved(program, costs, base, budget, parks, search.drops)
+
+
+def _moved(
+    program: Program,
+    costs: Costs,
+    base: Sequence[int],
+    budget: int,
+    parks: Sequence[Drop],
+    drops: Sequence[Drop] = (),
+) -> Timeline:
+    """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
+    run = Execution(program, costs, base, drops, parks=parks)
+    timeline = place(program, run.order, run.away, costs, budget)
+    return without_idle_moves(program, timeline, costs, budget)
 
 
 def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, ...]]:
