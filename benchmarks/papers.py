@@ -105,7 +105,9 @@ def command_of(like: Case, ways: Iterable[str], out: Path, **more: object) -> li
 
 def run(case: Case, plain: Record | None) -> Record:
     """The row of `case`, made in a process of its own."""
-    more = {} if plain is None or plain.need is None else {"plain_need": plain.need}
+    more: dict[str, object] = {"known": FLAGS.out if Path(FLAGS.out).exists() else ""}
+    if plain is not None and plain.need is not None:
+        more["plain_need"] = plain.need
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.jsonl"
         command = command_of(case, [case.how], out, **more)

@@ -161,14 +161,14 @@ class Steps:
         return found
 
     def _known_least(self, policy: str) -> int | None:
-        """Bytes that the rows of `--known` say; None where they say nothing."""
+        """The fewest bytes that a row of `--known` has for it, whatever was asked; None for none."""
         if not FLAGS.known:
             return None
-        like = (FLAGS.model, FLAGS.batch, FLAGS.dtype, policy, "least")
-        for r in records.read(Path(FLAGS.known)):
-            if (r.model, r.batch, r.dtype, r.variant, r.asked) == like:
-                return r.need or (r.lowest if r.lowest_compiled else None)
-        return None
+        like = (FLAGS.model, FLAGS.batch, FLAGS.dtype, policy)
+        rows = records.read(Path(FLAGS.known))
+        own = [r for r in rows if (r.model, r.batch, r.dtype, r.variant) == like]
+        found = [r.need or (r.lowest_compiled and r.lowest) for r in own]
+        return min(filter(None, found), default=None)
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""

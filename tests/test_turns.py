@@ -212,7 +212,8 @@ def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
         variants.budgeted(WORK, place, "vdnn", None, known)()
     search = [40, 990, 1009]  # the arguments, what that error says, 2 % more
     assert asked == [1020, 918, *search, *search]
-    rows = [record(variant="modnn", asked="least", need=5), record(variant="modnn", asked="0.5")]
+    rows = [record(variant="modnn", asked="least", need=6)]
+    rows += [record(variant="modnn", asked="0.5", need=5), record(variant="auto", asked="0.5")]
     rows.append(record(variant="vdnn", asked="least", outcome="no", lowest=7, lowest_compiled=True))
     records.write(tmp_path / "rows.jsonl", rows)
     about = {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
