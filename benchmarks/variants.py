@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from jax.extend.core import jaxpr_as_fun
 
@@ -101,7 +102,7 @@ def initial_state(work: Job) -> Any:
     """
     key = jax.random.key(0)
     jaxpr, shapes = jax.make_jaxpr(work.init, return_shape=True)(key)
-    leaves = jaxpr_as_fun(drop_dead(jaxpr))(key)
+    leaves = map(jnp.asarray, jaxpr_as_fun(drop_dead(jaxpr))(key))  # a literal comes as NumPy's
     return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 

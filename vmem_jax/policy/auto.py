@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs, Link
@@ -55,6 +55,8 @@ class Auto(AbstractPolicy):
       parts: of what hides under compute, how much to move.
       least_move: values below this share of all temporaries are neither moved nor looped.
       close: within this factor of the bound of what moves nothing, no better such plan is searched.
+      gain: a plan that moves is to be faster than one that does not by this share of the time, where
+        both fit: what is predicted is off by as much (docs/benchmarks.md).
       most: steps of a program up to which all of this is tried.
     """
 
@@ -66,6 +68,7 @@ class Auto(AbstractPolicy):
     parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
     close: float = 1.001
+    gain: float = 0.02
     most: int = 20_000
 
     @property
@@ -79,7 +82,7 @@ class Auto(AbstractPolicy):
             for some in _loopings(program, costs, self.least_move):
                 less = with_looped(program, some)
                 found = self._timeline(less, costs_with_looped(program, some, costs), budget)
-                if rank(found, budget)[:2] < rank(best, budget)[:2]:  # a lower peak is no reason
+                if self._is_worth_moving(found, best, budget):
                     best, looped = found, some
         return finish(self.name, program, best, budget, looped=looped)
 
@@ -113,10 +116,10 @@ class Auto(AbstractPolicy):
                 if len(remaking.idle()) <= self.exhaustive:
                     for timeline in _every_choice(program, costs, order, remaking):
                         best = _better(best, timeline, budget)
-            still = dataclasses.replace(costs, link=None)
+            linkless = dataclasses.replace(costs, link=None)
             proven = False
-            for start in starts(program, still, base, budget):
-                best = _better(best, _begun(program, still, base, start, budget), budget)
+            for start in starts(program, linkless, base, budget):
+                best = _better(best, _begun(program, linkless, base, start, budget), budget)
                 fits = best.peak <= budget
                 proven = proven or (fits and best.seconds <= self.close * start.least)
                 if proven and self.spared(program):
@@ -126,6 +129,7 @@ class Auto(AbstractPolicy):
                 shares = sorted(shares, key=lambda share: rank(found[share], budget))
                 best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
+            still = best
             every = candidates(program, costs, base, self.least_move)
             unseen = hidden(program, costs, base, every)
             counts = {round(len(unseen) * part) for part in self.parts} - {0}
@@ -139,7 +143,15 @@ class Auto(AbstractPolicy):
             if best.peak > budget:  # then also what the step has to wait for
                 every = candidates(program, costs, base, self.least_move, waiting=True)
                 best = _better(best, _moved(program, costs, base, budget, every), budget)
+            if best.transfers and not self._is_worth_moving(best, still, budget):
+                best = still
         return best
+
+    def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
+        """Whether `moving` is better than `still`, and by more than what is predicted is off."""
+        if still.peak > budget:
+            return rank(moving, budget) < rank(still, budget)
+        return moving.peak <= budget and moving.seconds < (1 - self.gain) * still.seconds
 
     def _attempt(
         self,
@@ -171,7 +183,7 @@ def _moved(
     base: Sequence[int],
     budget: int,
     parks: Sequence[Drop],
-    drops: Sequence[Drop] = (),
+    drops: Collection[Drop] = (),
 ) -> Timeline:
     """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
     run = Execution(program, costs, base, drops, parks=parks)
