@@ -79,9 +79,7 @@ flags.DEFINE_list(
 )
 flags.DEFINE_list("below_plain", [], "Of --ways: not run where plain jit needs no more.")
 flags.DEFINE_string(
-    "known",
-    "",
-    "File of rows that say what a policy needs at the least; it is not looked for then.",
+    "known", "", "File of rows that say what a policy needs at the least, so as not to look for it."
 )
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
 flags.DEFINE_integer("steps", 4, "Steps in a block.")
@@ -150,8 +148,7 @@ class Steps:
         nbytes = self.place.budget_nbytes(asked, need, self.shapes)
         known = need and nbytes and asked != "none"
         fraction = round(nbytes / need, 6) if known else None
-        least = self._known_least(name) if nbytes is None else None
-        build = variants.budgeted(self.work, self.place, name, nbytes, least)
+        build = variants.budgeted(self.work, self.place, name, nbytes, *self._known(name))
         found = [Variant(name, fraction, asked, build)]
         facts: Any = found[0].facts
         if FLAGS.still and name.startswith("auto") and facts.get("transfers"):
@@ -160,15 +157,17 @@ class Steps:
             found.append(Variant(f"{name} without its transfers", fraction, asked, build))
         return found
 
-    def _known_least(self, policy: str) -> int | None:
-        """The fewest bytes that a row of `--known` has for it, whatever was asked; None for none."""
+    def _known(self, policy: str) -> tuple[int | None, bool]:
+        """(The fewest bytes that rows of `--known` have for it, whether one looked for them)."""
         if not FLAGS.known:
-            return None
+            return None, False
         like = (FLAGS.model, FLAGS.batch, FLAGS.dtype, policy)
         rows = records.read(Path(FLAGS.known))
         own = [r for r in rows if (r.model, r.batch, r.dtype, r.variant) == like]
-        found = [r.need or (r.lowest_compiled and r.lowest) for r in own]
-        return min(filter(None, found), default=None)
+        found = [(r.need or (r.lowest_compiled and r.lowest), r.asked) for r in own]
+        sizes = [(size, asked) for size, asked in found if size]  # one that took too long has none
+        searched = any(asked == "least" for _, asked in sizes)
+        return min((size for size, _ in sizes), default=None), searched
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""

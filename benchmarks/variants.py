@@ -175,14 +175,20 @@ def plain(work: Job, place: Place) -> Callable[[], Any]:
 
 
 def budgeted(
-    work: Job, place: Place, policy: str, nbytes: int | None, known: int | None = None
+    work: Job,
+    place: Place,
+    policy: str,
+    nbytes: int | None,
+    known: int | None = None,
+    searched: bool = False,
 ) -> Callable[[], Any]:
     """The step under `vmem_jax.jit`.
 
     Args:
       policy: as the flag `--policies` has it.
       nbytes: the budget; None for the least that the policy reaches.
-      known: that least, by another compilation; 2 % more are tried before it is looked for.
+      known: the fewest bytes to which another compilation with this policy came, if any.
+      searched: whether that looked for the least; then 2 % more are tried before looking again.
 
     Raises:
       ValueError: there is no such policy or option.
@@ -193,7 +199,7 @@ def budgeted(
     def build() -> tuple[Callable, dict]:
         if nbytes is not None:
             return compiled(nbytes)
-        if known is not None:
+        if known is not None and searched:
             with contextlib.suppress(vmem_jax.BudgetError):
                 return compiled(known + known // 50)
         # what is there in any case, and next to nothing else: the error tells the least
@@ -205,10 +211,12 @@ def budgeted(
             if not error.compiled:
                 raise
             least = error.lowest_peak
-        try:
-            return compiled(least)
-        except vmem_jax.BudgetError:  # a plan for another budget packs a little worse
-            return compiled(least + least // 50)
+        # nothing met that budget, so what it came to need not be the least
+        lower = [] if known is None or searched or known >= least else [known + known // 50]
+        for each in (*lower, least):
+            with contextlib.suppress(vmem_jax.BudgetError):
+                return compiled(each)
+        return compiled(least + least // 50)  # a plan for another budget packs a little worse
 
     return build
 

@@ -208,10 +208,10 @@ def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(variants, "_compiled", compiled)
     place = types.SimpleNamespace(shapes=lambda work: jnp.zeros(10))
-    for known in (1000, 900, None):
-        variants.budgeted(WORK, place, "vdnn", None, known)()
+    for known in [(1000, True), (900, True), (900, False), (989, False), (1000, False)]:
+        variants.budgeted(WORK, place, "vdnn", None, *known)()
     search = [40, 990, 1009]  # the arguments, what that error says, 2 % more
-    assert asked == [1020, 918, *search, *search]
+    assert asked == [1020, 918, *search, 40, 918, 990, 1009, 40, 1008, *search]
     rows = [record(variant="modnn", asked="least", need=6)]
     rows += [record(variant="modnn", asked="0.5", need=5), record(variant="auto", asked="0.5")]
     rows.append(record(variant="vdnn", asked="least", outcome="no", lowest=7, lowest_compiled=True))
@@ -220,7 +220,8 @@ def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
     flags = types.SimpleNamespace(known=str(tmp_path / "rows.jsonl"), **about)
     monkeypatch.setattr(run, "FLAGS", flags)
     steps = run.Steps.__new__(run.Steps)
-    assert [steps._known_least(p) for p in ("modnn", "vdnn", "auto")] == [5, 7, None]
+    known = [steps._known(policy) for policy in ("modnn", "vdnn", "auto", "exact")]
+    assert known == [(5, True), (7, True), (None, False), (None, False)]
 
 
 def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
