@@ -214,14 +214,18 @@ def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
     assert asked == [1020, 918, *search, 40, 918, 990, 1009, 40, 1008, *search]
     rows = [record(variant="modnn", asked="least", need=6)]
     rows += [record(variant="modnn", asked="0.5", need=5), record(variant="auto", asked="0.5")]
-    rows.append(record(variant="vdnn", asked="least", outcome="no", lowest=7, lowest_compiled=True))
+    rows += [
+        record(variant="vdnn", asked="least", outcome="no", lowest=7, lowest_compiled=True),
+        record(variant="exact", asked="least", outcome="time limit: 1 s passed"),
+        record(variant="exact", asked="0.5", need=8),
+    ]
     records.write(tmp_path / "rows.jsonl", rows)
     about = {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
     flags = types.SimpleNamespace(known=str(tmp_path / "rows.jsonl"), **about)
     monkeypatch.setattr(run, "FLAGS", flags)
     steps = run.Steps.__new__(run.Steps)
     known = [steps._known(policy) for policy in ("modnn", "vdnn", "auto", "exact")]
-    assert known == [(5, True), (7, True), (None, False), (None, False)]
+    assert known == [(5, True), (7, True), (None, False), (8, False)]
 
 
 def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
