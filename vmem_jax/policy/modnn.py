@@ -32,6 +32,7 @@ Differs from the paper:
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
@@ -145,15 +146,35 @@ def schedule(program: Program, costs: Costs, order: Sequence[int], budget: int) 
     return _Schedule(program, costs, order, budget).run()
 
 
-def offloading_delay(free: float, made: float, seconds: float, now: float) -> float:
-    """How much longer than `now` an offload lasts, in seconds (Figure 3).
+def offloads_end(
+    free: float,
+    made: Sequence[float],
+    seconds: Sequence[float],
+    stretches: Iterable[tuple[int, int]],
+) -> list[float]:
+    """When all of each of `stretches` are out, if they leave one after another (Figure 3).
 
     Args:
-      free: when its lane is.
-      made: when its data is complete.
-      seconds: that it takes.
+      free: when their lane is, seconds.
+      made: for each block when its data is complete.
+      seconds: that its copy takes.
+      stretches: ranges of blocks, the end excluded; neither begins nor ends fall.
     """
-    return max(max(free, made) + seconds - now, 0.0)
+    until = [0.0, *itertools.accumulate(seconds)]
+    latest = collections.deque[int]()  # blocks that hold up those before them, less and less
+    slack = [at - before for at, before in zip(made, until, strict=False)]
+    found, done = [], 0
+    for first, end in stretches:
+        for n in range(done, end):
+            while latest and slack[latest[-1]] <= slack[n]:
+                latest.pop()
+            latest.append(n)
+        done = end
+        while latest and latest[0] < first:
+            latest.popleft()
+        begin = max([free - until[first], *(slack[n] for n in itertools.islice(latest, 1))])
+        found.append(begin + until[end])
+    return found
 
 
 def prefetch_is_due(now: float, task: float, transfers: Iterable[float], expected: float) -> bool:
@@ -283,30 +304,30 @@ class _Schedule:
         scheme = self._scheme(nbytes, needed)
         if scheme is None:
             return False
-        for b in scheme:
+        for b in scheme[0]:
             self._leave(b, position)
             self.memory.free(b)
         return True
 
-    def _scheme(self, nbytes: int, needed: Collection[int]) -> tuple[int, ...] | None:
+    def _scheme(self, nbytes: int, needed: Collection[int]) -> tuple[tuple[int, ...], float] | None:
+        """The stretch of blocks that delays the least, and by how many seconds."""
         may_leave = lambda b: b not in needed and self._movable(b) and self.used[b]
-        found = self.memory.schemes(nbytes, may_leave)
-        size = lambda scheme: sum(map(self._nbytes, scheme))
-        return min(found, key=lambda x: (self._delay(x), size(x)), default=None)
+        keys, stretches = self.memory.schemes(nbytes, may_leave)
+        made, seconds = [self.made[b] for b in keys], list(map(self._seconds_out, keys))
+        until = [0, *itertools.accumulate(map(self._nbytes, keys))]
+        ends = offloads_end(self.out_free, made, seconds, stretches)
+        delays = [max(end - self.now, 0.0) for end in ends]
+        sizes = [until[end] - until[first] for first, end in stretches]
+        found = min(zip(delays, sizes, stretches, strict=True), default=None)
+        return found and (tuple(keys[slice(*found[2])]), found[0])
 
-    def _delay(self, scheme: Iterable[int]) -> float:
-        """Seconds until all of `scheme` are out."""
-        free = self.out_free
-        delay = 0.0
-        for b in scheme:
-            seconds = 0.0 if b in self.back else self._nbytes(b) / self.link.out
-            delay = offloading_delay(free, self.made[b], seconds, self.now)
-            free = max(free, self.made[b]) + seconds
-        return delay
+    def _seconds_out(self, b: int) -> float:
+        """Seconds that `b` takes to leave: none, where host memory has it already."""
+        return 0.0 if b in self.back else self._nbytes(b) / self.link.out
 
     def _leave(self, b: int, position: int) -> None:
         """`b` is gone from `position` on."""
-        seconds = 0.0 if b in self.back else self._nbytes(b) / self.link.out
+        seconds = self._seconds_out(b)
         begin = max(self.out_free, self.made[b])
         self.now = max(self.now, begin + seconds)
         self.out_free = begin + seconds
@@ -331,7 +352,7 @@ class _Schedule:
                 scheme = self._scheme(way.workspace, needed)
                 if scheme is None:
                     continue
-                gain -= self._delay(scheme)
+                gain -= scheme[1]
             gains.append((gain, -way.workspace, way))
         way = max(gains, key=lambda entry: entry[:2])[2]
         if way.workspace and not self.memory.allocate(_WORKSPACE, way.workspace):
