@@ -62,6 +62,13 @@ def test_recomputed_layer_is_fenced_with_its_inputs():
     )
 
 
+@pytest.mark.parametrize("depth", [30, 3000])
+def test_the_layers_of_a_very_deep_network_are_worth_a_fence(depth):
+    """Each is far below a 2,000th of all, and they are all that there is."""
+    found = fences(chain(depth, size=64), range(2 * depth + 1))
+    assert len(found) == depth - 1
+
+
 def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
     b = Builder()
     p, x = b.input(8), b.input(8)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from vmem_jax.core.program import Phase, Program
@@ -38,15 +39,20 @@ def fences(program: Program, order: Sequence[int], small: int | None = None) -> 
     """The fences that hold XLA to `order`.
 
     Args:
-      small: values below this many bytes are not worth a fence, except as inputs of a recomputation
-        (default: a 2,000th of all temporaries).
+      small: values up to this many bytes are not worth a fence, except as inputs of a recomputation
+        (default: a 2,000th of all temporaries, as long as those below it are a fifth at most).
     """
     return _Fencer(program, order, _small(program) if small is None else small).all()
 
 
 def _small(program: Program) -> int:
-    temporaries = (b.nbytes for i, b in enumerate(program.buffers) if not program.is_resident[i])
-    return sum(temporaries) // 2000
+    resident = program.is_resident
+    sizes = sorted(b.nbytes for b, held in zip(program.buffers, resident, strict=True) if not held)
+    total = sum(sizes)
+    # in a network of very many layers each is small, and all together are nearly everything
+    until = zip(sizes, itertools.accumulate(sizes), strict=True)
+    most = next((nbytes - 1 for nbytes, together in until if 5 * together > total), 0)
+    return min(total // 2000, most)
 
 
 _AHEAD = 8
