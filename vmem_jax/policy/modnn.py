@@ -35,7 +35,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
@@ -189,6 +189,48 @@ def prefetch_is_due(now: float, task: float, transfers: Iterable[float], expecte
     return now + task + sum(transfers) > expected
 
 
+class _Waiting:
+    """The blocks that are away and not on their way back, by the task that reads them next."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._left = 0
+        self._next: dict[int, int] = {}  # block -> position of that task
+        self._at: dict[int, dict[int, tuple[int, int]]] = {}  # and the other way: when, how large
+        self._tasks: list[int] = []  # those positions, rising
+
+    def add(self, b: int, task: int, nbytes: int) -> None:
+        if task not in self._at:
+            self._at[task] = {}
+            bisect.insort(self._tasks, task)
+        self._left += 1
+        self._at[task][b] = self._left, nbytes
+        self._next[b] = task
+        self.nbytes += nbytes
+
+    def discard(self, b: int) -> None:
+        task = self._next.pop(b, None)
+        if task is None:
+            return
+        self.nbytes -= self._at[task].pop(b)[1]
+        if not self._at[task]:
+            del self._at[task]
+            del self._tasks[bisect.bisect_left(self._tasks, task)]
+
+    def nbytes_until(self, task: int) -> int:
+        """Bytes that are read next at `task` or before."""
+        tasks = self._tasks[: bisect.bisect_right(self._tasks, task)]
+        return sum(nbytes for t in tasks for _, nbytes in self._at[t].values())
+
+    def following(self) -> Iterator[tuple[int, list[int]]]:
+        """Tasks in order with their blocks, without what is added while they are looked at."""
+        now = self._left
+        for task in [*self._tasks]:
+            blocks = [b for b, (left, _) in self._at.get(task, {}).items() if left <= now]
+            if blocks:
+                yield task, blocks
+
+
 class _Schedule:
     """One run of Algorithm 1; times in seconds, `position` is that of a task in the order."""
 
@@ -212,6 +254,7 @@ class _Schedule:
         self.made: dict[int, float] = {}  # when the bytes of a block are complete
         self.used: dict[int, bool] = {}  # whether it was, since it was made or fetched
         self.away: dict[int, tuple[int, int]] = {}  # block -> its points start and gone
+        self.waiting = _Waiting()
         self.coming: dict[int, tuple[int, float]] = {}  # block -> its point fetch, and its arrival
         self.back: dict[int, int] = {}  # block -> position of its last return
         self.transfers: list[Transfer] = []
@@ -261,7 +304,7 @@ class _Schedule:
         if workspace and not self._allocate(_WORKSPACE, workspace, position, needed):
             return False
         for b in away:
-            self.coming[b] = position, self._fetched(b)
+            self._fetch(b, position)
         for b in reads:
             if b in self.coming:
                 fetch, arrival = self.coming.pop(b)
@@ -271,10 +314,15 @@ class _Schedule:
                 self.back[b] = position
         return True
 
-    def _fetched(self, b: int) -> float:
-        """When `b` is there, if its fetch begins now."""
+    def _fetch(self, b: int, position: int) -> None:
+        """The fetch of `b` begins now."""
         self.in_free = max(self.in_free, self.now) + self._nbytes(b) / self.link.into
-        return self.in_free
+        self.coming[b] = position, self.in_free
+        self.waiting.discard(b)
+
+    def _wait(self, b: int, position: int) -> None:
+        """`b` is away until a task behind `position` reads it."""
+        self.waiting.add(b, self._next_use(b, position), self._nbytes(b))
 
     def _allocate(self, key: int, nbytes: int, position: int, needed: set[int]) -> bool:
         """Takes memory, after an offload or a defragmentation where that is necessary."""
@@ -287,6 +335,7 @@ class _Schedule:
             if b is not None and b not in needed and self._movable(b):
                 if b in self.coming:
                     del self.coming[b]  # a prefetch that was of no use
+                    self._wait(b, position)
                 else:
                     self._leave(b, position)
         kept = [
@@ -334,6 +383,7 @@ class _Schedule:
         first = max(self.uses[b][0] + 1, self.back.get(b, 0))
         start = max(bisect.bisect_left(self.begins, begin), first)
         self.away[b] = min(start, position), position
+        self._wait(b, position)
 
     # -- lines 9 to 14: the algorithm
 
@@ -342,7 +392,7 @@ class _Schedule:
         if s not in self.chosen:
             return self.costs.seconds[s]
         base = self.chosen[s]
-        waiting = self._next_waiting(position)
+        _, waiting = next(self.waiting.following(), (position, []))
         self.memory.free(_WORKSPACE)
         free = max((x.nbytes for x in self.memory.segments if x.key is None), default=0)
         gains = []
@@ -372,22 +422,9 @@ class _Schedule:
 
     # -- lines 15 to 27: prefetching
 
-    def _next_waiting(self, position: int) -> list[int]:
-        """The blocks that the next task which waits for any does."""
-        following = self._following(position)
-        return following[0][1] if following else []
-
-    def _following(self, position: int) -> list[tuple[int, list[int]]]:
-        """Tasks that read what is away, in order, each with these blocks."""
-        tasks: dict[int, list[int]] = {}
-        for b in self.away:
-            if b not in self.coming:
-                tasks.setdefault(self._next_use(b, position), []).append(b)
-        return sorted(tasks.items())
-
     def _prefetch(self, position: int, needed: set[int], seconds: float) -> None:
-        for later, blocks in self._following(position):
-            if self._expected(position, later) > self.budget:
+        for later, blocks in self.waiting.following():
+            if self._expected(later) > self.budget:
                 break
             transfers = [self._nbytes(b) / self.link.into for b in blocks]
             begins = self.now + seconds + self.until[later] - self.until[position + 1]
@@ -400,17 +437,12 @@ class _Schedule:
                     if not self._offload_for(nbytes, position, locked):
                         return
                     self.memory.allocate(b, nbytes)
-                self.coming[b] = position, self._fetched(b)
+                self._fetch(b, position)
                 self.used[b] = False
 
-    def _expected(self, position: int, later: int) -> int:
+    def _expected(self, later: int) -> int:
         """Bytes live at position `later`, if nothing else leaves until then."""
-        still = sum(
-            self._nbytes(b)
-            for b in self.away
-            if b not in self.coming and self._next_use(b, position) > later
-        )
-        return self.live[later] - still
+        return self.live[later] - self.waiting.nbytes + self.waiting.nbytes_until(later)
 
     # -- blocks
 
