@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     jax.config.update("jax_platforms", "cpu")  # of this process: the card is for those that run
     out, papers_batch = Path(FLAGS.out), published()
-    rows = {papers.case_of(row): row for row in records.read(out)} if out.exists() else {}
+    rows = papers.read(out)
     budget = parse_size(FLAGS.budget, "--budget")
     for model in FLAGS.networks or papers_batch:
         for way in FLAGS.ways:

@@ -3,12 +3,14 @@ what is run for it.
 
 A file has the paper's own figures with the section or table that gives them (none is read off a
 plot), and `steps`: networks, dtypes, and variants as `policy?option=value@budget`, in the order in
-which they tell the most. A variant may be the name of one of SUITES.
+which they tell the most. A variant may be the name of one of SUITES. Steps with `core = true` are the
+least that makes the statement of the table.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -98,6 +100,7 @@ class Table:
       compares: quantities: fields of `records.Record`, "seconds", "speed", or what `computed` gives.
       plot: the quantity that is drawn; "" for none.
       cases: rows to run, the most telling first.
+      core: those of them that its statement needs.
       runs: whether they are; else `computed` plans them alone.
       below_plain: whether sizes that plain jit meets, too, are left out.
       scripts: further commands of this folder, with flags; they need the card.
@@ -114,6 +117,7 @@ class Table:
     compares: tuple[str, ...]
     plot: str
     cases: tuple[Case, ...]
+    core: tuple[Case, ...]
     runs: bool
     below_plain: bool
     scripts: tuple[str, ...]
@@ -156,9 +160,12 @@ def load(name: str) -> Table:
     }
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in (defaults | data).items()}
     try:
+        core = tuple(step.pop("core", False) for step in steps)
+        cases = [_cases(**step) for step in steps]
         return Table(
             name=name,
-            cases=tuple(dict.fromkeys(case for step in steps for case in _cases(**step))),
+            cases=tuple(dict.fromkeys(itertools.chain(*cases))),
+            core=tuple(dict.fromkeys(itertools.chain(*itertools.compress(cases, core)))),
             published=tuple(figure for entry in published for figure in _published(**entry)),
             **fields,
         )

@@ -80,7 +80,8 @@ def value_of(row: Record, quantity: str) -> float | None:
 
 
 def cell(row: Record | None, quantity: str) -> str:
-    """A quantity for people: what was predicted in italics, failures in words."""
+    """A quantity for people: what was predicted in italics, failures in words; behind a measured time
+    its ratio to plain jit's of the same process."""
     if row is None:
         return ""
     value = value_of(row, quantity)
@@ -91,6 +92,8 @@ def cell(row: Record | None, quantity: str) -> str:
         return "" if predicted is None else f"*{number(predicted)}*"
     if value is None:
         return ""
+    if quantity == "seconds" and row.plain_seconds:
+        return f"{number(value)} ({value / 1e3 / row.plain_seconds:.3f})"
     return f"*{number(value)}*" if quantity == "average_nbytes" else number(value)
 
 
@@ -123,7 +126,7 @@ TITLES = {
     "average_nbytes": "average memory, GiB, predicted",
     "moved_nbytes": "moved each way, GiB",
     "pinned_nbytes": "pinned host memory, GiB",
-    "seconds": "time of a step, ms (in italics: predicted, not measured)",
+    "seconds": "time of a step, ms, measured (of plain's in the same process); *predicted*",
     "divided": "convolutions in micro-batches",
 }
 """What a quantity of a Record is called over its table."""

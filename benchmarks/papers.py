@@ -1,29 +1,37 @@
-"""Makes the rows of the papers' tables and figures: each in its own process, with a time limit.
+"""Makes the rows of the papers' tables and figures.
 
     python benchmarks/papers.py --table=vdnn_fig11 --device=h200 --out=rows.jsonl
     python benchmarks/papers.py --table=vdnn_fig11,vdnn_fig14 --out=rows.jsonl      # on a GPU
 
---networks=vgg16:256, --dtypes=bfloat16 and --ways=auto@least take a part of a table. What is run for
-one, and what its paper says, is in benchmarks/tables/. A row that is in --out is not run again,
-whichever table asked for it. With --device=h200 nothing runs: steps are compiled for a card that need
-not be there, and what needs the card is left out; such rows have a file of their own. Failures are
-rows too: a budget that cannot be met (with the lowest peak), memory that runs out, a limit that
-passes, a process that dies. docs/papers.md is made from the rows by benchmarks/pages.py.
+--networks=vgg16:256, --dtypes=bfloat16 and --ways=auto@least take a part of a table, --core the least
+that makes its statement. What is run for one, and what its paper says, is in benchmarks/tables/. A
+row that is in --out is not run again, whichever table asked for it.
+
+On a GPU all rows of a network and dtype come from one process of run.py, in which they take turns
+with plain jit; it is timed again with rows that were missing. What has no row when --seconds are over
+is logged and waits for the next call. With --device=h200 nothing runs: steps are compiled for a card
+that need not be there, each in its own process with a limit of time, and what needs the card is left
+out; such rows have a file of their own. Failures are rows too: a budget that cannot be met (with the
+lowest peak), memory that runs out, and of steps that are only compiled a limit that passes and a
+process that dies. docs/papers.md is made from the rows by benchmarks/pages.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import computed
 import jax
 import manifest
 import records
+import variants
 from absl import app, flags
 from manifest import Case
 from records import Record
@@ -39,59 +47,68 @@ ON_THE_CARD = "ucudnn"
 
 
 def selected() -> list[manifest.Table]:
-    wanted = manifest.names() if FLAGS.table == ["all"] else FLAGS.table
-    return [manifest.load(name) for name in wanted]
+    wanted = map(manifest.load, manifest.names() if FLAGS.table == ["all"] else FLAGS.table)
+    return [dataclasses.replace(t, cases=t.core) if FLAGS.core else t for t in wanted]
 
 
 def case_of(row: Record) -> Case:
     return Case(row.model, row.batch, row.dtype, row.variant, row.asked)
 
 
+def plain_of(case: Case) -> Case:
+    """The reference of `case`."""
+    return Case(case.model, case.batch, case.dtype, "plain")
+
+
+def is_selected(case: Case) -> bool:
+    """Whether `case` is of the part that the flags ask for."""
+    return (
+        (not FLAGS.dtypes or case.dtype in FLAGS.dtypes)
+        and (not FLAGS.networks or case.network in FLAGS.networks)
+        and (not FLAGS.ways or case.how in ("plain", *FLAGS.ways))
+    )
+
+
 def unneeded(table: manifest.Table, case: Case, rows: dict[Case, Record]) -> str:
-    """Why there is nothing to run for `case`; "" where there is."""
-    if FLAGS.device != "here" and case.variant.startswith(ON_THE_CARD):
+    """Why there is nothing to compile for `case`; "" where there is."""
+    if case.variant.startswith(ON_THE_CARD):
         return "it plans with what was timed on the card"
-    plain = rows.get(Case(case.model, case.batch, case.dtype, "plain"))
+    plain = rows.get(plain_of(case))
     if plain is None or plain.need is None or not table.below_plain:
         return ""
-    if case.asked[-1:].isalpha() and case.asked not in ("none", "least"):
-        if parse_size(case.asked, "tables") >= plain.need:
-            return f"plain jit needs {show_nbytes(plain.need)}"
+    if variants.is_size(case.asked) and parse_size(case.asked, table.name) >= plain.need:
+        return f"plain jit needs {show_nbytes(plain.need)}"
     return ""
 
 
-def flags_of(case: Case, plain: Record | None, out: Path) -> list[str]:
-    """The flags of run.py for one row."""
+def command_of(like: Case, ways: Iterable[str], out: Path, **more: object) -> list[str]:
+    """run.py for `ways` of the step of `like`."""
     found = {
-        "model": case.model,
-        "batch": case.batch,
-        "dtype": case.dtype,
-        "precision": case.precision,
+        "model": like.model,
+        "batch": like.batch,
+        "dtype": like.dtype,
+        "precision": like.precision,
         "learning_rate": manifest.LEARNING_RATE,
         "device": FLAGS.device,
+        "ways": ",".join(ways),
         "out": out,
         "commit": FLAGS.commit or records.commit(),
         "rounds": FLAGS.rounds,
+        "steps": FLAGS.steps,
     }
-    own = case.variant in ("plain", "checkpoint", "offload")
-    on = {name: own and case.variant == name for name in ("plain", "checkpoint", "offload")}
-    on["exact"] = False
-    found |= {"policies": "" if own else case.variant, "budgets": "" if own else case.asked}
-    if plain is not None and plain.need is not None:
-        found["plain_need"] = plain.need
-    if FLAGS.device == "here" and not own:
+    if FLAGS.device == "here":
         found["profile"] = FLAGS.profile
-        if ON_THE_CARD in case.variant:
-            found["conv"] = FLAGS.conv
-    words = [f"--{name}={value}" for name, value in found.items()]
-    return words + [f"--{'' if value else 'no'}{name}" for name, value in on.items()]
+        found["conv"] = FLAGS.conv if any(way.startswith(ON_THE_CARD) for way in ways) else 0
+    words = [f"--{name}={value}" for name, value in (found | more).items()]
+    return [sys.executable, str(HERE / "run.py"), *words]
 
 
 def run(case: Case, plain: Record | None) -> Record:
     """The row of `case`, made in a process of its own."""
+    more = {} if plain is None or plain.need is None else {"plain_need": plain.need}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.jsonl"
-        command = [sys.executable, str(HERE / "run.py"), *flags_of(case, plain, out)]
+        command = command_of(case, [case.how], out, **more)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FLAGS.limit)
         except subprocess.TimeoutExpired:
@@ -122,27 +139,60 @@ def failed(case: Case, plain: Record | None, outcome: str) -> Record:
     )
 
 
-def run_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) -> None:
-    """Runs what is not in `rows` and writes each row as soon as it is there."""
-    plains = [Case(c.model, c.batch, c.dtype, "plain") for c in table.cases]
-    for case in dict.fromkeys(c for pair in zip(plains, table.cases, strict=True) for c in pair):
+def compile_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) -> None:
+    """Compiles what is not in `rows` and writes each row as soon as it is there."""
+    pairs = ((plain_of(case), case) for case in table.cases)
+    for case in filter(is_selected, dict.fromkeys(itertools.chain(*pairs))):
         if case in rows and FLAGS.resume:
-            continue
-        if FLAGS.dtypes and case.dtype not in FLAGS.dtypes:
-            continue
-        if FLAGS.networks and case.network not in FLAGS.networks:
-            continue
-        if FLAGS.ways and case.how not in ("plain", *FLAGS.ways):
             continue
         label = f"{table.name}: {case.network} {case.dtype} {case.how}"
         if why := unneeded(table, case, rows):
             print(f"{label}: not run: {why}", flush=True)
             continue
-        row = run(case, rows.get(Case(case.model, case.batch, case.dtype, "plain")))
+        row = run(case, rows.get(plain_of(case)))
         rows[case] = row
         records.write(out, rows.values())
         need = show_nbytes(row.need) if row.need is not None else ""
         print(f"{label}: {need} {row.outcome[:160]}", flush=True)
+
+
+def cannot_fit(known: Record | None) -> bool:
+    """Whether a compiled row says that no plan fits, in minutes of search, and not what would."""
+    if known is None or not known.outcome.startswith("BudgetError"):
+        return False
+    return known.asked != "least" or not known.lowest_compiled
+
+
+def run_groups(tables: list[manifest.Table], out: Path) -> None:
+    """Times what is not in `out`, with plain jit, a process for each network and dtype."""
+    groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
+    known = read(Path(FLAGS.known)) if FLAGS.known else {}
+    for table in tables:
+        for case in filter(is_selected, table.cases):
+            if cannot_fit(known.get(case)):
+                print(f"{case.network} {case.dtype} {case.how}: no plan when it was compiled alone")
+                continue
+            group = groups.setdefault(plain_of(case), {})
+            group[case.how] = table.below_plain and group.get(case.how, True)
+    for plain, group in groups.items():
+        rows = read(out) if FLAGS.resume else {}
+        there = {case.how for case in rows if plain_of(case) == plain}
+        ways = [way for way in group if way not in there and way != "plain"]
+        if not ways and ("plain" in there or "plain" not in group):
+            continue
+        below = ",".join(way for way in ways if group[way])
+        more = {"together": FLAGS.together, "seconds": FLAGS.seconds, "known": FLAGS.known}
+        command = command_of(plain, ["plain", *ways], out, below_plain=below, **more)
+        print(f"{plain.network} {plain.dtype}: {', '.join(ways) or 'plain'}", flush=True)
+        if status := subprocess.run(command, check=False).returncode:
+            print(f"{plain.network} {plain.dtype}: exit {status}", flush=True)
+        if out.exists():
+            records.write(out, read(out).values())
+
+
+def read(out: Path) -> dict[Case, Record]:
+    """The rows of `out`; of one that was run again the last."""
+    return {case_of(row): row for row in records.read(out)} if out.exists() else {}
 
 
 def run_scripts(table: manifest.Table, out: Path) -> None:
@@ -159,29 +209,34 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     jax.config.update("jax_platforms", "cpu")  # of this process: the card is for those that run
-    out = Path(FLAGS.out)
-    rows = {case_of(row): row for row in records.read(out)} if out.exists() else {}
-    for table in selected():
+    out, tables = Path(FLAGS.out), selected()
+    for table in tables:
         if table.computed and FLAGS.calculate:
             cells = computed.COMPUTED[table.computed](table)
             path = out.with_name(f"{table.name}_computed.jsonl")
             path.write_text("".join(json.dumps(dataclasses.asdict(cell)) + "\n" for cell in cells))
             print(f"{table.name}: {len(cells)} figures calculated", flush=True)
-        if table.runs:
-            run_cases(table, out, rows)
-        if FLAGS.device == "here":
+    wanted = [table for table in tables if table.runs]
+    if FLAGS.device == "here":
+        run_groups(wanted, out)
+        for table in tables if FLAGS.scripts else ():
             run_scripts(table, out)
+        return
+    rows = read(out)
+    for table in wanted:
+        compile_cases(table, out, rows)
 
 
 def define_flags() -> None:
     """The flags of every command that makes rows by `run`."""
     flags.DEFINE_enum("device", "here", ["here", *TARGETS], "Compile for this card, run nothing.")
     flags.DEFINE_string("out", None, "File of the rows.", required=True)
-    flags.DEFINE_float("limit", 600.0, "Seconds for a row.")
+    flags.DEFINE_float("limit", 600.0, "Seconds for a row that is compiled, or a script.")
     flags.DEFINE_list("networks", [], "Only these, as vgg16:256.")
     flags.DEFINE_list("ways", [], "Only plain and these, as modnn@least.")
     flags.DEFINE_integer("rounds", 7, "Blocks of steps of each row.")
-    flags.DEFINE_float("profile", 60.0, "Seconds to time the steps of a network in, once.")
+    flags.DEFINE_integer("steps", 4, "Steps in a block.")
+    flags.DEFINE_float("profile", 40.0, "Seconds to time the steps of a network in, once; 0: none.")
     flags.DEFINE_float("conv", 120.0, "Seconds to time cuDNN's plans in, where they are asked for.")
     flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
 
@@ -189,7 +244,16 @@ def define_flags() -> None:
 if __name__ == "__main__":
     define_flags()
     flags.DEFINE_list("table", ["all"], "Names of benchmarks/tables/, or all.")
+    flags.DEFINE_string(
+        "known",
+        str(HERE / "results/papers_h200_compiled.jsonl"),
+        "On a GPU: compiled rows that say what a policy needs at the least and what cannot fit.",
+    )
+    flags.DEFINE_bool("core", False, "Only the rows that the statements of the tables need.")
     flags.DEFINE_bool("resume", True, "Leave out the rows that --out has.")
     flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")
     flags.DEFINE_list("dtypes", [], "Only these.")
+    flags.DEFINE_bool("scripts", True, "On a GPU also run the further commands of the tables.")
+    flags.DEFINE_integer("together", 6, "Variants that take turns with plain jit at a time.")
+    flags.DEFINE_float("seconds", 0.0, "For a network and dtype on a GPU; 0: until all is timed.")
     app.run(main)

@@ -37,6 +37,8 @@ class Record:
       predicted_need: bytes that the first compiled plan was predicted to need; None without a plan.
       first_need: bytes that this first plan compiled to.
       step_seconds: every timed block's seconds a step; compare medians.
+      plain_seconds: the median of plain jit's blocks, which took turns with these in one process;
+        None where it did not run.
       compile_seconds: from call to proved step, planning and all compiles.
       plan_seconds: planning alone, all attempts.
       compiles: how often the step was compiled.
@@ -70,6 +72,7 @@ class Record:
     predicted_need: int | None = None
     first_need: int | None = None
     step_seconds: tuple[float, ...] = ()
+    plain_seconds: float | None = None
     compile_seconds: float | None = None
     plan_seconds: float | None = None
     compiles: int | None = None
@@ -129,8 +132,10 @@ def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Writes one JSON object a line."""
-    path.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
+    """Writes one JSON object a line; who ends the process meanwhile leaves the file as it was."""
+    new = path.with_name(f".{path.name}")
+    new.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
+    new.replace(path)
 
 
 def read(path: Path) -> list[Record]:

@@ -9,7 +9,10 @@ that a drifting clock meets them all; compare the medians. Peaks are the compile
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ import records
 import variants
 from absl import app, flags, logging
 from records import Record
+from turns import Pace, Turns
 from variants import Place, Variant
 
 from vmem_jax.capture import capture
 from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.layers import kernels_of
-from vmem_jax.errors import show_nbytes
+from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.models import Job, job
 from vmem_jax.profile.measured import measured_costs
 from vmem_jax.prove.targets import TARGETS
@@ -67,75 +71,130 @@ flags.DEFINE_integer("plain_need", None, "Bytes that plain jit needs, where it i
 flags.DEFINE_bool("offload", False, "Also time JAX's own offloading of layers' inputs.")
 flags.DEFINE_bool("checkpoint", True, "Also time jax.checkpoint per layer or block.")
 flags.DEFINE_bool("exact", True, "Also time the exact policy, without a budget below plain's.")
+flags.DEFINE_list(
+    "ways",
+    [],
+    "What is timed, in this order, in place of the flags above: plain, checkpoint, offload, or a "
+    "policy and its budget, as auto@0.35.",
+)
+flags.DEFINE_list("below_plain", [], "Of --ways: not run where plain jit needs no more.")
+flags.DEFINE_string(
+    "known",
+    "",
+    "File of rows that say what a policy needs at the least; it is not looked for then.",
+)
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
 flags.DEFINE_integer("steps", 4, "Steps in a block.")
+flags.DEFINE_integer("together", 0, "Variants that take turns with plain at a time; 0: all.")
+flags.DEFINE_float("seconds", 0.0, "End by then with what is timed; 0: when all is.")
 flags.DEFINE_string("out", "", "File for the rows; none by default.")
 flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
 
 
-def measure() -> list[Record]:
-    """The rows of one model, by the flags."""
-    make = lambda wrap: job(
-        FLAGS.model,
-        batch=FLAGS.batch,
-        image=FLAGS.image,
-        tokens=FLAGS.tokens,
-        dtype=FLAGS.dtype,
-        optimizer=FLAGS.optimizer,
-        learning_rate=FLAGS.learning_rate,
-        wrap=wrap,
-    )
-    place = Place(None if FLAGS.device == "here" else FLAGS.device, FLAGS.density)
-    work = make(None)
-    shapes = place.shapes(work)  # before anything else looks for devices
-    jaxpr = jax.jit(work.step).trace(*shapes).jaxpr
-    if FLAGS.profile:
-        measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)
-    if FLAGS.conv:
-        found = profile_on(jax.devices()[0], kernels_of(jaxpr), deadline=FLAGS.conv)
-        logging.info(
-            "%d ways timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
-            *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),
+def ways_asked() -> list[str]:
+    """What is timed, as `--ways` has it."""
+    if FLAGS.ways:
+        return FLAGS.ways
+    found = [name for name in ("plain", *variants.WRAPPED) if FLAGS[name].value]
+    found += ["exact@none"] * FLAGS.exact
+    return found + [f"{policy}@{asked}" for asked in FLAGS.budgets for policy in FLAGS.policies]
+
+
+class Steps:
+    """The variants of one train step, made when they are asked for."""
+
+    def __init__(self) -> None:
+        self.place = Place(None if FLAGS.device == "here" else FLAGS.device, FLAGS.density)
+        self.work = self._job(None)
+        self.shapes = self.place.shapes(self.work)  # before anything else looks for devices
+        self.plain_need: int | None = FLAGS.plain_need
+
+    def _job(self, wrap: Any) -> Job:
+        return job(
+            FLAGS.model,
+            batch=FLAGS.batch,
+            image=FLAGS.image,
+            tokens=FLAGS.tokens,
+            dtype=FLAGS.dtype,
+            optimizer=FLAGS.optimizer,
+            learning_rate=FLAGS.learning_rate,
+            wrap=wrap,
         )
-    chosen: list[Variant] = []
-    add = lambda name, budget, asked, build: chosen.append(Variant(name, budget, asked, build))
-    plain_need = FLAGS.plain_need
-    if FLAGS.plain:
-        add("plain", None, "", variants.plain(work, place))
-        plain_need = chosen[0].facts.get("need", plain_need)
-    for wrap in variants.WRAPPED:
-        if FLAGS[wrap].value:
-            add(wrap, None, "", variants.plain(make(wrap), place))
-    if FLAGS.exact:
-        build = variants.budgeted(work, place, "exact", place.all_nbytes(shapes))
-        add("exact", None, "none", build)
-    for asked in FLAGS.budgets:
-        nbytes = place.budget_nbytes(asked, plain_need, shapes)
-        known = plain_need and nbytes and asked != "none"
-        fraction = round(nbytes / plain_need, 6) if known else None
-        for policy in FLAGS.policies:
-            add(policy, fraction, asked, variants.budgeted(work, place, policy, nbytes))
-            facts: Any = chosen[-1].facts
-            made: Any = chosen[-1].run
-            if FLAGS.still and policy.startswith("auto") and facts.get("transfers"):
-                build = variants.without_transfers(work, made.plan(*shapes))
-                add(f"{policy} without its transfers", fraction, asked, build)
-    if place.target is None:
-        take_turns(work, chosen)
-    return records_of(work, chosen)
+
+    def profile(self) -> None:
+        """Times what plans are reckoned with."""
+        jaxpr = jax.jit(self.work.step).trace(*self.shapes).jaxpr
+        if FLAGS.profile:
+            measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)
+        if FLAGS.conv:
+            found = profile_on(jax.devices()[0], kernels_of(jaxpr), deadline=FLAGS.conv)
+            logging.info(
+                "%d ways timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
+                *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),
+            )
+
+    def plain(self) -> Variant:
+        made = Variant("plain", None, "", variants.plain(self.work, self.place))
+        self.plain_need = made.facts.get("need", self.plain_need)
+        return made
+
+    def of(self, way: str) -> list[Variant]:
+        """The variant of `way`, and what else is timed of it; none where it says nothing."""
+        name, _, asked = way.partition("@")
+        if name in variants.WRAPPED:
+            return [Variant(name, None, "", variants.plain(self._job(name), self.place))]
+        if why := self._unneeded(way, asked):
+            logging.info("%s is not run: %s", way, why)
+            return []
+        need = self.plain_need
+        nbytes = self.place.budget_nbytes(asked, need, self.shapes)
+        known = need and nbytes and asked != "none"
+        fraction = round(nbytes / need, 6) if known else None
+        least = self._known_least(name) if nbytes is None else None
+        build = variants.budgeted(self.work, self.place, name, nbytes, least)
+        found = [Variant(name, fraction, asked, build)]
+        facts: Any = found[0].facts
+        if FLAGS.still and name.startswith("auto") and facts.get("transfers"):
+            made: Any = found[0].run
+            build = variants.without_transfers(self.work, made.plan(*self.shapes))
+            found.append(Variant(f"{name} without its transfers", fraction, asked, build))
+        return found
+
+    def _known_least(self, policy: str) -> int | None:
+        """Bytes that the rows of `--known` say; None where they say nothing."""
+        if not FLAGS.known:
+            return None
+        like = (FLAGS.model, FLAGS.batch, FLAGS.dtype, policy, "least")
+        for r in records.read(Path(FLAGS.known)):
+            if (r.model, r.batch, r.dtype, r.variant, r.asked) == like:
+                return r.need or (r.lowest if r.lowest_compiled else None)
+        return None
+
+    def _unneeded(self, way: str, asked: str) -> str:
+        """Why `way` says nothing, beside plain jit; "" where it does."""
+        need, is_size = self.plain_need, variants.is_size(asked)
+        if need is None and "plain" in ways_asked() and not is_size and asked[:1].isdigit():
+            return "it is a share of what plain jit needs, which failed"
+        if need is not None and is_size and way in FLAGS.below_plain:
+            return f"plain jit needs {show_nbytes(need)}" * (parse_size(asked, way) >= need)
+        return ""
 
 
-def take_turns(work: Job, chosen: list[Variant]) -> None:
-    """Runs the blocks of all variants, each on its own state."""
-    batch = jax.block_until_ready(jax.jit(work.random_batch)(jax.random.key(1)))
-    init = jax.jit(work.init)
-    for variant in chosen:
-        if variant.run is not None:
-            variant.state = jax.block_until_ready(init(jax.random.key(0)))
-            variant.time(batch, 2, keep=False)
-    for _ in range(FLAGS.rounds):
-        for variant in chosen:
-            variant.time(batch, FLAGS.steps, keep=True)
+def measure(began: float) -> Iterator[list[Record]]:
+    """The rows of one model, by the flags: all that there are so far, whenever there are more."""
+    steps = Steps()
+    steps.profile()
+    ways = ways_asked()
+    plain = steps.plain() if "plain" in ways else None
+    ways = [way for way in ways if way != "plain"]
+    reference, done = [plain] if plain else [], []
+    if steps.place.target is not None:
+        yield records_of(steps.work, reference + [v for way in ways for v in steps.of(way)])
+        return
+    pace = Pace(FLAGS.rounds, FLAGS.steps, FLAGS.together, FLAGS.seconds)
+    for some in Turns(steps.work, pace, began).heats(plain, ways, steps.of):
+        done += records_of(steps.work, some)
+        yield records_of(steps.work, reference) + done
 
 
 def records_of(work: Job, chosen: list[Variant]) -> list[Record]:
@@ -154,6 +213,7 @@ def records_of(work: Job, chosen: list[Variant]) -> list[Record]:
             device="" if FLAGS.device == "here" else FLAGS.device,
             outcome=v.outcome,
             step_seconds=tuple(v.seconds),
+            plain_seconds=v.plain_seconds,
             compile_seconds=v.compile_seconds,
             loss=v.loss,
             **origin,
@@ -163,19 +223,18 @@ def records_of(work: Job, chosen: list[Variant]) -> list[Record]:
     ]
 
 
-def show(rows: list[Record]) -> None:
+def show(rows: list[Record], plain_need: int | None) -> None:
     """A short table: time and peak against plain."""
-    plain = rows[0]
     for r in rows:
         name = f"{r.model}({r.batch}) {r.variant} {r.asked}"
-        if not r.step_seconds or not plain.step_seconds:
+        if not r.step_seconds:
             need = "" if r.need is None else show_nbytes(r.need)
-            print(f"{name:38s} {need:>11s} {r.outcome[:150]}")
+            print(f"{name:38s} {need:>11s} {r.outcome[:150]}", flush=True)
             continue
         seconds = statistics.median(r.step_seconds)
-        ratio = seconds / statistics.median(plain.step_seconds)
+        ratio = seconds / r.plain_seconds if r.plain_seconds else math.nan
         text = f"{name:38s} {seconds * 1e3:8.2f} ms {ratio:6.3f}  {show_nbytes(r.need or 0):>11s} "
-        text += f"{(r.need or 0) / (plain.need or 1):6.3f}  loss {r.loss:.4f}"
+        text += f"{(r.need or 0) / (plain_need or 1):6.3f}  loss {r.loss:.4f}"
         if r.first_need:
             text += (
                 f"  predicted/compiled {r.predicted_need / r.first_need:.3f}, {r.compiles} compiles,"
@@ -189,15 +248,18 @@ def show(rows: list[Record]) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    began = time.monotonic()
     if FLAGS.precision:
         jax.config.update("jax_default_matmul_precision", FLAGS.precision)
-    rows = measure()
-    show(rows)
-    if FLAGS.out:
-        path = Path(FLAGS.out)
-        before = records.read(path) if path.exists() else []
-        records.write(path, [*before, *rows])
-        logging.info("%d rows in %s", len(rows), path)
+    path = Path(FLAGS.out) if FLAGS.out else None
+    before = records.read(path) if path and path.exists() else []
+    shown = 0
+    for rows in measure(began):
+        if path:
+            records.write(path, [*before, *rows])
+            logging.info("%d rows in %s", len(rows), path)
+        show(rows[shown:], rows[0].need if rows else None)
+        shown = len(rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ for model in ${*:-vgg116 vgg16 resnet152 link compress transports cache}; do
     vgg16) run vgg16 256 0.5,0.3 auto,auto:recompute ;;
     resnet152) run resnet152 128 0.35,0.25 auto,auto:recompute ;;
     link) run vgg116 32 0.2 auto:offload ;; # everything moves: as fast as the link
-    compress) run vgg116 32 0.33,0.2,0.12 auto:offload,auto:offload+compress ;;
+    compress) run vgg116 32 0.33,0.2 auto:offload,auto:offload+compress ;;
     transports)
       run vgg116 32 0.33,0.2 auto:offload:ffi,auto:offload:memory_kinds
       run vgg16 256 0.4 auto:offload:ffi,auto:offload:memory_kinds

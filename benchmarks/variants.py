@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
 import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
+from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size
 from vmem_jax.models import Job
@@ -23,6 +29,17 @@ WRAPPED = ("checkpoint", "offload")
 
 REFUSALS = (vmem_jax.BudgetError, LayersError, SubBatchError, WorkspaceError)
 """What a policy says of a step that it cannot plan."""
+
+
+def is_size(asked: str) -> bool:
+    """Whether a budget in words is so many bytes, as 12GiB."""
+    return asked[-1:].isalpha() and asked not in ("none", "least")
+
+
+def outcome_of(error: Exception) -> str:
+    """A failure as a row has it: what a policy says in full, of others the beginning."""
+    text = str(error) if isinstance(error, REFUSALS) else str(error)[:300]
+    return f"{type(error).__name__}: {text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +69,7 @@ class Place:
         """What a step with `means` is planned from: its shapes, or data whose zeros are counted."""
         if "compress" not in means or self.density is not None:
             return self.shapes(work)
-        return jax.jit(work.init)(jax.random.key(0)), jax.jit(work.random_batch)(jax.random.key(1))
+        return initial_state(work), jax.jit(work.random_batch)(jax.random.key(1))
 
     def all_nbytes(self, shapes: tuple) -> int:
         """Bytes of all memory of the device."""
@@ -77,8 +94,29 @@ class Place:
         return int(fraction * plain_need)
 
 
+def initial_state(work: Job) -> Any:
+    """The state before the first step, by one program for each distinct draw.
+
+    All draws in one program are hundreds of kernels, none of which XLA shares: those of VGG-116
+    take a GPU's compiler most of a minute.
+    """
+    key = jax.random.key(0)
+    jaxpr, shapes = jax.make_jaxpr(work.init, return_shape=True)(key)
+    leaves = map(jnp.asarray, jaxpr_as_fun(drop_dead(jaxpr))(key))  # a literal comes as NumPy's
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+
 class Variant:
-    """One way to run the step: compiled, with its own state."""
+    """One way to run the step: compiled, with its own state.
+
+    Whatever it fails with is its outcome, so that the others go on.
+
+    Attributes:
+      run: (state, batch) -> (state, metrics); None where it failed.
+      seconds: a step, of each timed block.
+      warm_seconds: of the last step that was not kept; 0 before.
+      plain_seconds: the median of plain jit's blocks, which took turns with these.
+    """
 
     def __init__(
         self, name: str, budget: float | None, asked: str, build: Callable[[], Any]
@@ -86,23 +124,25 @@ class Variant:
         self.name, self.budget, self.asked = name, budget, asked
         self.facts: dict[str, Any] = {}
         self.seconds: list[float] = []
+        self.warm_seconds = 0.0
+        self.plain_seconds: float | None = None
         self.outcome = "ok"
         self.run: Callable | None = None
         start = time.perf_counter()
         try:
             self.run, self.facts = build()
-        except REFUSALS as error:
-            self.outcome = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            self.outcome = outcome_of(error)
             if isinstance(error, vmem_jax.BudgetError):
                 self.facts = {"lowest": error.lowest_peak, "lowest_compiled": error.compiled}
-        except jax.errors.JaxRuntimeError as error:
-            self.outcome = f"{type(error).__name__}: {str(error)[:300]}"
+            elif not isinstance(error, REFUSALS):
+                logging.exception("%s@%s", name, asked)
         self.compile_seconds = time.perf_counter() - start
         self.state: Any = None
         self.loss: float | None = None
 
     def time(self, batch: Any, steps: int, keep: bool) -> None:
-        """Runs one block of steps; a device that runs out of memory ends the variant."""
+        """Runs one block of steps; a device or a host that runs out of memory ends the variant."""
         if self.run is None:
             return
         try:
@@ -110,12 +150,16 @@ class Variant:
             for _ in range(steps):
                 self.state, metrics = self.run(self.state, batch)
             jax.block_until_ready((self.state, metrics))
-        except jax.errors.JaxRuntimeError as error:
-            self.outcome = f"{type(error).__name__}: {str(error)[:300]}"
+        except Exception as error:
+            self.outcome = outcome_of(error)
             self.run = self.state = None
+            self.seconds.clear()
             return
+        seconds = (time.perf_counter() - start) / steps
         if keep:
-            self.seconds.append((time.perf_counter() - start) / steps)
+            self.seconds.append(seconds)
+        else:
+            self.warm_seconds = seconds
         self.loss = float(metrics["loss"])
 
 
@@ -130,40 +174,57 @@ def plain(work: Job, place: Place) -> Callable[[], Any]:
     return build
 
 
-def budgeted(work: Job, place: Place, policy: str, nbytes: int | None) -> Callable[[], Any]:
+def budgeted(
+    work: Job, place: Place, policy: str, nbytes: int | None, known: int | None = None
+) -> Callable[[], Any]:
     """The step under `vmem_jax.jit`.
 
     Args:
       policy: as the flag `--policies` has it.
       nbytes: the budget; None for the least that the policy reaches.
+      known: that least, by another compilation; 2 % more are tried before it is looked for.
+
+    Raises:
+      ValueError: there is no such policy or option.
     """
+    name, means, transport, *_ = [*policy.split(":"), "", ""]
+    compiled = functools.partial(_compiled, work, place, policy_of(name), means, transport)
 
     def build() -> tuple[Callable, dict]:
         if nbytes is not None:
-            return _compiled(work, place, policy, nbytes)
+            return compiled(nbytes)
+        if known is not None:
+            with contextlib.suppress(vmem_jax.BudgetError):
+                return compiled(known + known // 50)
         # what is there in any case, and next to nothing else: the error tells the least
         shapes = jax.tree.leaves(place.shapes(work))
         floor = sum(a.size * a.dtype.itemsize for a in shapes)
         try:
-            return _compiled(work, place, policy, floor + floor // 100)
+            return compiled(floor + floor // 100)
         except vmem_jax.BudgetError as error:
             if not error.compiled:
                 raise
             least = error.lowest_peak
         try:
-            return _compiled(work, place, policy, least)
+            return compiled(least)
         except vmem_jax.BudgetError:  # a plan for another budget packs a little worse
-            return _compiled(work, place, policy, least + least // 50)
+            return compiled(least + least // 50)
 
     return build
 
 
-def _compiled(work: Job, place: Place, policy: str, nbytes: int) -> tuple[Callable, dict]:
-    name, means, transport, *_ = [*policy.split(":"), "", ""]
+def _compiled(
+    work: Job,
+    place: Place,
+    policy: str | AbstractPolicy,
+    means: str,
+    transport: str,
+    nbytes: int,
+) -> tuple[Callable, dict]:
     step = vmem_jax.jit(
         work.step,
         budget=nbytes,
-        policy=policy_of(name),
+        policy=policy,
         allow=("order", *means.split("+")) if means else None,
         transport=transport or "auto",
         density=place.density,
@@ -180,10 +241,10 @@ def policy_of(text: str) -> str | AbstractPolicy:
       ValueError: there is no such policy or option.
     """
     name, _, query = text.partition("?")
-    if not query:
-        return name
     if name not in vmem_jax.POLICIES:
         raise ValueError(f"`{text}`: no policy {name!r}; there is {', '.join(vmem_jax.POLICIES)}.")
+    if not query:
+        return name
     options: dict[str, Any] = dict(parse_qsl(query, strict_parsing=True))
     known = [field.name for field in dataclasses.fields(vmem_jax.POLICIES[name])]
     if unknown := set(options) - set(known):

@@ -14,6 +14,7 @@ from vmem_jax.core.costs import Link
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import peak_by_definition, violations
+from vmem_jax.policy import Auto
 from vmem_jax.policy.executor import Execution, Remaking
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place
@@ -181,6 +182,38 @@ def test_auto_with_a_fast_link_is_never_slower_than_without(shape):
         else:
             assert alone is None
     assert reached > 0
+
+
+def test_auto_waits_for_a_slow_link_where_nothing_else_fits():
+    """Every value is read again before it can be back, and the budget asks for moves all the same."""
+    slow = costs_of(CHAIN, 0.1)
+    assert not candidates(CHAIN, slow, ORDER, 0)
+    budget = simulate(CHAIN, ORDER, slow).peak - 20
+    plan = POLICIES["auto"](allow=("order", "offload")).plan(CHAIN, slow, budget)
+    assert violations(CHAIN, plan) == [] and plan.predicted_peak <= budget and plan.transfers
+    assert plan.predicted_seconds > simulate(CHAIN, ORDER, slow).seconds + 100
+
+
+def test_auto_moves_nothing_for_a_gain_that_nobody_would_see():
+    """What moving saves of the time is what decides, wherever the step also fits without."""
+    moved = 0
+    for program in SHAPES.values():
+        costs = costs_of(program, 1e6)
+        low, high = (
+            program.resident_nbytes,
+            simulate(program, range(len(program.steps)), costs).peak,
+        )
+        for budget in range(low, high, max((high - low) // 8, 1)):
+            try:
+                still = Auto(allow=("order", "recompute")).plan(program, costs, budget)
+            except BudgetError:
+                continue
+            every = Auto(gain=0.0).plan(program, costs, budget)
+            saved = 1 - every.predicted_seconds / still.predicted_seconds
+            assert bool(Auto(gain=saved / 2).plan(program, costs, budget).transfers) == (saved > 0)
+            assert not Auto(gain=min(2 * saved + 0.01, 1.0)).plan(program, costs, budget).transfers
+            moved += saved > 0
+    assert moved
 
 
 def test_auto_moves_nothing_without_a_link_or_leave():

@@ -57,6 +57,9 @@ def test_a_table_names_networks_policies_and_sources(name):
             assert not isinstance(policy, str) or policy in manifest.WAYS
             nbytes = place.budget_nbytes(asked, 1000, ()) if asked != "none" else 1
             assert nbytes is None or nbytes > 0
+    assert set(table.core) <= set(table.cases) and bool(table.core) == bool(
+        table.runs and table.cases
+    )
     for script in table.scripts:
         assert (ROOT / "benchmarks" / script.split()[0]).exists()
 
@@ -65,6 +68,7 @@ def test_a_table_names_networks_policies_and_sources(name):
     "words, message",
     [
         ("lenet?a=b", "no policy 'lenet'"),
+        ("lenet", "no policy 'lenet'"),
         ("vdnn?colour=red", r"no option \['colour'\]; `vdnn` has offload, algorithms"),
         ("vdnn?offload=some", "`offload`='some'"),
     ],
@@ -138,11 +142,13 @@ GIB = 2**30
 ROWS = {
     manifest.Case(r.model, r.batch, r.dtype, r.variant, r.asked): r
     for r in (
-        row(variant="plain", need=17 * GIB, device="", step_seconds=(0.06, 0.061, 0.09)),
+        row(variant="plain", need=17 * GIB, device="", step_seconds=(0.06, 0.061, 0.09),
+            plain_seconds=0.061),
         row(variant="modnn", asked="0.35", budget=0.35, need=5 * GIB, predicted_seconds=0.26),
         row(variant="vdnn", asked="0.35", outcome="BudgetError: no", lowest=6 * GIB,
             lowest_compiled=True),
-        row(variant="auto", asked="0.35", budget=0.35, need=5 * GIB, predicted_seconds=0.07),
+        row(variant="auto", asked="0.35", budget=0.35, need=5 * GIB, predicted_seconds=0.07,
+            device="", step_seconds=(0.04941,), plain_seconds=0.061),
     )
 }  # fmt: skip
 
@@ -151,7 +157,8 @@ def test_a_page_says_what_is_measured_predicted_failed_and_not_there():
     text = pages.pivot(TABLES["modnn_fig8"], ROWS, "bfloat16", "seconds")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     found = {line[0]: line[1:3] for line in lines if line}
-    assert found["plain"] == ["61.00", ""]
+    assert found["plain"] == ["61.00 (1.000)", ""]
+    assert found["auto, at 35%"] == ["49.41 (0.810)", ""]
     assert found["modnn, at 35%"] == ["*260*", ""]
     assert found["vdnn, at 35%"] == ["fails (6.00 GiB)", ""]
     assert len(found) == 6  # the header and its rule
@@ -161,6 +168,18 @@ def test_a_page_says_what_is_measured_predicted_failed_and_not_there():
     assert pages.cell(least, "need") == "fails (6.00 GiB, predicted)"
     least = dataclasses.replace(least, lowest_compiled=True)
     assert pages.cell(least, "need") == "6.00"
+
+
+def test_what_ran_takes_the_place_of_what_was_compiled(tmp_path):
+    ran = [r for r in ROWS.values() if not r.device]
+    compiled = [dataclasses.replace(r, device="h200", step_seconds=()) for r in ROWS.values()]
+    records.write(tmp_path / "papers_b_compiled.jsonl", compiled)
+    assert all(r.device for r in pages.all_rows(tmp_path).values())
+    for name in ("papers_a.jsonl", "papers_c.jsonl"):  # whichever is read first
+        records.write(tmp_path / name, ran)
+        assert pages.all_rows(tmp_path) == ROWS
+        (tmp_path / name).unlink()
+    assert pages.count(TABLES["modnn_fig8"], ROWS).startswith("4 of 120 rows are there, 2 of them")
 
 
 @pytest.mark.parametrize("name", ["modnn_fig8", "vdnn_fig11"])

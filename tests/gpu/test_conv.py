@@ -156,10 +156,18 @@ def test_with_an_epilogue(name, epilogue, kind, device):
     found = plans_of(convolution.with_batch(6), device)
     assert found
     chosen = [configuration(convolution, (6, 6), device, i) for i in range(len(found))]
+    refused = []
     for way in (*chosen, configuration(convolution, (5, 1, 6), device)):
         call = functools.partial(fused_convolution, convolution, way)
-        result = jax.jit(call)(*jax.device_put((lhs, rhs, bias), device))
+        try:
+            result = jax.jit(call)(*jax.device_put((lhs, rhs, bias), device))
+        except jax.errors.JaxRuntimeError as unusable:
+            refused.append(str(unusable))
+            continue
         assert error(result, expected) < allowed, way
+    # cuDNN 9.19 offers one that cannot run on slices of 4 bytes' alignment; profiling leaves it out
+    assert all("MISALIGNED" in why and name == "stem" for why in refused), refused
+    assert len(refused) < len(chosen) / 2
 
 
 def test_a_result_that_was_there_before_is_not_added_to(device):

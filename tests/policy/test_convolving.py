@@ -118,6 +118,18 @@ def test_dividing_is_weighed_against_recomputing():
     assert ways == [OWN] * 4 and by_recomputing.recomputed
 
 
+@pytest.mark.parametrize("budget", [None, 1000])
+@pytest.mark.parametrize("gain, taken", [(0.01, False), (0.05, True)])
+def test_xlas_own_stay_where_others_gain_too_little(gain, taken, budget):
+    """All of it is predicted to be faster by a share of the step that is, or is not, worth it."""
+    step_seconds = len(CHAIN.steps)  # each takes one
+    ours = way(2, 40, 1 - gain * step_seconds / 4)
+    costs = dataclasses.replace(COSTS, convolutions=dict.fromkeys(range(4), (OWN, ours)))
+    found, ways = plan(budget, costs)
+    assert ways == [ours if taken else OWN] * 4
+    assert found.fenced == taken
+
+
 def test_without_choices_it_is_the_policy_itself():
     costs = Costs("unit", COSTS.seconds)
     assert Convolving(Keep()).plan(CHAIN, costs, None) == Keep().plan(CHAIN, costs, None)
@@ -134,7 +146,7 @@ def test_the_search_ends_where_no_other_is_faster():
             Counting.planned += 1
             return super().plan(program, costs, budget)
 
-    for budget, times in ((1000, 1), (100, 2)):  # here the caps between hold all to the least
+    for budget, times in ((1000, 1), (100, 3)):  # here the caps between hold all to the least
         Counting.planned = 0
         plan(budget, inner=Counting())
         assert Counting.planned == times, budget

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs, Link
@@ -56,6 +56,8 @@ class Auto(AbstractPolicy):
       parts: of what hides under compute, how much to move.
       least_move: values below this share of all temporaries are neither moved nor looped.
       close: within this factor of the bound of what moves nothing, no better such plan is searched.
+      gain: a plan that moves is to be faster than one that does not by this share of the time, where
+        both fit: what is predicted is off by as much (docs/benchmarks.md).
       most: steps of a program up to which all of this is tried.
     """
 
@@ -67,6 +69,7 @@ class Auto(AbstractPolicy):
     parts: tuple[float, ...] = (0.5, 1.0)
     least_move: float = 1 / 500
     close: float = 1.001
+    gain: float = 0.02
     most: int = 20_000
 
     @property
@@ -80,7 +83,7 @@ class Auto(AbstractPolicy):
             for some in _loopings(program, costs, self.least_move):
                 less = with_looped(program, some)
                 found = self._timeline(less, costs_with_looped(program, some, costs), budget)
-                if rank(found, budget)[:2] < rank(best, budget)[:2]:  # a lower peak is no reason
+                if self._is_worth_moving(found, best, budget):
                     best, looped = found, some
         return finish(self.name, program, best, budget, looped=looped)
 
@@ -114,10 +117,10 @@ class Auto(AbstractPolicy):
                 if len(remaking.idle()) <= self.exhaustive:
                     for timeline in _every_choice(program, costs, order, remaking):
                         best = _better(best, timeline, budget)
-            still = dataclasses.replace(costs, link=None)
+            linkless = dataclasses.replace(costs, link=None)
             proven = False
-            for start in starts(program, still, base, budget):
-                best = _better(best, _begun(program, still, base, start, budget), budget)
+            for start in starts(program, linkless, base, budget):
+                best = _better(best, _begun(program, linkless, base, start, budget), budget)
                 fits = best.peak <= budget
                 proven = proven or (fits and best.seconds <= self.close * start.least)
                 if proven and self.spared(program):
@@ -127,6 +130,7 @@ class Auto(AbstractPolicy):
                 shares = sorted(shares, key=lambda share: rank(found[share], budget))
                 best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
+            still = best
             every = candidates(program, costs, base, self.least_move)
             unseen = hidden(program, costs, base, every)
             counts = {round(len(unseen) * part) for part in self.parts} - {0}
@@ -136,11 +140,19 @@ class Auto(AbstractPolicy):
             if "recompute" in self.allow:
                 for start in starts(program, costs, base, budget):
                     best = _better(best, _begun(program, costs, base, start, budget), budget)
-            run = Execution(program, costs, base, parks=every)
-            timeline = place(program, run.order, run.away, costs, budget)
-            timeline = without_idle_moves(program, timeline, costs, budget)
-            best = _better(best, timeline, budget)
+            best = _better(best, _moved(program, costs, base, budget, every), budget)
+            if best.peak > budget:  # then also what the step has to wait for
+                every = candidates(program, costs, base, self.least_move, waiting=True)
+                best = _better(best, _moved(program, costs, base, budget, every), budget)
+            if best.transfers and not self._is_worth_moving(best, still, budget):
+                best = still
         return best
+
+    def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
+        """Whether `moving` is better than `still`, and by more than what is predicted is off."""
+        if still.peak > budget:
+            return rank(moving, budget) < rank(still, budget)
+        return moving.peak <= budget and moving.seconds < (1 - self.gain) * still.seconds
 
     def _attempt(
         self,
@@ -163,9 +175,21 @@ class Auto(AbstractPolicy):
                 return _better(search.timeline, limited, budget)
         if not parks:
             return search.timeline
-        run = Execution(program, costs, base, search.drops, parks=parks)
-        timeline = place(program, run.order, run.away, costs, budget)
-        return without_idle_moves(program, timeline, costs, budget)
+        return _moved(program, costs, base, budget, parks, search.drops)
+
+
+def _moved(
+    program: Program,
+    costs: Costs,
+    base: Sequence[int],
+    budget: int,
+    parks: Sequence[Drop],
+    drops: Collection[Drop] = (),
+) -> Timeline:
+    """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
+    run = Execution(program, costs, base, drops, parks=parks)
+    timeline = place(program, run.order, run.away, costs, budget)
+    return without_idle_moves(program, timeline, costs, budget)
 
 
 def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, ...]]:

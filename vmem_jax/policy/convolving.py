@@ -7,7 +7,8 @@ free follows from what is recomputed and moved. So the policy plans the rest sev
 every convolution held to a cap, from the least workspace to the fastest whatever it takes; then each
 gets the fastest that fits where it stands; and the fewest seconds of all win. The first of these
 plans leaves the rest the most memory; with every convolution as fast as can be it would take the
-least, so whatever comes close to that ends the search.
+least, so whatever comes close to that ends the search. Where XLA's own convolutions fit, they are
+kept unless all of that gains more than what is predicted is off.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class Convolving(AbstractPolicy):
         between the least possible and any.
       close: within this factor of the first plan with the fastest convolutions, nothing else is
         tried.
+      gain: a plan in which not all convolutions are XLA's own is to be faster than one with these by
+        this share of the time, where both fit.
     """
 
     name: ClassVar[str] = "convolving"
     inner: AbstractPolicy
     caps: tuple[float, ...] = (0.05, 0.2)
     close: float = 1.001
+    gain: float = 0.02
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.inner.name)  # errors speak of the user's policy
@@ -57,6 +61,10 @@ class Convolving(AbstractPolicy):
         if not ways:
             return self.inner.plan(program, costs, budget)
         held = self._held(program, ways, budget)
+        own = self._with_xlas_own(program, costs, budget)
+        enough = 0.0 if own is None else (1 - self.gain) * own.predicted_seconds
+        if own and enough <= sum(costs_with_convolutions(fastest(ways).items(), costs).seconds):
+            return own
         best: Plan | None = None
         least: float | None = None
         error: BudgetError | None = None
@@ -78,10 +86,22 @@ class Convolving(AbstractPolicy):
                 best = plan
             if best.predicted_seconds <= self.close * least:
                 break
-        if best is not None:
-            return best
-        assert error is not None, "every attempt has a plan or an error"
-        raise error
+        if best is None:
+            if own is not None:
+                return own
+            assert error is not None, "every attempt has a plan or an error"
+            raise error
+        return best if own is None or best.predicted_seconds < enough else own
+
+    def _with_xlas_own(self, program: Program, costs: Costs, budget: int | None) -> Plan | None:
+        """The plan with no convolution but XLA's own; None where it does not fit."""
+        own = {s: each[0] for s, each in costs.convolutions.items()}
+        less = with_convolutions(program, own.items())
+        try:
+            plan = self.inner.plan(less, costs_with_convolutions(own.items(), costs), budget)
+        except BudgetError:
+            return None
+        return _with(program, costs, plan, own)
 
     def _held(
         self, program: Program, ways: Ways, budget: int | None

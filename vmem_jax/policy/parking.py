@@ -20,11 +20,14 @@ _MOST_TRIES = 24
 """Placements tried for what hides. Halving blocks, that is some five values that do not."""
 
 
-def candidates(program: Program, costs: Costs, base: Sequence[int], share: float) -> list[Drop]:
+def candidates(
+    program: Program, costs: Costs, base: Sequence[int], share: float, *, waiting: bool = False
+) -> list[Drop]:
     """Idle intervals worth a transfer, dearest to recompute for each byte first.
 
     Args:
       share: values below this share of all temporaries are not worth four fences.
+      waiting: also those that end before the value can have gone and come back.
     """
     assert costs.link is not None
     remaking = Remaking(program, base)
@@ -41,7 +44,7 @@ def candidates(program: Program, costs: Costs, base: Sequence[int], share: float
             continue
         begins = [timeline.start[use] for use in uses]
         idle, n = max((end - begin, n) for n, (begin, end) in enumerate(itertools.pairwise(begins)))
-        if idle > nbytes / costs.link.out + nbytes / costs.link.into:
+        if waiting or idle > nbytes / costs.link.out + nbytes / costs.link.into:
             again = costs.seconds[program.producer[b]]
             if not remaking.may_drop(b, uses[n + 1]):
                 again = float("inf")
