@@ -65,6 +65,18 @@ def test_elementwise_chains_are_one_step_and_their_insides_do_not_exist():
     assert found.steps[0].in_place == ((0, 1),)
 
 
+def test_nothing_is_written_over_what_a_convolution_made():
+    """cuDNN's calls return tuples, and XLA:GPU keeps their parts until the reader is through."""
+    x, w = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"), jax.ShapeDtypeStruct((4, 4), "float32")
+    convolved = lambda x, w: jax.lax.conv_general_dilated(
+        x, w.reshape(1, 1, 4, 4), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    multiplied = lambda x, w: x @ w
+    for make, pairs in ((convolved, 0), (multiplied, 1)):
+        found = program(lambda x, w, make=make: jnp.tanh(make(x, w)), x, w)
+        assert len(found.steps) == 2 and len(found.steps[1].in_place) == pairs
+
+
 def test_the_factor_of_a_derivative_is_computed_where_it_is_read():
     """1 − tanh², a primitive of its own since JAX 0.11, is no residual beside tanh itself."""
     found = program(jax.grad(lambda x, w: jnp.tanh(x @ w).sum()), X, W)

@@ -62,6 +62,26 @@ def test_recomputed_layer_is_fenced_with_its_inputs():
     )
 
 
+@pytest.mark.parametrize("nbytes, waits", [(40, True), (4, False)])
+def test_a_recomputation_waits_where_an_early_start_would_raise_the_peak(nbytes, waits):
+    b = Builder()
+    kept = b.step([b.input(8)], 8)
+    middle = b.step([b.step([kept], nbytes)], 8)
+    other = b.step([kept], 40)
+    loss = b.step([other, middle], 8)
+    program = b.program([b.step([loss, other, middle], 8, BACKWARD)])
+    # `other` could be made again as soon as `kept` may be read, beside what `middle` is made from
+    found = fences(program, [0, 1, 2, 3, 4, 1, 2, 3, 5], small=4)
+    assert (Fence(7, (middle, kept)) in found) is waits
+
+
+@pytest.mark.parametrize("depth", [30, 3000])
+def test_the_layers_of_a_very_deep_network_are_worth_a_fence(depth):
+    """Each is far below a 2,000th of all, and they are all that there is."""
+    found = fences(chain(depth, size=64), range(2 * depth + 1))
+    assert len(found) == depth - 1
+
+
 def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
     b = Builder()
     p, x = b.input(8), b.input(8)

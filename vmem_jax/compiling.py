@@ -15,6 +15,34 @@ from vmem_jax.entry import Traced
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.prove.device import devices_of
 
+LONG = 20_000
+"""Steps of a program from which on XLA's passes that grow with their square are left out."""
+
+_PASSES = "xla_disable_hlo_passes"
+
+
+def with_ours(given: Mapping[str, Any], platform: str, steps: int) -> dict[str, Any]:
+    """The compiler options of a program of so many steps: ours, and over them the user's. Of the
+    passes those are left out that either names."""
+    ours = [compat.FENCE_OPTIONS.get(platform, {})]
+    if steps > LONG:
+        ours.append(compat.LONG_OPTIONS.get(platform, {}))
+    every = [*ours, given]
+    passes = [options[_PASSES] for options in every if options.get(_PASSES)]
+    merged = {name: value for options in every for name, value in options.items()}
+    return {**merged, _PASSES: ",".join(passes)} if passes else merged
+
+
+def left_out(platform: str, steps: int) -> str:
+    """What the compiler leaves out of a program of so many steps, for people; "" for nothing."""
+    passes = compat.LONG_OPTIONS.get(platform, {}).get(_PASSES, "")
+    if not passes or steps <= LONG:
+        return ""
+    return (
+        f"XLA's pass {passes} is left out, which for {steps:,} steps takes longer than all others "
+        "together; kernels that read the same values may run one by one"
+    )
+
 
 def compile_jaxpr(
     traced: Traced,
@@ -45,7 +73,8 @@ def compile_jaxpr(
             )
         )
     flat = jaxpr_as_fun(jaxpr)
-    options = {**compat.FENCE_OPTIONS.get(devices_of(avals)[0].platform, {}), **options}
+    steps = len(traced.captured.program.steps)
+    options = with_ours(options, devices_of(avals)[0].platform, steps)
     if streams and traced.hosted:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         which = {i for i, _ in traced.hosted}

@@ -170,3 +170,10 @@ FENCE_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander"},
 }
 """Compiler options, by platform, that keep fences until after scheduling."""
+
+LONG_OPTIONS: dict[str, dict[str, str]] = {
+    # XLA:GPU's multi-output fusion walks through the graph for each pair of siblings, to see whether
+    # one leads to the other: of 35,000 kernels that takes longer than all else (0.11.2).
+    "gpu": {"xla_disable_hlo_passes": "multi_output_fusion"},
+}
+"""Compiler options, by platform, for steps of very many kernels."""

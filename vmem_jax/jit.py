@@ -13,6 +13,7 @@ from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.batch_arguments import batch_arguments
 from vmem_jax.capture import capture
+from vmem_jax.compiling import left_out
 from vmem_jax.core.costs import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import Entry, Traced
@@ -20,6 +21,7 @@ from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
 from vmem_jax.options import MEANS, density_of, host_nbytes, policy_of, sub_batches_of, transport_of
 from vmem_jax.planning import Planning, Settings
 from vmem_jax.policy import AbstractPolicy
+from vmem_jax.prove.device import devices_of
 from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
@@ -244,8 +246,11 @@ class BudgetedStep:
         plain = entry.plain_need
         if plain is None:
             plain = need_nbytes(Planning(self._settings, entry.traced, target).compile_plain())
+        program = entry.traced.captured.program
+        platform = "gpu" if target is not None else devices_of(entry.traced.avals)[0].platform
+        spared = entry.policy.spared(program), left_out(platform, len(program.steps))
         return explain(
-            entry.traced.captured.program,
+            program,
             entry.costs,
             entry.best.plan,
             budget=entry.budget,
@@ -254,7 +259,7 @@ class BudgetedStep:
             compiles=len(entry.attempts),
             tuning=entry.tuning,
             unsplit=entry.unsplit,
-            spared=entry.policy.spared(entry.traced.captured.program),
+            spared="\n".join(filter(None, spared)),
             uncompressed=entry.uncompressed,
         )
 

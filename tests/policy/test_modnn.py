@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from helpers import BACKWARD, FORWARD, Builder, unit_costs
+from hypothesis import given
+from hypothesis import strategies as st
 from networks import CONV, Spec, network, with_algorithms
 
 from vmem_jax import BudgetError, MoDNN
@@ -12,7 +14,7 @@ from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.program import Kind
 from vmem_jax.core.validate import peak_by_definition, violations
-from vmem_jax.policy.modnn import least_nbytes, offloading_delay, prefetch_is_due
+from vmem_jax.policy.modnn import least_nbytes, offloads_end, prefetch_is_due
 from vmem_jax.policy.segments import Segment, Segments
 
 
@@ -70,10 +72,25 @@ def test_figure_1_weights_stay_and_feature_maps_and_derivatives_may_leave():
 
 
 def test_figure_3_a_copy_delays_only_by_what_is_left_of_it():
-    # the block was made at 4 and takes 3 seconds; its lane is free
-    assert offloading_delay(0.0, 4.0, 3.0, now=5.0) == 2.0  # (a) the next task waits
-    assert offloading_delay(0.0, 4.0, 3.0, now=9.0) == 0.0  # (b) it was out before
-    assert offloading_delay(8.0, 4.0, 3.0, now=9.0) == 2.0  # behind another copy
+    # the block was made at 4 and takes 3 seconds; its lane is free, or at 8
+    assert offloads_end(0.0, [4.0], [3.0], [(0, 1)]) == [7.0]
+    assert offloads_end(8.0, [4.0], [3.0], [(0, 1)]) == [11.0]
+
+
+@given(st.data(), st.integers(1, 12))
+def test_the_copies_of_a_stretch_follow_one_another(data, count):
+    times = st.lists(st.integers(0, 20), min_size=count, max_size=count)
+    made, seconds, free = data.draw(times), data.draw(times), data.draw(st.integers(0, 20))
+    ranges = data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(1, count))))
+    firsts, ends = (sorted(each) for each in zip(*ranges, strict=True)) if ranges else ((), ())
+    stretches = [(f, e) for f, e in zip(firsts, ends, strict=True) if f < e]
+    one_by_one = []
+    for first, end in stretches:
+        now = free
+        for n in range(first, end):
+            now = max(now, made[n]) + seconds[n]
+        one_by_one.append(now)
+    assert offloads_end(free, made, seconds, stretches) == one_by_one
 
 
 def test_figure_4_two_schemes_past_a_block_that_stays():
@@ -82,8 +99,8 @@ def test_figure_4_two_schemes_past_a_block_that_stays():
     for key, nbytes in ((1, 2), (2, 2), (3, 1), (4, 2), (5, 2), (6, 2)):
         assert memory.allocate(key, nbytes)
     assert not memory.allocate(7, 4)
-    assert memory.schemes(4, lambda key: key != 4) == [(1, 2), (5, 6)]
-    assert memory.schemes(8, lambda key: key != 4) == []
+    assert memory.schemes(4, lambda key: key != 4) == ([1, 2, 3, 5, 6], [(0, 2), (3, 5)])
+    assert memory.schemes(8, lambda key: key != 4)[1] == []
     memory.free(1)
     memory.free(2)
     assert memory.segments[0] == Segment(4)
@@ -97,7 +114,7 @@ def test_segments_beside_free_ones_count_and_packing_leaves_one():
     memory.free(1)
     memory.free(3)
     assert memory.free_nbytes == 4 and not memory.allocate(9, 3)
-    assert memory.schemes(4, lambda key: True) == [(0,), (2,), (4,)]
+    assert memory.schemes(4, lambda key: True) == ([0, 2, 4], [(0, 1), (1, 2), (2, 3)])
     memory.hand_over(2, 7)
     memory.pack([0, 7])
     assert memory.segments == (Segment(2, 0), Segment(2, 7), Segment(6))

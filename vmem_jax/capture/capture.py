@@ -295,7 +295,9 @@ def _step(
         pairs = zip(root.invars, outs, strict=False)
         in_place = [(index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index]
     elif class_of(root) in (Class.FUSIBLE, Class.VIEW):
-        in_place = [(r, w) for w in writes for r in reads if sizes[r] == sizes[w]]
+        # the library returns what it convolves in a tuple: XLA writes over no part of one
+        given = [index[v] for v in kernel.reads if not _is_convolved(v, maker)]
+        in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
     else:  # a sum over samples that is added to a total where it is made
@@ -321,6 +323,10 @@ def _step(
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
     )
+
+
+def _is_convolved(v: Var, maker: dict[Var, compat.JaxprEqn]) -> bool:
+    return v in maker and maker[v].primitive.name == "conv_general_dilated"
 
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:

@@ -11,6 +11,9 @@ it: one barrier cuts fewer fusions than one for each value. Behind it stand
 - what the last run made and nothing needs soon: a weight gradient, so that it is computed there,
   where its inputs die, and not at the end.
 
+Where a recomputation could start sooner in its run than the plan has it, and take the memory that is
+not free there yet, a run of its own starts with it: what it reads waits for the spine again.
+
 The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
 next heavy step reads, where its own input would otherwise wait for the backward pass with it.
 
@@ -21,9 +24,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.simulate import simulate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,15 +44,20 @@ def fences(program: Program, order: Sequence[int], small: int | None = None) -> 
     """The fences that hold XLA to `order`.
 
     Args:
-      small: values below this many bytes are not worth a fence, except as inputs of a recomputation
-        (default: a 2,000th of all temporaries).
+      small: values up to this many bytes are not worth a fence, except as inputs of a recomputation
+        (default: a 2,000th of all temporaries, as long as those below it are a fifth at most).
     """
     return _Fencer(program, order, _small(program) if small is None else small).all()
 
 
 def _small(program: Program) -> int:
-    temporaries = (b.nbytes for i, b in enumerate(program.buffers) if not program.is_resident[i])
-    return sum(temporaries) // 2000
+    resident = program.is_resident
+    sizes = sorted(b.nbytes for b, held in zip(program.buffers, resident, strict=True) if not held)
+    total = sum(sizes)
+    # in a network of very many layers each is small, and all together are nearly everything
+    until = zip(sizes, itertools.accumulate(sizes), strict=True)
+    most = next((nbytes - 1 for nbytes, together in until if 5 * together > total), 0)
+    return min(total // 2000, most)
 
 
 _AHEAD = 8
@@ -122,6 +133,7 @@ class _Fencer:
             seen.add(s)
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = _uses(program, order)
+        self.held: frozenset[int] = frozenset()  # positions that wait for the run before
 
     def _is_read_from(self, b: int, position: int) -> bool:
         return _is_read_from(self.uses[b], position)
@@ -197,7 +209,30 @@ class _Fencer:
                 split.add(position)
                 here = set()
             here.add(s)
-        return sorted(split)
+        self.held = frozenset(self._early(sorted(split)))
+        return sorted(split | self.held)
+
+    def _early(self, starts: Sequence[int]) -> Iterator[int]:
+        """Recomputations that read nothing of their run, and would raise the peak at its start."""
+        free = Costs("", (0.0,) * len(self.program.steps))
+        timeline = simulate(self.program, self.order, free)
+        live = timeline.live_nbytes
+        for start, end in itertools.pairwise([*starts, len(self.order)]):
+            roots, made = [], set[int]()
+            for position in range(start, end):
+                step = self.program.steps[self.order[position]]
+                if self.again[position] and step.is_heavy and made.isdisjoint(step.reads):
+                    roots.append(position)
+                made.update(step.writes)
+            for position, until in itertools.pairwise([*roots, end]):
+                if position == start:
+                    continue
+                step = self.program.steps[self.order[position]]
+                new = step.workspace + sum(self.program.buffers[b].nbytes for b in step.writes)
+                rise = max(live[position:until]) - live[position] + new
+                if max(live[start:position]) + rise > timeline.peak + self.small:
+                    yield position
+                    start = position
 
     def _can_be_spine(self, b: int) -> bool:
         """Large, temporary, and read later by the backward pass."""
@@ -247,6 +282,8 @@ class _Fencer:
         remade = program.producer[b] in self.recomputed
         renewed = max(fenced_in.get(b, -10), made_in[b] if remade else -10)
         recent = renewed >= run - 1
+        if position in self.held:
+            return True
         if self.again[position]:
             # every input of a recomputation, whatever its size, and newer than at the last time
             # that the step ran: otherwise the two are merged and the old result lives on

@@ -37,6 +37,7 @@ from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place, rank
+from vmem_jax.policy.stretches import Stretches
 
 _LOOPINGS = 8
 """Choices of stacks to loop that are tried, where there are so many."""
@@ -260,9 +261,10 @@ class _Search:
         self.parks = frozenset(parks)
         self.stretch = share * max(budget - program.resident_nbytes, 0)
         self.drops: set[Drop] = set()
-        self.dropped: set[int] = set()
         self.remaking = Remaking(program, base)
         self.uses = self.remaking.uses
+        crosses = [bool(uses) and self._crosses(uses) for uses in self.uses]
+        self.stretches = Stretches(program, crosses)
         self.timeline = simulate(program, base, costs)
         if self.parks:
             self._execute()
@@ -275,7 +277,6 @@ class _Search:
             if not chosen:
                 break
             self.drops |= chosen
-            self.dropped |= {b for b, _ in chosen}
             self._execute()
         return self.timeline
 
@@ -315,10 +316,10 @@ class _Search:
         for _, b, n in candidates:
             if freed >= target:
                 break
-            if self._stretch(b, chosen) > self.stretch:
+            if self.stretches.exceeds(b, self.stretch):
                 continue
             chosen.add((b, n))
-            self.dropped.add(b)
+            self.stretches.drop(b)
             freed += self.program.buffers[b].nbytes
         return chosen
 
@@ -363,27 +364,7 @@ class _Search:
                     stack.append(r)
         return total
 
-    def _crosses(self, b: int) -> bool:
-        """Whether `b` is read in another phase than it is made in: a residual."""
-        made, read = self.base[self.uses[b][0]], self.base[self.uses[b][-1]]
-        return self.program.steps[made].phase is not self.program.steps[read].phase
-
-    def _stretch(self, b: int, chosen: set[Drop]) -> float:
-        """Bytes that come back with `b`: dropped neighbours, through the steps that make them."""
-        program, total = self.program, 0.0
-        seen, stack = {b}, [b]
-        while stack and total <= self.stretch:
-            v = stack.pop()
-            if v in self.dropped or v == b:
-                total += program.buffers[v].nbytes
-            elif self._crosses(v):
-                continue  # kept: a stretch ends here
-            near = [*program.steps[program.producer[v]].reads] if program.producer[v] >= 0 else []
-            for r in program.readers[v]:
-                if program.steps[r].phase == program.steps[program.producer[v]].phase:
-                    near += program.steps[r].writes
-            for other in near:
-                if other not in seen and not program.is_resident[other]:
-                    seen.add(other)
-                    stack.append(other)
-        return total
+    def _crosses(self, uses: Sequence[int]) -> bool:
+        """Whether what has these uses is read in another phase than it is made in: a residual."""
+        first, last = (self.program.steps[self.base[p]].phase for p in (uses[0], uses[-1]))
+        return first is not last

@@ -32,9 +32,10 @@ Differs from the paper:
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
@@ -145,15 +146,35 @@ def schedule(program: Program, costs: Costs, order: Sequence[int], budget: int) 
     return _Schedule(program, costs, order, budget).run()
 
 
-def offloading_delay(free: float, made: float, seconds: float, now: float) -> float:
-    """How much longer than `now` an offload lasts, in seconds (Figure 3).
+def offloads_end(
+    free: float,
+    made: Sequence[float],
+    seconds: Sequence[float],
+    stretches: Iterable[tuple[int, int]],
+) -> list[float]:
+    """When all of each of `stretches` are out, if they leave one after another (Figure 3).
 
     Args:
-      free: when its lane is.
-      made: when its data is complete.
-      seconds: that it takes.
+      free: when their lane is, seconds.
+      made: for each block when its data is complete.
+      seconds: that its copy takes.
+      stretches: ranges of blocks, the end excluded; neither begins nor ends fall.
     """
-    return max(max(free, made) + seconds - now, 0.0)
+    until = [0.0, *itertools.accumulate(seconds)]
+    latest = collections.deque[int]()  # blocks that hold up those before them, less and less
+    slack = [at - before for at, before in zip(made, until, strict=False)]
+    found, done = [], 0
+    for first, end in stretches:
+        for n in range(done, end):
+            while latest and slack[latest[-1]] <= slack[n]:
+                latest.pop()
+            latest.append(n)
+        done = end
+        while latest and latest[0] < first:
+            latest.popleft()
+        begin = max([free - until[first], *(slack[n] for n in itertools.islice(latest, 1))])
+        found.append(begin + until[end])
+    return found
 
 
 def prefetch_is_due(now: float, task: float, transfers: Iterable[float], expected: float) -> bool:
@@ -166,6 +187,48 @@ def prefetch_is_due(now: float, task: float, transfers: Iterable[float], expecte
       expected: the begin of the task that reads them.
     """
     return now + task + sum(transfers) > expected
+
+
+class _Waiting:
+    """The blocks that are away and not on their way back, by the task that reads them next."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._left = 0
+        self._next: dict[int, int] = {}  # block -> position of that task
+        self._at: dict[int, dict[int, tuple[int, int]]] = {}  # and the other way: when, how large
+        self._tasks: list[int] = []  # those positions, rising
+
+    def add(self, b: int, task: int, nbytes: int) -> None:
+        if task not in self._at:
+            self._at[task] = {}
+            bisect.insort(self._tasks, task)
+        self._left += 1
+        self._at[task][b] = self._left, nbytes
+        self._next[b] = task
+        self.nbytes += nbytes
+
+    def discard(self, b: int) -> None:
+        task = self._next.pop(b, None)
+        if task is None:
+            return
+        self.nbytes -= self._at[task].pop(b)[1]
+        if not self._at[task]:
+            del self._at[task]
+            del self._tasks[bisect.bisect_left(self._tasks, task)]
+
+    def nbytes_until(self, task: int) -> int:
+        """Bytes that are read next at `task` or before."""
+        tasks = self._tasks[: bisect.bisect_right(self._tasks, task)]
+        return sum(nbytes for t in tasks for _, nbytes in self._at[t].values())
+
+    def following(self) -> Iterator[tuple[int, list[int]]]:
+        """Tasks in order with their blocks, without what is added while they are looked at."""
+        now = self._left
+        for task in [*self._tasks]:
+            blocks = [b for b, (left, _) in self._at.get(task, {}).items() if left <= now]
+            if blocks:
+                yield task, blocks
 
 
 class _Schedule:
@@ -191,6 +254,7 @@ class _Schedule:
         self.made: dict[int, float] = {}  # when the bytes of a block are complete
         self.used: dict[int, bool] = {}  # whether it was, since it was made or fetched
         self.away: dict[int, tuple[int, int]] = {}  # block -> its points start and gone
+        self.waiting = _Waiting()
         self.coming: dict[int, tuple[int, float]] = {}  # block -> its point fetch, and its arrival
         self.back: dict[int, int] = {}  # block -> position of its last return
         self.transfers: list[Transfer] = []
@@ -240,7 +304,7 @@ class _Schedule:
         if workspace and not self._allocate(_WORKSPACE, workspace, position, needed):
             return False
         for b in away:
-            self.coming[b] = position, self._fetched(b)
+            self._fetch(b, position)
         for b in reads:
             if b in self.coming:
                 fetch, arrival = self.coming.pop(b)
@@ -250,10 +314,15 @@ class _Schedule:
                 self.back[b] = position
         return True
 
-    def _fetched(self, b: int) -> float:
-        """When `b` is there, if its fetch begins now."""
+    def _fetch(self, b: int, position: int) -> None:
+        """The fetch of `b` begins now."""
         self.in_free = max(self.in_free, self.now) + self._nbytes(b) / self.link.into
-        return self.in_free
+        self.coming[b] = position, self.in_free
+        self.waiting.discard(b)
+
+    def _wait(self, b: int, position: int) -> None:
+        """`b` is away until a task behind `position` reads it."""
+        self.waiting.add(b, self._next_use(b, position), self._nbytes(b))
 
     def _allocate(self, key: int, nbytes: int, position: int, needed: set[int]) -> bool:
         """Takes memory, after an offload or a defragmentation where that is necessary."""
@@ -266,6 +335,7 @@ class _Schedule:
             if b is not None and b not in needed and self._movable(b):
                 if b in self.coming:
                     del self.coming[b]  # a prefetch that was of no use
+                    self._wait(b, position)
                 else:
                     self._leave(b, position)
         kept = [
@@ -283,36 +353,37 @@ class _Schedule:
         scheme = self._scheme(nbytes, needed)
         if scheme is None:
             return False
-        for b in scheme:
+        for b in scheme[0]:
             self._leave(b, position)
             self.memory.free(b)
         return True
 
-    def _scheme(self, nbytes: int, needed: Collection[int]) -> tuple[int, ...] | None:
+    def _scheme(self, nbytes: int, needed: Collection[int]) -> tuple[tuple[int, ...], float] | None:
+        """The stretch of blocks that delays the least, and by how many seconds."""
         may_leave = lambda b: b not in needed and self._movable(b) and self.used[b]
-        found = self.memory.schemes(nbytes, may_leave)
-        size = lambda scheme: sum(map(self._nbytes, scheme))
-        return min(found, key=lambda x: (self._delay(x), size(x)), default=None)
+        keys, stretches = self.memory.schemes(nbytes, may_leave)
+        made, seconds = [self.made[b] for b in keys], list(map(self._seconds_out, keys))
+        until = [0, *itertools.accumulate(map(self._nbytes, keys))]
+        ends = offloads_end(self.out_free, made, seconds, stretches)
+        delays = [max(end - self.now, 0.0) for end in ends]
+        sizes = [until[end] - until[first] for first, end in stretches]
+        found = min(zip(delays, sizes, stretches, strict=True), default=None)
+        return found and (tuple(keys[slice(*found[2])]), found[0])
 
-    def _delay(self, scheme: Iterable[int]) -> float:
-        """Seconds until all of `scheme` are out."""
-        free = self.out_free
-        delay = 0.0
-        for b in scheme:
-            seconds = 0.0 if b in self.back else self._nbytes(b) / self.link.out
-            delay = offloading_delay(free, self.made[b], seconds, self.now)
-            free = max(free, self.made[b]) + seconds
-        return delay
+    def _seconds_out(self, b: int) -> float:
+        """Seconds that `b` takes to leave: none, where host memory has it already."""
+        return 0.0 if b in self.back else self._nbytes(b) / self.link.out
 
     def _leave(self, b: int, position: int) -> None:
         """`b` is gone from `position` on."""
-        seconds = 0.0 if b in self.back else self._nbytes(b) / self.link.out
+        seconds = self._seconds_out(b)
         begin = max(self.out_free, self.made[b])
         self.now = max(self.now, begin + seconds)
         self.out_free = begin + seconds
         first = max(self.uses[b][0] + 1, self.back.get(b, 0))
         start = max(bisect.bisect_left(self.begins, begin), first)
         self.away[b] = min(start, position), position
+        self._wait(b, position)
 
     # -- lines 9 to 14: the algorithm
 
@@ -321,7 +392,7 @@ class _Schedule:
         if s not in self.chosen:
             return self.costs.seconds[s]
         base = self.chosen[s]
-        waiting = self._next_waiting(position)
+        _, waiting = next(self.waiting.following(), (position, []))
         self.memory.free(_WORKSPACE)
         free = max((x.nbytes for x in self.memory.segments if x.key is None), default=0)
         gains = []
@@ -331,7 +402,7 @@ class _Schedule:
                 scheme = self._scheme(way.workspace, needed)
                 if scheme is None:
                     continue
-                gain -= self._delay(scheme)
+                gain -= scheme[1]
             gains.append((gain, -way.workspace, way))
         way = max(gains, key=lambda entry: entry[:2])[2]
         if way.workspace and not self.memory.allocate(_WORKSPACE, way.workspace):
@@ -351,22 +422,9 @@ class _Schedule:
 
     # -- lines 15 to 27: prefetching
 
-    def _next_waiting(self, position: int) -> list[int]:
-        """The blocks that the next task which waits for any does."""
-        following = self._following(position)
-        return following[0][1] if following else []
-
-    def _following(self, position: int) -> list[tuple[int, list[int]]]:
-        """Tasks that read what is away, in order, each with these blocks."""
-        tasks: dict[int, list[int]] = {}
-        for b in self.away:
-            if b not in self.coming:
-                tasks.setdefault(self._next_use(b, position), []).append(b)
-        return sorted(tasks.items())
-
     def _prefetch(self, position: int, needed: set[int], seconds: float) -> None:
-        for later, blocks in self._following(position):
-            if self._expected(position, later) > self.budget:
+        for later, blocks in self.waiting.following():
+            if self._expected(later) > self.budget:
                 break
             transfers = [self._nbytes(b) / self.link.into for b in blocks]
             begins = self.now + seconds + self.until[later] - self.until[position + 1]
@@ -379,17 +437,12 @@ class _Schedule:
                     if not self._offload_for(nbytes, position, locked):
                         return
                     self.memory.allocate(b, nbytes)
-                self.coming[b] = position, self._fetched(b)
+                self._fetch(b, position)
                 self.used[b] = False
 
-    def _expected(self, position: int, later: int) -> int:
+    def _expected(self, later: int) -> int:
         """Bytes live at position `later`, if nothing else leaves until then."""
-        still = sum(
-            self._nbytes(b)
-            for b in self.away
-            if b not in self.coming and self._next_use(b, position) > later
-        )
-        return self.live[later] - still
+        return self.live[later] - self.waiting.nbytes + self.waiting.nbytes_until(later)
 
     # -- blocks
 

@@ -7,8 +7,10 @@ leave are looked for; where there is none, everything leaves and what is needed 
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,63 +26,112 @@ class Segments:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._list = [Segment(capacity)] if capacity > 0 else []
+        self._lay([])
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """In the order of their addresses; never two free ones side by side."""
-        return tuple(self._list)
+        return tuple(self._at[start] for start in self._starts)
 
     @property
     def free_nbytes(self) -> int:
         """Of all free segments."""
-        return sum(segment.nbytes for segment in self._list if segment.key is None)
+        return sum(self._at[start].nbytes for start in self._free)
 
     def allocate(self, key: int, nbytes: int) -> bool:
         """Takes the first free segment that is large enough; false if there is none."""
-        for i, segment in enumerate(self._list):
-            if segment.key is None and segment.nbytes >= nbytes:
-                rest = segment.nbytes - nbytes
-                self._list[i : i + 1] = [Segment(nbytes, key), *([Segment(rest)] if rest else [])]
+        if not nbytes:
+            return True
+        for start in self._free:
+            rest = self._at[start].nbytes - nbytes
+            if rest >= 0:
+                self._remove(start)
+                self._put(start, Segment(nbytes, key))
+                if rest:
+                    self._put(start + nbytes, Segment(rest))
                 return True
-        return nbytes == 0
+        return False
 
     def free(self, key: int) -> None:
         """What is `key`'s is free, if anything is."""
-        self._set([Segment(s.nbytes) if s.key == key else s for s in self._list])
+        if key not in self._start_of:
+            return
+        start = self._start_of[key]
+        i = bisect.bisect_left(self._starts, start)
+        near = [s for s in self._starts[max(i - 1, 0) : i + 2] if s == start or s in self._free]
+        total = sum(self._at[s].nbytes for s in near)
+        for s in near:
+            self._remove(s)
+        self._put(near[0], Segment(total))
 
     def hand_over(self, key: int, to: int) -> None:
         """What is `key`'s is `to`'s from now on."""
-        self._list = [Segment(s.nbytes, to) if s.key == key else s for s in self._list]
+        if key in self._start_of:
+            start = self._start_of.pop(key)
+            self._start_of[to] = start
+            self._at[start] = Segment(self._at[start].nbytes, to)
 
-    def schemes(self, nbytes: int, may_leave: Callable[[int], bool]) -> list[tuple[int, ...]]:
-        """Blocks that leave `nbytes` at neighbouring addresses, for each segment to begin with."""
-        found: list[tuple[int, ...]] = []
-        for first in range(len(self._list)):
-            total, keys = 0, []
-            for segment in self._list[first:]:
-                if segment.key is not None:
-                    if not may_leave(segment.key):
-                        break
-                    keys.append(segment.key)
-                total += segment.nbytes
-                if total >= nbytes:
-                    found.append(tuple(keys))
-                    break
-        return list(dict.fromkeys(found))
+    def schemes(
+        self, nbytes: int, may_leave: Callable[[int], bool]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Blocks that leave `nbytes` at neighbouring addresses, for each segment to begin with.
+
+        Returns what may leave in the order of addresses, and the stretches as ranges of that, the
+        end excluded, in rising order.
+        """
+        keys: list[int] = []
+        found: dict[tuple[int, int], None] = {}
+        stretch = collections.deque[tuple[int, int]]()  # of each segment its bytes and blocks
+        total = begin = 0
+        for start in self._starts:
+            segment = self._at[start]
+            blocks = 0
+            if segment.key is not None:
+                if not may_leave(segment.key):
+                    stretch.clear()
+                    total, begin = 0, len(keys)
+                    continue
+                keys.append(segment.key)
+                blocks = 1
+            stretch.append((segment.nbytes, blocks))
+            total += segment.nbytes
+            while total >= nbytes:
+                found[begin, len(keys)] = None
+                first, blocks = stretch.popleft()
+                total -= first
+                begin += blocks
+        return keys, [*found]
 
     def pack(self, keep: Iterable[int]) -> None:
         """Frees all but `keep`, which come to lie side by side (defragmentation)."""
         kept = set(keep)
-        held = [s for s in self._list if s.key in kept and s.key is not None]
-        rest = self.capacity - sum(s.nbytes for s in held)
-        self._list = [*held, *([Segment(rest)] if rest else [])]
+        self._lay([s for s in self.segments if s.key in kept and s.key is not None])
 
-    def _set(self, segments: Iterable[Segment]) -> None:
-        merged: list[Segment] = []
-        for segment in segments:
-            if merged and segment.key is None and merged[-1].key is None:
-                merged[-1] = Segment(merged[-1].nbytes + segment.nbytes)
-            else:
-                merged.append(segment)
-        self._list = merged
+    def _lay(self, held: Sequence[Segment]) -> None:
+        """Makes the memory anew: `held` side by side, and what is free behind them."""
+        self._starts: list[int] = []
+        self._free: list[int] = []  # the starts of free segments
+        self._at: dict[int, Segment] = {}  # by their starts
+        self._start_of: dict[int, int] = {}  # by their keys
+        start = 0
+        for segment in held:
+            self._put(start, segment)
+            start += segment.nbytes
+        if start < self.capacity:
+            self._put(start, Segment(self.capacity - start))
+
+    def _put(self, start: int, segment: Segment) -> None:
+        self._at[start] = segment
+        bisect.insort(self._starts, start)
+        if segment.key is None:
+            bisect.insort(self._free, start)
+        else:
+            self._start_of[segment.key] = start
+
+    def _remove(self, start: int) -> None:
+        segment = self._at.pop(start)
+        del self._starts[bisect.bisect_left(self._starts, start)]
+        if segment.key is None:
+            del self._free[bisect.bisect_left(self._free, start)]
+        else:
+            del self._start_of[segment.key]
