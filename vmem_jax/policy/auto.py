@@ -141,7 +141,7 @@ class Auto(AbstractPolicy):
                 for start in starts(program, costs, base, budget):
                     best = _better(best, _begun(program, costs, base, start, budget), budget)
             best = _better(best, _moved(program, costs, base, budget, every), budget)
-            if best.peak > budget:  # then also what the step has to wait for
+            if best.peak > budget and "recompute" not in self.allow:  # then also what makes it wait
                 every = candidates(program, costs, base, self.least_move, waiting=True)
                 best = _better(best, _moved(program, costs, base, budget, every), budget)
             if best.transfers and not self._is_worth_moving(best, still, budget):
