@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
 
 import pytest
 from convolutions import convolution
@@ -166,25 +165,14 @@ def test_a_file_that_is_not_what_it_should_be(database, caplog, change, says):
     assert database.load() == {FORWARD: Entry((SLOW,))}
 
 
-def _write(directory, who, count):
-    database = Database(HERE, directory)
-    for n in range(count):
-        # one convolution that all write to, and one of its own
+def test_what_others_wrote_meanwhile_is_kept(tmp_path):
+    """Writers in processes of their own are those of tests/profile/test_store.py."""
+    writers = {1: Database(HERE, tmp_path), 2: Database(HERE, tmp_path)}
+    for n, who in itertools.product(range(6), writers):
+        # one convolution that both write to, and one of its own
         micro = Micro(64, 100 * who + n, (), n, 1.0 + n)
-        database.add({FORWARD: Entry((micro,)), convolution(100 * who + n + 1): Entry(())})
-
-
-def test_writers_at_once_lose_nothing(database, tmp_path):
-    context = multiprocessing.get_context("spawn")  # a fork with JAX's threads may hang
-    writers = [context.Process(target=_write, args=(tmp_path, w, 6)) for w in (1, 2)]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        database.load()  # a reader meanwhile sees whole files only, or it would warn
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    found = database.load()
+        writers[who].add({FORWARD: Entry((micro,)), convolution(100 * who + n + 1): Entry(())})
+    found = Database(HERE, tmp_path).load()
     engines = {100 * who + n for who, n in itertools.product((1, 2), range(6))}
     assert {m.engine for m in found[FORWARD].micros} == engines
     assert len(found) == 13
