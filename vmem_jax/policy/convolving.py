@@ -14,6 +14,7 @@ kept unless all of that gains more than what is predicted is off.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -61,7 +62,18 @@ class Convolving(AbstractPolicy):
         if not ways:
             return self.inner.plan(program, costs, budget)
         held = self._held(program, ways, budget)
-        own = self._with_xlas_own(program, costs, budget)
+
+        @functools.cache  # XLA's own may be among those held
+        def planned(chosen: tuple[tuple[int, Configuration], ...]) -> Plan | BudgetError:
+            seconds = costs_with_convolutions(chosen, costs)
+            try:
+                return self.inner.plan(with_convolutions(program, chosen), seconds, budget)
+            except BudgetError as error:
+                return error
+
+        xlas = {s: each[0] for s, each in ways.items()}
+        found = planned((*xlas.items(),))
+        own = None if isinstance(found, BudgetError) else _with(program, costs, found, xlas)
         enough = 0.0 if own is None else (1 - self.gain) * own.predicted_seconds
         if own and enough <= sum(costs_with_convolutions(fastest(ways).items(), costs).seconds):
             return own
@@ -69,15 +81,12 @@ class Convolving(AbstractPolicy):
         least: float | None = None
         error: BudgetError | None = None
         for chosen in held:
-            less = with_convolutions(program, chosen.items())
-            seconds = costs_with_convolutions(chosen.items(), costs)
-            try:
-                plan = self.inner.plan(less, seconds, budget)
-            except BudgetError as found:
-                if isinstance(found.lowest_plan, Plan):
-                    found.lowest_plan = _with(program, costs, found.lowest_plan, chosen)
-                if error is None or found.lowest_peak < error.lowest_peak:
-                    error = found
+            plan = planned((*chosen.items(),))
+            if isinstance(plan, BudgetError):
+                if isinstance(plan.lowest_plan, Plan):
+                    plan.lowest_plan = _with(program, costs, plan.lowest_plan, chosen)
+                if error is None or plan.lowest_peak < error.lowest_peak:
+                    error = plan
                 continue
             if least is None:
                 least = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
@@ -92,16 +101,6 @@ class Convolving(AbstractPolicy):
             assert error is not None, "every attempt has a plan or an error"
             raise error
         return best if own is None or best.predicted_seconds < enough else own
-
-    def _with_xlas_own(self, program: Program, costs: Costs, budget: int | None) -> Plan | None:
-        """The plan with no convolution but XLA's own; None where it does not fit."""
-        own = {s: each[0] for s, each in costs.convolutions.items()}
-        less = with_convolutions(program, own.items())
-        try:
-            plan = self.inner.plan(less, costs_with_convolutions(own.items(), costs), budget)
-        except BudgetError:
-            return None
-        return _with(program, costs, plan, own)
 
     def _held(
         self, program: Program, ways: Ways, budget: int | None
