@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import records
 from absl import app, flags
-from variants import initial_state
+from variants import initial_states
 
 import vmem_jax
 from vmem_jax.models import job
@@ -60,7 +60,8 @@ def main(argv: list[str]) -> None:
     arena, moved = compiled.arena, compiled.moved_nbytes
     keeping = vmem_jax.jit(work.step, policy="exact", budget=need, donate_argnums=0)
     batch = jax.block_until_ready(jax.jit(work.random_batch)(jax.random.key(1)))
-    states = [initial_state(work) for _ in range(2)]
+    draw = initial_states(work)
+    states = [draw(), draw()]
     for share in map(float, FLAGS.shares):
         states[0], _ = block(moving, states[0], batch)  # pinned and warmed up
         arena.set_cache_capacity(device, int(share * moved))

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import records
 from absl import app, flags, logging
-from variants import initial_state
+from variants import initial_states
 
 import vmem_jax
 from vmem_jax.capture import capture
@@ -41,7 +41,7 @@ flags.DEFINE_string("out", "", "File for the rows; none by default.")
 
 def measured_seconds(step: Callable[..., Any], work: Any) -> float:
     """Seconds of a training step, the median of some blocks, on random data."""
-    state = initial_state(work)
+    state = initial_states(work)()
     batch = work.random_batch(jax.random.key(1))
     blocks = []
     for block in range(FLAGS.rounds + 1):

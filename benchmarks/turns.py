@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
-from variants import Variant, initial_state
+from variants import Variant, initial_states
 
 from vmem_jax.models import Job
 
@@ -80,7 +80,7 @@ class Turns:
         """Args: `began`, of `time.monotonic()`, is where `pace.seconds` count from."""
         self.pace = pace
         self.end = began + pace.seconds if pace.seconds else math.inf
-        self._work = work
+        self._draw = initial_states(work)
         self._batch = jax.block_until_ready(jax.jit(work.random_batch)(jax.random.key(1)))
 
     def heats(
@@ -138,7 +138,7 @@ class Turns:
         """
         if variant.run is None:
             return
-        variant.state = initial_state(self._work)
+        variant.state = self._draw()
         for _ in range(WARM_UP):
             variant.time(self._batch, 1, keep=False)
         if variant.run is None and "RESOURCE_EXHAUSTED" not in variant.outcome:

@@ -69,7 +69,7 @@ class Place:
         """What a step with `means` is planned from: its shapes, or data whose zeros are counted."""
         if "compress" not in means or self.density is not None:
             return self.shapes(work)
-        return initial_state(work), jax.jit(work.random_batch)(jax.random.key(1))
+        return initial_states(work)(), jax.jit(work.random_batch)(jax.random.key(1))
 
     def all_nbytes(self, shapes: tuple) -> int:
         """Bytes of all memory of the device."""
@@ -94,16 +94,21 @@ class Place:
         return int(fraction * plain_need)
 
 
-def initial_state(work: Job) -> Any:
-    """The state before the first step, by one program for each distinct draw.
+def initial_states(work: Job) -> Callable[[], Any]:
+    """What draws the state before the first step, by one program for each distinct draw.
 
     All draws in one program are hundreds of kernels, none of which XLA shares: those of VGG-116
     take a GPU's compiler most of a minute.
     """
     key = jax.random.key(0)
     jaxpr, shapes = jax.make_jaxpr(work.init, return_shape=True)(key)
-    leaves = map(jnp.asarray, jaxpr_as_fun(drop_dead(jaxpr))(key))  # a literal comes as NumPy's
-    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+    drawn = jaxpr_as_fun(drop_dead(jaxpr))
+
+    def draw() -> Any:
+        leaves = map(jnp.asarray, drawn(key))  # a literal comes as NumPy's
+        return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+    return draw
 
 
 class Variant:
