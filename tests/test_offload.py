@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
+import re
 import threading
 
 import jax
@@ -17,6 +19,7 @@ from test_jit import batch, need, params, plain_need, step
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture import capture
 from vmem_jax.rewrite import rewrite
 from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.extension import describe
@@ -170,6 +173,23 @@ def test_every_call_is_fenced_on_both_sides():
         assert any(out in f.invars and len(f.invars) > 1 for f in fences)
         assert any(v in f.outvars and len(f.invars) > 1 for f in fences for v in call.invars)
         assert sum(out in e.invars for e in equations) == 1
+
+
+def test_a_value_that_is_back_may_leave_again_at_once():
+    """Read, and parked for its next reader: the second transfer starts where the first one ends."""
+    plan = offloading().plan(params(), batch())
+    program = capture(jax.jit(step).trace(params(), batch()).jaxpr).program
+    reads = lambda b: [p for p, s in enumerate(plan.order) if b in program.steps[s].reads]
+    away, [*_, read, last] = next((t, r) for t in plan.transfers if len(r := reads(t.buffer)) > 3)
+    first = dataclasses.replace(away, fetch=read, back=read)
+    second = dataclasses.replace(away, start=read, gone=last, fetch=last, back=last)
+    plan = dataclasses.replace(plan, transfers=(first, second), budget=None)
+    budgeted = vmem_jax.jit(step, plan=plan)
+    text = budgeted.lower(params(), batch()).compile().as_text()
+    calls = re.findall(r"vmem_jax_(\w+)\".*slot = (\d)", text)
+    assert calls.index(("fetch_done", "0")) < calls.index(("offload_start", "1"))
+    kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
+    assert same(budgeted(params(), batch()), kept)
 
 
 def test_explain_says_what_moves():

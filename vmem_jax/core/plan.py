@@ -43,15 +43,20 @@ def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list
     """For each position, (point, index of the transfer) of what happens before its step, in order.
 
     The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`. A hosted input has the
-    last two alone, and a hosted output the first two.
+    last two alone, and a hosted output the first two. Starts come first, and `back` last; but where a
+    buffer is back and leaves again before the same step, all points of the first transfer come before
+    those of the second.
     """
-    at: dict[int, list[tuple[int, int]]] = {}
-    for i, t in enumerate(transfers):
+    at: dict[int, list[tuple[int, int, int]]] = {}
+    backs: dict[tuple[int, int], int] = {}  # (buffer, position) -> its transfers that end there
+    for i, t in sorted(enumerate(transfers), key=lambda each: each[1].start):
         comes, leaves = t.buffer in program.streamed_in, t.buffer in program.streamed_out
         for point, position in enumerate((t.start, t.gone, t.fetch, t.back)):
             if not (comes and point < 2) and not (leaves and point >= 2):
-                at.setdefault(position, []).append((point, i))
-    return {position: sorted(events) for position, events in at.items()}
+                after = backs.get((t.buffer, position), 0)
+                at.setdefault(position, []).append((after, point, i))
+        backs[t.buffer, t.back] = backs.get((t.buffer, t.back), 0) + 1
+    return {p: [(point, i) for _, point, i in sorted(events)] for p, events in at.items()}
 
 
 @dataclasses.dataclass(frozen=True)

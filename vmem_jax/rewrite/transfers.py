@@ -8,6 +8,7 @@ one position share their barriers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,11 +110,10 @@ class Transfers:
 
     def before(self, position: int, like: JaxprEqn) -> None:
         """Emits what the plan has before the step at `position`, where `like` stands."""
+        calls = (self._start, self._gone, self._fetch, self._back)
         events = self._at.get(position, ())
-        for point, call in enumerate((self._start, self._gone, self._fetch, self._back)):
-            moved = [i for p, i in events if p == point]
-            if not moved:
-                continue
+        for point, together in itertools.groupby(events, key=lambda event: event[0]):
+            moved = [i for _, i in together]
             if point == 0:
                 # in front of a start only our own calls need a fence: XLA's own copies have no
                 # places that another tensor may still hold, and start where their source is made
@@ -126,17 +126,17 @@ class Transfers:
             else:
                 self._fence(moved, position, like)
             for i in moved:
-                self._held[i] = call(i, self._plan.transfers[i], like)
+                self._held[i] = calls[point](i, self._plan.transfers[i], like)
             # behind `back`, too: its place in host memory may be another tensor's from here on
             behind = [i for i in moved if self._ways[i][0].fenced_behind]
             if behind:
                 self._fence(behind, position, like)
-        for point, i in events:
-            b = self._plan.transfers[i].buffer
-            if point == 3:
-                self._current[self._variables[b]] = self._held.pop(i)
-            elif point == 1 and b in self._streamed_out:
-                self.hosted[self._variables[b]] = self._held.pop(i)
+            for i in moved:
+                b = self._plan.transfers[i].buffer
+                if point == 3:
+                    self._current[self._variables[b]] = self._held.pop(i)
+                elif point == 1 and b in self._streamed_out:
+                    self.hosted[self._variables[b]] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
