@@ -41,6 +41,13 @@ def test_a_class_of_one_is_judged_by_the_other_classes():
     assert found.error == pytest.approx(2**0.5 - 1)
 
 
+def test_a_class_without_a_sample_is_that_of_the_others_where_these_are_many():
+    """One pooling at half of its roofline must not make every convolution twice as fast."""
+    default = lambda count: calibrate([(FUSED, 1.0, 0.5)] * count).default
+    assert default(0) == 1.0 and 0.85 < default(1) < 0.95
+    assert default(1) > default(10) and default(500) == pytest.approx(0.5, rel=0.02)
+
+
 @pytest.mark.parametrize("samples", [[], [(CONV, 1.0, 2.0)]])
 def test_too_little_to_tell_an_error(samples):
     assert calibrate(samples).error is None
@@ -54,7 +61,9 @@ def test_costs_say_where_each_number_comes_from():
     assert costs.sources == (
         Source.MEASURED, Source.CALIBRATED, Source.CALIBRATED, Source.SCALED
     )  # fmt: skip
-    assert costs.seconds == pytest.approx((*(2 * s for s in roofline[:3]), 9.0))
+    assert costs.seconds == pytest.approx(
+        (2 * roofline[0], 2 * roofline[1], 2 ** (1 / 6) * roofline[2], 9.0)
+    )
     assert costs.link == analytic(p, MACHINE).link
 
 

@@ -176,9 +176,9 @@ def profile_steps(
         workers = 1 if device.platform == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
     compiler = _Compiler(device, free_layouts, workers)
     for done, key in enumerate(missing):
-        if time.monotonic() - began > seconds:
-            break
         part = found.parts[key]
+        if time.monotonic() - began > seconds and not compiler.has(part.isolated):
+            break  # what is compiled already is timed in no time
         on_progress(
             done, len(missing), f"{program.steps[part.steps[0]].layer}: {part.isolated.what}"
         )
@@ -241,6 +241,10 @@ class _Compiler:
                     self._ready[isolated.key, copies] = pool.submit(
                         compile_step, isolated, self._device, copies, self._free_layouts
                     )
+
+    def has(self, isolated: Isolated) -> bool:
+        """Whether `isolated` is compiled already."""
+        return any(key == isolated.key for key, _ in self._ready)
 
     def __call__(self, isolated: Isolated, copies: int) -> Any:
         future = self._ready.pop((isolated.key, copies), None)
