@@ -12,7 +12,7 @@ from jax import lax
 
 from vmem_jax.capture import capture
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.choices import learner
+from vmem_jax.conv.choices import _after_own, learner
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.layers import convolutions_of
@@ -134,3 +134,20 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
     measured = dataclasses.replace(costs, sources=(Source.MEASURED,) * len(costs.seconds))
     own, *_ = learn(measured)
     assert (own.workspace, own.seconds) == (3000, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "seconds", "expected"),
+    [
+        (4000, 0.95, None),  # chance, and no less workspace than XLA's
+        (4000, 0.85, 0.85),
+        (2000, 0.95, 1.0),  # as fast, with less workspace
+        (2000, 1.5, 1.5),
+    ],
+)
+def test_what_is_faster_by_chance_is_as_fast_as_xlas_own(workspace, seconds, expected):
+    way = Configuration((Micro(4, 1, (), workspace, seconds / 2),) * 2)
+    own, *others = _after_own(LAYER, 3000, 1.0, [way])
+    assert own.is_xlas and own.seconds == 1.0
+    assert [w.seconds for w in others] == ([] if expected is None else [pytest.approx(expected)])
+    assert all(w.workspace == workspace and w.batch == 8 for w in others)
