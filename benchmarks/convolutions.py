@@ -177,7 +177,7 @@ def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int |
         if way is not None:
             row |= {"expected": way.seconds, "workspace": way.workspace}
             runs = itertools.groupby(way.micros)
-            row |= {"micros": [[len(list(g)), m.batch, m.engine] for m, g in runs]}
+            row |= {"micros": [[len(list(g)), m.batch, m.engine, m.channels] for m, g in runs]}
         rows.append(row)
     return rows
 
@@ -205,7 +205,10 @@ def main(argv: list[str]) -> None:
     for row in rows:
         key = row["how"], row["relu"], row["limit"]
         totals[key] = totals.get(key, 0.0) + row["seconds"]
-        runs = [f"{n} × {batch} ({engine})" for n, batch, engine in row.get("micros", [])]
+        runs = [
+            f"{n} × {batch} ({engine}{f', {channels} channels' if channels else ''})"
+            for n, batch, engine, channels in row.get("micros", [])
+        ]
         print(
             f"{row['kernel']:28s} {row['how']:10s}{'+relu ' if row['relu'] else '      '}"
             f"{row['limit'] or '':>12} {row['seconds'] * 1e3:8.3f} ms, "

@@ -39,8 +39,7 @@ Dims Logical(ffi::AnyBuffer::Dimensions dims, bool channels_last) {
 
 struct Micro {
   std::int64_t samples = 0;
-  std::int64_t engine = 0;
-  Knobs knobs;
+  ConvWay way;
 };
 
 std::vector<Micro> DecodeMicros(Integers flat) {
@@ -53,10 +52,11 @@ std::vector<Micro> DecodeMicros(Integers flat) {
   while (at < flat.size()) {
     Micro& micro = micros.emplace_back();
     micro.samples = next();
-    micro.engine = next();
+    micro.way.engine = next();
+    micro.way.channels = next();
     for (std::int64_t knobs = next(); knobs > 0; --knobs) {
       const std::int64_t type = next();
-      micro.knobs.emplace_back(type, next());
+      micro.way.knobs.emplace_back(type, next());
     }
   }
   return micros;
@@ -161,7 +161,7 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::RemainingArgs more
   return call;
 }
 
-// Calls `use` with the plan and the buffers of each micro-batch, in order.
+// Calls `use` with the plan, the padding and the buffers of each micro-batch, in order.
 template <class Use>
 void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use use) {
   const ConvGeometry& whole = call.whole;
@@ -170,16 +170,17 @@ void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use 
   ConvBuffers buffers = call.buffers;
   bool first = true;
   for (const Micro& micro : call.micros) {
-    const ConvGeometry part = whole.WithBatch(micro.samples, adds && !first);
-    const auto plan = lease.PlanFor(part, micro.engine, micro.knobs, stream);
-    if (plan->workspace > call.workspace) {
+    const ConvPadding padding(whole.WithBatch(micro.samples, adds && !first), micro.way.channels);
+    const auto plan = lease.PlanFor(padding, micro.way, stream);
+    const std::int64_t needs = padding.nbytes() + plan->workspace;
+    if (needs > call.workspace) {
       throw Error(Code::kFailedPrecondition,
-                  "engine " + std::to_string(micro.engine) + " needs " +
-                      std::to_string(plan->workspace) + " bytes of workspace for " +
+                  "engine " + std::to_string(micro.way.engine) + " needs " +
+                      std::to_string(needs) + " bytes of workspace for " +
                       std::to_string(micro.samples) + " samples, and there are " +
                       std::to_string(call.workspace));
     }
-    use(*plan, buffers);
+    use(*plan, padding, buffers);
     buffers.x = offset(buffers.x, micro.samples * whole.SampleBytes(whole.x));
     buffers.y = offset(buffers.y, micro.samples * whole.SampleBytes(whole.y));
     if (call.partials) buffers.w = offset(buffers.w, whole.w[0] * whole.SampleBytes(whole.w));
@@ -194,7 +195,9 @@ struct Initialize {
     return Guard("micro_conv", [&] {
       const Call call = Decode(args...);
       CudnnLease lease(device);
-      ForEachMicro(call, lease, stream, [](const Plan&, const ConvBuffers&) {});
+      CudaBackend::DeviceGuard guard(device);
+      ForEachMicro(call, lease, stream, [](const Plan&, const ConvPadding& padding,
+                                           const ConvBuffers&) { padding.Load(); });
     });
   }
 };
@@ -205,9 +208,10 @@ struct Execute {
     return Guard("micro_conv", [&] {
       const Call call = Decode(args...);
       CudnnLease lease(device);
-      ForEachMicro(call, lease, stream, [&](const Plan& plan, const ConvBuffers& buffers) {
-        lease.Run(plan, buffers, stream);
-      });
+      ForEachMicro(call, lease, stream,
+                   [&](const Plan& plan, const ConvPadding& padding, const ConvBuffers& buffers) {
+                     lease.Run(plan, padding, buffers, stream);
+                   });
     });
   }
 };

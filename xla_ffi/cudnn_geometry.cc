@@ -83,6 +83,19 @@ ConvGeometry ConvGeometry::WithBatch(std::int64_t samples, bool accumulating) co
   return part;
 }
 
+ConvGeometry ConvGeometry::WithChannels(std::int64_t channels) const {
+  if (ItemSize() != 2) Refuse("channels are padded in bf16 and f16 alone");
+  if (!channels_last) Refuse("channels are padded where they are last alone");
+  if (x[1] != w[1]) Refuse("channels are padded without groups alone");
+  if (channels <= x[1]) {
+    Refuse("x has " + std::to_string(x[1]) + " channels, to be padded to " +
+           std::to_string(channels));
+  }
+  ConvGeometry wide = *this;
+  wide.x[1] = wide.w[1] = channels;
+  return wide;
+}
+
 std::size_t ConvGeometry::ItemSize() const {
   switch (dtype) {
     case CUDNN_DATA_DOUBLE:

@@ -43,6 +43,9 @@ struct ConvGeometry {
   // With two spatial dimensions instead of one, which cuDNN does not have.
   ConvGeometry Widened() const;
   ConvGeometry WithBatch(std::int64_t samples, bool accumulating) const;
+  // With so many channels of x. Throws Error where zeros cannot be added to them: only values of 16
+  // bits are padded, with channels last, without groups, to more than there are.
+  ConvGeometry WithChannels(std::int64_t channels) const;
 
   std::size_t ItemSize() const;
   std::int64_t SampleBytes(const Dims& dims) const;  // of one entry of the first dimension
@@ -52,6 +55,15 @@ struct ConvGeometry {
   bool CanAccumulate() const;
   // All of it, for a look-up.
   void AppendTo(Dims& key) const;
+};
+
+// Where a call finds its tensors, on the device.
+struct ConvBuffers {
+  void* x = nullptr;
+  void* w = nullptr;
+  void* y = nullptr;
+  void* workspace = nullptr;
+  void* bias = nullptr;  // if the epilogue has one
 };
 
 }  // namespace vmem

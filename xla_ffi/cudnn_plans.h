@@ -14,6 +14,13 @@ namespace vmem {
 // Settings of an engine: type and value of each, sorted.
 using Knobs = std::vector<std::pair<std::int64_t, std::int64_t>>;
 
+// How a convolution is done.
+struct ConvWay {
+  std::int64_t engine = -1;
+  std::int64_t channels = 0;  // that x is padded to; 0 for none
+  Knobs knobs;
+};
+
 // What plans are for: a device that is here, by a handle, or one that is described.
 struct ConvDevice {
   cudnnHandle_t handle = nullptr;

@@ -51,11 +51,11 @@ CudnnLease::CudnnLease(int device) : device_(device) {
   handle_ = state.handle;
 }
 
-std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvGeometry& geometry, std::int64_t engine,
-                                                const Knobs& knobs, cudaStream_t stream) {
-  Dims key{engine};
-  geometry.AppendTo(key);
-  for (const auto& [type, value] : knobs) key.insert(key.end(), {type, value});
+std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvPadding& padding, const ConvWay& way,
+                                                cudaStream_t stream) {
+  Dims key{way.engine};
+  padding.geometry().AppendTo(key);
+  for (const auto& [type, value] : way.knobs) key.insert(key.end(), {type, value});
   std::shared_ptr<const Plan>& plan = StateOf(device_).plans[key];
   if (plan == nullptr) {
     if (CudaBackend::IsCapturing(stream)) {
@@ -64,24 +64,28 @@ std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvGeometry& geometry, st
     }
     CudaBackend::DeviceGuard guard(device_);
     plan = std::make_shared<const Plan>(
-        MakePlan(geometry, ConvDevice::Here(handle_), engine, knobs));
+        MakePlan(padding.geometry(), ConvDevice::Here(handle_), way.engine, way.knobs));
   }
   return plan;
 }
 
-void CudnnLease::Run(const Plan& plan, const ConvBuffers& buffers, cudaStream_t stream) {
-  const bool bias = buffers.bias != nullptr;
-  const void* pointers[] = {buffers.x, buffers.w, buffers.y, buffers.bias};
+void CudnnLease::Run(const Plan& plan, const ConvPadding& padding, const ConvBuffers& buffers,
+                     cudaStream_t stream) {
+  const ConvBuffers inside = padding.Inside(buffers);
+  const bool bias = inside.bias != nullptr;
+  const void* pointers[] = {inside.x, inside.w, inside.y, inside.bias};
   Dims ids{kIdOfX, kIdOfW, kIdOfY};
   if (bias) ids.push_back(kIdOfBias);
   Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
   pack.Set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, bias ? 4 : 3, pointers);
   pack.Set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, ids);
-  pack.Set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &buffers.workspace);
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &inside.workspace);
   pack.Finalize();
   CudaBackend::DeviceGuard guard(device_);
+  padding.Pad(buffers, stream);
   VMEM_CHECK_CUDNN(cudnnSetStream(handle_, stream));
   VMEM_CHECK_CUDNN(cudnnBackendExecute(handle_, plan.descriptor.raw(), pack.raw()));
+  padding.Strip(buffers, stream);
 }
 
 std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling) {
@@ -90,17 +94,20 @@ std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bo
   return FindPlans(geometry, ConvDevice::Here(lease.handle()), compiling);
 }
 
-std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
-                             int device, const std::vector<ConvBuffers>& sets,
-                             std::int64_t workspace, int count, double enough) {
+std::vector<double> TimePlan(const ConvGeometry& geometry, const ConvWay& way, int device,
+                             const std::vector<ConvBuffers>& sets, std::int64_t workspace,
+                             int count, double enough) {
   CudaBackend::DeviceGuard guard(device);
   CudnnLease lease(device);
   Stream stream;
   // not one of those that calls use, which are kept
-  const Plan plan = MakePlan(geometry, ConvDevice::Here(lease.handle()), engine, knobs);
+  const ConvPadding padding(geometry, way.channels);
+  const Plan plan =
+      MakePlan(padding.geometry(), ConvDevice::Here(lease.handle()), way.engine, way.knobs);
+  const std::int64_t needs = padding.nbytes() + plan.workspace;
   if (sets.empty()) throw Error(Code::kInvalidArgument, "there are no buffers");
-  if (plan.workspace > workspace) {
-    throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(plan.workspace) +
+  if (needs > workspace) {
+    throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(needs) +
                                             " bytes of workspace. Got " +
                                             std::to_string(workspace) + ".");
   }
@@ -108,7 +115,7 @@ std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, 
   auto run = [&](int times) {
     std::vector<CudaBackend::Mark> marks{CudaBackend::NewMark(stream.get())};
     for (int i = 0; i < times; ++i) {
-      lease.Run(plan, sets.at(runs++ % sets.size()), stream.get());
+      lease.Run(plan, padding, sets.at(runs++ % sets.size()), stream.get());
       marks.push_back(CudaBackend::NewMark(stream.get()));
     }
     VMEM_CHECK_CUDA(cudaStreamSynchronize(stream.get()));

@@ -9,18 +9,10 @@
 #include <mutex>
 #include <vector>
 
+#include "cudnn_padding.h"
 #include "cudnn_plans.h"
 
 namespace vmem {
-
-// Where a call finds its tensors, on the device.
-struct ConvBuffers {
-  void* x = nullptr;
-  void* w = nullptr;
-  void* y = nullptr;
-  void* workspace = nullptr;
-  void* bias = nullptr;  // if the epilogue has one
-};
 
 // A device's handle, which one thread at a time may use, for as long as it holds this.
 class CudnnLease {
@@ -33,10 +25,12 @@ class CudnnLease {
 
   // The plan, made when it is first asked for: slow, and not allowed while `stream` is recorded
   // into a CUDA graph.
-  std::shared_ptr<const Plan> PlanFor(const ConvGeometry& geometry, std::int64_t engine,
-                                      const Knobs& knobs, cudaStream_t stream);
+  std::shared_ptr<const Plan> PlanFor(const ConvPadding& padding, const ConvWay& way,
+                                      cudaStream_t stream);
 
-  void Run(const Plan& plan, const ConvBuffers& buffers, cudaStream_t stream);
+  // `plan` is one for `padding`, which comes before and after it.
+  void Run(const Plan& plan, const ConvPadding& padding, const ConvBuffers& buffers,
+           cudaStream_t stream);
 
  private:
   int device_;
@@ -47,12 +41,12 @@ class CudnnLease {
 // Every plan for a device that is here.
 std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling);
 
-// The seconds of each of at most `count` runs of a plan, on a stream of its own: after one that is
+// The seconds of each of at most `count` runs of a way, padding included, on a stream of its own: after one that is
 // not counted, and as many as `enough` seconds allow. If the first alone takes longer than that, it is
 // all there is. Runs take the sets of buffers in turn, so that none finds its own in the cache. Their
 // contents matter: a device is faster on zeros than on anything else.
-std::vector<double> TimePlan(const ConvGeometry& geometry, std::int64_t engine, const Knobs& knobs,
-                             int device, const std::vector<ConvBuffers>& sets,
-                             std::int64_t workspace, int count, double enough);
+std::vector<double> TimePlan(const ConvGeometry& geometry, const ConvWay& way, int device,
+                             const std::vector<ConvBuffers>& sets, std::int64_t workspace,
+                             int count, double enough);
 
 }  // namespace vmem

@@ -29,6 +29,7 @@
 #include "cuda_compression.h"
 #endif
 #ifdef VMEM_JAX_CUDNN
+#include "cuda_channels.h"
 #include "cudnn_runtime.h"
 #endif
 
@@ -195,19 +196,24 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& epilogue,
 }
 
 // `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
-// no driver that could load what is compiled.
+// no driver that could load what is compiled. `channels` is what x is padded to, 0 for none: no way
+// does so in a build without kernels.
 nb::list ConvPlans(const std::string& which, const std::string& epilogue,
                    const std::string& dtype, bool channels_last,
                    const std::tuple<Dims, Dims, Dims>& shapes,
                    const std::tuple<Dims, Dims, Dims, Dims>& window,
-                   const std::variant<int, std::string>& device, bool compiling) {
+                   const std::variant<int, std::string>& device, bool compiling,
+                   std::int64_t channels) {
   std::vector<PlanInfo> plans;
-  {
+  if (channels == 0 || kCopiesChannels) {
     nb::gil_scoped_release release;
-    const ConvGeometry geometry = GeometryOf(which, epilogue, dtype, channels_last, shapes, window);
+    const ConvPadding padding(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
+                              channels);
+    const ConvGeometry& geometry = padding.geometry();
     plans = device.index() == 0
                 ? FindPlansHere(geometry, std::get<int>(device), compiling)
                 : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), false);
+    for (PlanInfo& plan : plans) plan.workspace += padding.nbytes();
   }
   nb::list result;
   for (const PlanInfo& plan : plans) {
@@ -229,7 +235,7 @@ std::vector<double> ConvTime(
     const std::string& which, const std::string& epilogue, const std::string& dtype,
     bool channels_last,
     const std::tuple<Dims, Dims, Dims>& shapes, const std::tuple<Dims, Dims, Dims, Dims>& window,
-    int device, std::int64_t engine, const Knobs& knobs,
+    int device, std::int64_t engine, std::int64_t channels, const Knobs& knobs,
     const std::vector<std::array<std::uintptr_t, 5>>& sets, std::int64_t workspace, int count,
     double enough) {
   auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
@@ -237,8 +243,8 @@ std::vector<double> ConvTime(
   for (const auto& [x, w, y, scratch, bias] : sets) {
     buffers.push_back({at(x), at(w), at(y), at(scratch), at(bias)});
   }
-  return TimePlan(GeometryOf(which, epilogue, dtype, channels_last, shapes, window), engine, knobs, device,
-                  buffers, workspace, count, enough);
+  return TimePlan(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
+                  {engine, channels, knobs}, device, buffers, workspace, count, enough);
 }
 #endif
 
@@ -338,10 +344,10 @@ NB_MODULE(_xla_ffi, m) {
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
   m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
-        "shapes"_a, "window"_a, "device"_a, "compiling"_a);
+        "shapes"_a, "window"_a, "device"_a, "compiling"_a, "channels"_a = 0);
   m.def("conv_time", &ConvTime, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
-        "shapes"_a, "window"_a, "device"_a, "engine"_a, "knobs"_a, "sets"_a, "workspace"_a, "count"_a, "enough"_a,
-        unlocked);
+        "shapes"_a, "window"_a, "device"_a, "engine"_a, "channels"_a, "knobs"_a, "sets"_a,
+        "workspace"_a, "count"_a, "enough"_a, unlocked);
 #endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);
 }

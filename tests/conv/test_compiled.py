@@ -49,10 +49,16 @@ TEXT = re.sub(r":(\d)\n", r'", backend_config={{"algorithm":{{"algo_id":"\1"}}}}
 
 @pytest.mark.parametrize(("c", "k"), [(3, 64), (4, 64), (8, 64)], ids=["plain", "4", "8"])
 def test_the_most_of_the_calls_with_the_sizes_of_a_convolution(c, k):
+    """Of a call with more channels what it is copied to is part of the workspace."""
     filters = dataclasses.replace(LAYER, which=Pass.BACKWARD_FILTER)
     other = dataclasses.replace(LAYER, features_out=65)
     found = own_convolutions(TEXT.format(c=c, k=k), [LAYER, filters, other])
-    assert found == {LAYER: Own(3000, 9, fused=True), filters: Own(20, 7)}
+    channels = c if c > 3 else 0
+    copies = 4 * channels * (8 * 32 * 32 + 64 * 3 * 3)
+    assert found == {
+        LAYER: Own(3000 + copies, 9, True, channels),
+        filters: Own(20 + copies, 7, False, channels),
+    }
 
 
 def conv(x, w, strides=1, padding="SAME"):
@@ -131,6 +137,13 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
     text = TEXT.replace("convBias", "convForward").format(c=3, k=64).replace("u8[1000]", "u8[3000]")
     found = learner(program, H200, None, None)(costs, Compiled(text)).convolutions[s]
     assert found[0].seconds == 1.7
+    # with more channels: only a way that adds as many is the same
+    padded = TEXT.replace("convBias", "convForward").format(c=8, k=64)
+    workspace = 3000 + 4 * 8 * (8 * 32 * 32 + 64 * 3 * 3)
+    both = Entry((Micro(8, 9, (), workspace, 1.1), Micro(8, 9, (), workspace, 1.9, 8)))
+    Database(identity_of("NVIDIA H200", "91900")).add({LAYER: both})
+    own, *_ = learner(program, H200, None, None)(costs, Compiled(padded)).convolutions[s]
+    assert (own.workspace, own.seconds) == (workspace, 1.9)
     measured = dataclasses.replace(costs, sources=(Source.MEASURED,) * len(costs.seconds))
     own, *_ = learn(measured)
     assert (own.workspace, own.seconds) == (3000, 1.0)

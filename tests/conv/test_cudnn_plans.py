@@ -84,7 +84,7 @@ def test_plans_of_an_h200(name, which, kind):
     plans = cudnn.plans(convolution, "h200")
     assert plans
     assert min(plan.workspace for plan in plans) >= 0
-    assert len({(plan.engine, plan.knobs) for plan in plans}) == len(plans)
+    assert len({(plan.engine, plan.knobs, plan.channels) for plan in plans}) == len(plans)
     assert not any(Note.DOWN_CONVERT_INPUTS in plan.notes for plan in plans)
     if kind == "strict":
         assert not any(plan.tensor_cores for plan in plans)

@@ -41,7 +41,8 @@ def same(a: Micro, b: Micro) -> bool:
 
 
 def test_what_goes_in_comes_out(database):
-    entries = {FORWARD: Entry((FAST, SLOW), True), FILTER: Entry((SLOW,))}
+    padded = dataclasses.replace(FAST, channels=8, seconds=1e-3)  # a way of its own
+    entries = {FORWARD: Entry((FAST, padded, SLOW), True), FILTER: Entry((SLOW,))}
     database.add(entries)
     assert database.load() == entries
 
@@ -83,6 +84,7 @@ def test_people_can_read_it(database):
         "knobs": {"3": 1, "12": 0},
         "workspace": 339738624,
         "seconds": 0.556e-3,
+        "channels": 0,
     }
     assert entry["micros"][1]["seconds"] is None and entry["complete"] is False
 
@@ -144,6 +146,8 @@ def _entry(content):
         (lambda c: _entry(c)["micros"][0].update(workspace=-1), "damaged"),
         (lambda c: _entry(c)["micros"][0].update(workspace=1.5), "damaged"),
         (lambda c: _entry(c)["micros"][0].update(engine=-2), "damaged"),
+        (lambda c: _entry(c)["micros"][0].update(channels=-1), "damaged"),
+        (lambda c: _entry(c)["micros"][0].pop("channels"), "damaged"),
         (lambda c: _entry(c)["micros"][0].update(knobs=[[1, 2]]), "damaged"),
         (lambda c: _entry(c)["micros"][0].update(knobs={"a": 2}), "damaged"),
         (lambda c: _entry(c)["convolution"].update(which="sideways"), "damaged"),

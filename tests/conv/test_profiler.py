@@ -25,6 +25,7 @@ class Way:
     workspace: int
     takes: float | str
     knobs: tuple[tuple[int, int], ...] = ()
+    channels: int = 0
 
 
 class Fake:

@@ -87,13 +87,23 @@ def plans_of(convolution: Convolution, device) -> tuple[cudnn.Plan, ...]:
     return cudnn.plans(convolution, device)
 
 
-def configuration(convolution: Convolution, batches, device, which: int = 0) -> Configuration:
-    """Micro-batches of these sizes by the plan at `which`, or the last one, of each size."""
+def micro_of(batch: int, plan: cudnn.Plan) -> Micro:
+    return Micro(batch, plan.engine, plan.knobs, plan.workspace, math.nan, plan.channels)
+
+
+def configuration(
+    convolution: Convolution, batches, device, which: int = 0, channels: int | None = None
+) -> Configuration:
+    """Micro-batches of these sizes by the plan at `which`, or the last one, of each size.
+
+    Args:
+      channels: only plans that pad to so many.
+    """
     micros = []
     for batch in batches:
         plans = plans_of(convolution.with_batch(batch), device)
-        plan = plans[min(which, len(plans) - 1)]
-        micros.append(Micro(batch, plan.engine, plan.knobs, plan.workspace, math.nan))
+        plans = [p for p in plans if channels in (None, p.channels)]
+        micros.append(micro_of(batch, plans[min(which, len(plans) - 1)]))
     return Configuration(tuple(micros))
 
 
@@ -168,6 +178,71 @@ def test_with_an_epilogue(name, epilogue, kind, device):
     # cuDNN 9.19 offers one that cannot run on slices of 4 bytes' alignment; profiling leaves it out
     assert all("MISALIGNED" in why and name == "stem" for why in refused), refused
     assert len(refused) < len(chosen) / 2
+
+
+def padded_calls(device, kind: str):
+    """Each pass of a stem, and a fused one: what runs a configuration, and what it must give."""
+    for which in Pass:
+        convolution = layer("stem", which, kind)
+        lhs, rhs = operands(convolution)
+        expected = reference(convolution, lhs, rhs)
+        yield convolution, functools.partial(micro_convolution, convolution), (lhs, rhs), expected
+        if which == Pass.FORWARD:
+            fused = convolution.with_epilogue(Epilogue.BIAS_RELU)
+            bias = np.linspace(-3, 3, fused.features_out).astype(lhs.dtype)
+            expected = np.maximum(expected + np.float64(bias), 0)
+            yield fused, functools.partial(fused_convolution, fused), (lhs, rhs, bias), expected
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("channels", [4, 8])
+def test_padded_channels(channels, kind, device):
+    """Every padded plan of one size, twice, and uneven micro-batches with one that is not padded."""
+    for convolution, call, arguments, expected in padded_calls(device, kind):
+        arguments = jax.device_put(arguments, device)
+        found = [p for p in plans_of(convolution.with_batch(6), device) if p.channels == channels]
+        assert found, convolution
+        chosen = [Configuration((micro_of(6, plan),) * 2) for plan in found]
+        uneven = configuration(convolution, (5, 1), device, channels=channels).micros
+        bare = configuration(convolution, (4,), device, channels=0).micros
+        last = configuration(convolution, (2,), device, channels=channels).micros
+        wrong, refused = [], []
+        for way in (Configuration((*uneven, *bare, *last)), *chosen):
+            try:
+                result = np.asarray(jax.jit(functools.partial(call, way))(*arguments))
+            except jax.errors.JaxRuntimeError as unusable:
+                refused.append(str(unusable))
+                continue
+            off = error(result, expected)
+            if not off < TOLERANCE[convolution.dtype]:  # NaN is wrong, too
+                wrong.append((way, off))
+        assert not wrong, convolution
+        assert len(refused) <= len(found) / 4, refused
+
+
+def test_padded_channels_may_be_recorded(device):
+    """Copies and calls see the data of each run, recorded into a CUDA graph."""
+    convolution = layer("stem", Pass.FORWARD, "bfloat16")
+    chosen = configuration(convolution, (5, 7), device, channels=8)
+    x, w = jax.device_put(operands(convolution), device)
+    call = jax.jit(lambda x, w: micro_convolution(convolution, chosen, x, w) * 2)
+    compiled = call.lower(x, w).compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    own = jax.jit(lambda x, w: whole(convolution, x, w) * 2)
+    for _ in range(5):
+        assert error(compiled(x, w), np.float64(own(x, w))) < TOLERANCE["bfloat16"]
+        x, w = x[::-1] * 1.5, w[:, ::-1]
+
+
+def test_padding_is_timed(device):
+    """What a padded way is said to take includes its copies."""
+    convolution = layer("stem", Pass.FORWARD, "bfloat16")
+    plan = next(p for p in plans_of(convolution, device) if p.channels == 8)
+    wide = dataclasses.replace(convolution, features_in=8)
+    bare = dataclasses.replace(plan, channels=0)
+    padded, alone = (
+        np.median(cudnn.seconds(c, p, device)) for c, p in ((convolution, plan), (wide, bare))
+    )
+    assert padded > alone > 0
 
 
 def test_a_result_that_was_there_before_is_not_added_to(device):

@@ -207,6 +207,10 @@ def test_random_programs_and_ways(program, data):
         (((6, OWN),), "is no convolution that can be divided"),
         (((0, way(2, 5, 1.0)), (0, OWN)), "has two configurations"),
         (((0, Configuration(DIVIDED.micros[:1])),), "micro-batches of 4 samples, and a batch of 8"),
+        (
+            ((0, Configuration((Micro(8, 1, (), 9, 1.0, channels=8),))),),
+            "padded to 8 channels, and its 4 can be padded to none",
+        ),
     ],
 )
 def test_wrong_plans_are_refused(convolutions, says):
@@ -225,6 +229,8 @@ def test_wrong_plans_are_refused(convolutions, says):
         "[[0, []]]",
         '[[0, [[4, 7, [], 40, "1"]]]]',
         "[[0, [[4]]]]",
+        '[[0, "", [[4, 7, [], 40, 1.0]]]]',
+        '[[0, "", [[4, 7, [], 40, 1.0, "8"]]]]',
     ],
 )
 def test_damaged_configurations_are_refused(saved):

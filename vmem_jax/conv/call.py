@@ -67,7 +67,7 @@ def attributes(c: Convolution, configuration: Configuration, partials: bool) -> 
     micros: list[int] = []
     for micro in configuration.micros:
         knobs = [number for knob in micro.knobs for number in knob]
-        micros += [micro.batch, micro.engine, len(micro.knobs), *knobs]
+        micros += [micro.batch, micro.engine, micro.channels, len(micro.knobs), *knobs]
     pads: Iterable[tuple[int, int]] = c.padding
     return {
         "which": str(c.which),

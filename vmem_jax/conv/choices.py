@@ -195,7 +195,8 @@ def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: flo
     variant = convolution.variants[-1 if own.fused else 0]
     whole = [m for m in ways_of(variant) if m.batch == convolution.batch]
     within = [m for m in whole if m.workspace <= own.workspace]
-    same = [m for m in within if (m.engine, m.workspace) == (own.engine, own.workspace)]
+    chosen = own.engine, own.workspace, own.channels
+    same = [m for m in within if (m.engine, m.workspace, m.channels) == chosen]
     return min((m.seconds for m in same or within), default=default)
 
 

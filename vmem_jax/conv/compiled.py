@@ -3,7 +3,8 @@
 XLA calls cuDNN through custom calls whose second result is the workspace, as large as the algorithm
 needs that its autotuner found fastest. Which convolution of a program such a call does is told by
 sizes alone: XLA may do a gradient to x as a forward convolution, fuse a bias into it, or add
-channels.
+channels. What it adds channels to is a copy, which lives as long as the workspace does, and counts
+with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from vmem_jax.conv.slices import roles
 from vmem_jax.core.convolution import Convolution
@@ -27,8 +28,20 @@ _CALLED = re.compile(
 _PADDED = (1, 4, 8)
 """XLA makes the channels a multiple of one of these, where that makes a convolution faster."""
 
+_ALIGNMENT = 256
+"""Bytes that XLA's buffers begin at multiples of, as the copies in a workspace of ours do."""
+
 _Sizes = tuple[int, tuple[int, ...]]
 """Elements of the result, and of both operands, the smaller first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """One form in which XLA may do a convolution: sizes, and channels of x and bytes of copies."""
+
+    sizes: _Sizes
+    channels: int
+    copies: int
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -36,14 +49,16 @@ class Own:
     """What XLA's own convolution is in a compiled step.
 
     Attributes:
-      workspace: bytes.
+      workspace: bytes, those of copies with more channels included.
       engine: cuDNN's index of what does it; −1 where that is not told.
       fused: whether its epilogue is done by it, too. The engines for that are others.
+      channels: of x, where they are more than those of the convolution; else 0.
     """
 
     workspace: int
     engine: int = -1
     fused: bool = False
+    channels: int = 0
 
 
 def own_convolutions(text: str, convolutions: Iterable[Convolution]) -> dict[Convolution, Own]:
@@ -65,13 +80,19 @@ def own_convolutions(text: str, convolutions: Iterable[Convolution]) -> dict[Con
         fused = "Bias" in call["kind"]
         own = Own(int(call["workspace"] or 1), int(call["engine"] or -1), fused)
         found[sizes] = max(found.get(sizes, own), own)
-    seen = {c: [found[sizes] for sizes in _sizes(c) if sizes in found] for c in convolutions}
-    return {
-        convolution: of_its_sizes[0] for convolution, of_its_sizes in seen.items() if of_its_sizes
-    }
+    owns = {}
+    for convolution in convolutions:
+        form = next((form for form in _forms(convolution) if form.sizes in found), None)
+        if form is not None:
+            own = found[form.sizes]
+            workspace = own.workspace + form.copies
+            owns[convolution] = dataclasses.replace(
+                own, workspace=workspace, channels=form.channels
+            )
+    return owns
 
 
-def _sizes(convolution: Convolution) -> list[_Sizes]:
+def _forms(convolution: Convolution) -> Iterator[_Form]:
     """As it stands first, then with more channels, and with padding that is part of x.
 
     It is where it is uneven: all of it, or what one side has more of.
@@ -83,7 +104,8 @@ def _sizes(convolution: Convolution) -> list[_Sizes]:
             spaces.append(tuple(n + more(p) for n, p in zip(c.size, c.padding, strict=True)))
     units = _PADDED if c.groups == 1 else _PADDED[:1]
     up = lambda channels, unit: -(-channels // unit) * unit
-    found = []
+    itemsize = c.nbytes // sum(map(math.prod, (c.x_shape, c.w_shape, c.y_shape)))
+    aligned = lambda n: -(-n * itemsize // _ALIGNMENT) * _ALIGNMENT
     for space, unit_in, unit_out in itertools.product(spaces, units, units):
         features_in, features_out = up(c.features_in, unit_in), up(c.features_out, unit_out)
         elements = {
@@ -92,8 +114,13 @@ def _sizes(convolution: Convolution) -> list[_Sizes]:
             "y": c.batch * features_out * math.prod(c.out),
         }
         *operands, result = (elements[role] for role in roles(c.which))
-        found.append((result, tuple(sorted(operands))))
-    return found
+        more_in, more_out = features_in > c.features_in, features_out > c.features_out
+        copied = {"x": more_in, "w": more_in or more_out, "y": more_out}
+        yield _Form(
+            sizes=(result, tuple(sorted(operands))),
+            channels=features_in if more_in else 0,
+            copies=sum(aligned(elements[role]) for role in elements if copied[role]),
+        )
 
 
 def _elements(dimensions: str) -> int:

@@ -45,10 +45,11 @@ class Plan:
     Attributes:
       engine: its global index among cuDNN's engines for this pass.
       knobs: settings of the engine, pairs (type, value), sorted; all others are as cuDNN sets them.
-      workspace: bytes that it needs while it runs.
+      workspace: bytes that it needs while it runs, those of padded copies included.
       notes: numbers of cuDNN's numerical notes; those of `Note`, and others.
       compiled: its kernel is compiled when the plan is made.
       source: who named it: cuDNN's heuristics "A", "B" or "fallback", or "default", nobody.
+      channels: as those of a `Micro`: what x is padded to, 0 for none.
     """
 
     engine: int
@@ -57,6 +58,7 @@ class Plan:
     notes: frozenset[int]
     compiled: bool
     source: str
+    channels: int = 0
 
     @property
     def tensor_cores(self) -> bool:
@@ -68,8 +70,9 @@ def plans(
 ) -> tuple[Plan, ...]:
     """Every plan for `convolution`, cuDNN's favourites first; none where it cannot do it.
 
-    Left out are plans that round the operands to a narrower type, always, and those that use tensor
-    cores where `convolution.strict`. XLA leaves out the same. Indices and knobs mean something to one
+    After them come those for each of `Convolution.paddings`, where the extension has kernels. Left
+    out are plans that round the operands to a narrower type, always, and those that use tensor cores
+    where `convolution.strict`. XLA leaves out the same. Indices and knobs mean something to one
     version of cuDNN on one kind of device.
 
     Args:
@@ -91,7 +94,7 @@ def plans(
         where = _ordinal(target)
         module = _open()
     banned = {Note.DOWN_CONVERT_INPUTS} | ({Note.TENSOR_CORE} if convolution.strict else set())
-    found = module.conv_plans(*_arguments(convolution), device=where, compiling=compiling)
+    arguments = _arguments(convolution)
     listed = (
         Plan(
             engine=plan["engine"],
@@ -100,8 +103,12 @@ def plans(
             notes=frozenset(plan["notes"]),
             compiled=_RUNTIME_COMPILATION in plan["behaviour"],
             source=plan["source"],
+            channels=channels,
         )
-        for plan in found
+        for channels in (0, *convolution.paddings)
+        for plan in module.conv_plans(
+            *arguments, device=where, compiling=compiling, channels=channels
+        )
     )
     return tuple(plan for plan in listed if not plan.notes & banned)
 
@@ -114,7 +121,7 @@ def seconds(
     enough: float = _ENOUGH,
     scratch: Scratch | None = None,
 ) -> tuple[float, ...]:
-    """What each of at most `count` runs of a plan takes on `device`, on random data.
+    """What each of at most `count` runs of a plan takes on `device`, on random data; with padding.
 
     Args:
       enough: seconds that all the runs together may take, but for the first of all, which is not
@@ -134,6 +141,7 @@ def seconds(
         *_arguments(convolution),
         device=where,
         engine=plan.engine,
+        channels=plan.channels,
         knobs=list(plan.knobs),
         sets=scratch.sets(convolution, plan.workspace, count + 1),
         workspace=max(plan.workspace, 1),

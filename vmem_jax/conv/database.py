@@ -47,7 +47,7 @@ class Database(Kept[Entries]):
     """The file of one device and version of cuDNN. Any number of processes may use it at once."""
 
     kind = "database of convolutions"
-    schema = 2
+    schema = 3
     folder = "convolutions"
 
     def nothing(self) -> Entries:
@@ -81,13 +81,13 @@ class Database(Kept[Entries]):
 
 def _joined(old: Entry, new: Entry) -> Entry:
     """Of a way that both have the new time holds, but none takes the place of none that was timed."""
-    ways = {(m.engine, m.knobs): m for m in (*old.micros, *new.micros, *old.timed, *new.timed)}
+    ways = {m.way: m for m in (*old.micros, *new.micros, *old.timed, *new.timed)}
     return Entry(_sorted(ways.values()), old.complete or new.complete)
 
 
 def _sorted(micros: Any) -> tuple[Micro, ...]:
     rank = lambda m: (math.isnan(m.seconds), 0 if math.isnan(m.seconds) else m.seconds)
-    return tuple(sorted(micros, key=lambda m: (*rank(m), m.workspace, m.engine, m.knobs)))
+    return tuple(sorted(micros, key=lambda m: (*rank(m), m.workspace, m.way)))
 
 
 def _micro_to(micro: Micro) -> dict[str, Any]:
@@ -96,6 +96,7 @@ def _micro_to(micro: Micro) -> dict[str, Any]:
         "knobs": {str(knob): value for knob, value in micro.knobs},
         "workspace": micro.workspace,
         "seconds": None if math.isnan(micro.seconds) else micro.seconds,
+        "channels": micro.channels,
     }
 
 
@@ -103,7 +104,7 @@ def _micro_from(batch: int, fields: Any) -> Micro:
     knobs = tuple(sorted((int(k), _whole(v)) for k, v in fields["knobs"].items()))
     seconds = math.nan if fields["seconds"] is None else positive(fields["seconds"])
     engine, workspace = _whole(fields["engine"], XLA), _whole(fields["workspace"], 0)
-    return Micro(batch, engine, knobs, workspace, seconds)
+    return Micro(batch, engine, knobs, workspace, seconds, _whole(fields["channels"], 0))
 
 
 def _convolution_from(fields: Any) -> Convolution:

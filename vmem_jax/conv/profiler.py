@@ -51,6 +51,8 @@ class Plan(Protocol):
     def knobs(self) -> Sequence[tuple[int, int]]: ...
     @property
     def workspace(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
 
 
 P = TypeVar("P", bound=Plan)
@@ -174,7 +176,7 @@ class _Hope:
     """Which ways are worth timing, by what was seen of another number of samples."""
 
     def __init__(self, seen: Iterable[Micro], divided: bool) -> None:
-        self._seen = {(m.engine, m.knobs): m for m in seen}
+        self._seen = {m.way: m for m in seen}
         self._divided = divided
         self.lost = 0
 
@@ -190,12 +192,12 @@ class _Hope:
         """What `way` takes by its samples, where that is too long to be seen; else None."""
         if self._times_slower(way, timed) <= _FAR_SLOWER:
             return None
-        seen = self._seen[way.engine, way.knobs]
+        seen = self._seen[way.way]
         return seen.seconds * way.batch / seen.batch
 
     def _times_slower(self, way: Micro, others: Iterable[Micro]) -> float:
-        mine = self._seen.get((way.engine, way.knobs))
-        theirs = [self._seen.get((m.engine, m.knobs)) for m in others]
+        mine = self._seen.get(way.way)
+        theirs = [self._seen.get(m.way) for m in others]
         fastest = min((m.seconds for m in theirs if m is not None), default=math.inf)
         return 0.0 if mine is None else mine.seconds / fastest
 
@@ -209,7 +211,7 @@ def _time(
     hope: _Hope,
 ) -> tuple[Entry, int, list[str]]:
     """What is then known of `convolution`, how many ways were timed, and what was left out."""
-    micros = {(m.engine, m.knobs): m for m in known.timed}
+    micros = {m.way: m for m in known.timed}
     try:
         plans = library.plans(convolution)
     except RuntimeError as error:
@@ -220,9 +222,11 @@ def _time(
     left: dict[str, int] = {}
     for plan in plans:
         knobs = tuple(sorted(plan.knobs))
-        if (plan.engine, knobs) in micros:
+        micro = Micro(
+            convolution.batch, plan.engine, knobs, plan.workspace, math.nan, plan.channels
+        )
+        if micro.way in micros:
             continue
-        micro = Micro(convolution.batch, plan.engine, knobs, plan.workspace, math.nan)
         timed = [m for m in micros.values() if not math.isnan(m.seconds)]
         why = ""
         if limit is not None and plan.workspace > limit:
@@ -242,7 +246,7 @@ def _time(
                 count += not why
         if why:
             left[why] = left.get(why, 0) + 1
-        micros[micro.engine, micro.knobs] = micro
+        micros[micro.way] = micro
     untimed = [f"{convolution}: {n} of {len(plans)}: {why}" for why, n in left.items()]
     return Entry(tuple(micros.values()), complete=not left), count, untimed
 

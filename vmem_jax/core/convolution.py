@@ -124,6 +124,19 @@ class Convolution:
         return f"{text}, then {self.epilogue}" if self.epilogue else text
 
     @property
+    def paddings(self) -> tuple[int, ...]:
+        """To how many channels of x a kernel may pad it, for tensor cores: they want multiples of 8.
+
+        Where each value has 16 bits, channels are last, and there is one group. With 4 channels there
+        is less to read and to write than with 8, and cuDNN has kernels for that, too.
+        """
+        narrow = self.dtype in ("bfloat16", "float16")
+        if not (narrow and self.channels_last and self.groups == 1 and self.features_in % 8):
+            return ()
+        multiples = {-(-self.features_in // unit) * unit for unit in (4, 8)}
+        return tuple(sorted(multiples - {self.features_in}))
+
+    @property
     def variants(self) -> tuple[Convolution, ...]:
         """What may do it: a kernel of the convolution alone, and one that does its epilogue, too."""
         alone = self.with_epilogue(Epilogue.NONE)
@@ -146,8 +159,10 @@ class Micro:
       batch: samples.
       engine: who does it: a global index of cuDNN's engines for this pass, or XLA where −1.
       knobs: settings of that engine, pairs (type, value), sorted.
-      workspace: bytes that it needs while it runs.
+      workspace: bytes that it needs while it runs, those of padded copies included.
       seconds: what it takes; nan where it was not timed.
+      channels: of x and w as the engine sees them, where they are padded with zeros: copied into the
+        workspace, with more channels than they have. 0 where they are not.
     """
 
     batch: int
@@ -155,6 +170,12 @@ class Micro:
     knobs: tuple[tuple[int, int], ...]
     workspace: int
     seconds: float
+    channels: int = 0
+
+    @property
+    def way(self) -> tuple[int, tuple[tuple[int, int], ...], int]:
+        """What does it, whatever it does it to: engine, knobs and channels."""
+        return self.engine, self.knobs, self.channels
 
 
 XLA = -1
@@ -182,8 +203,8 @@ class Configuration:
 
     @property
     def calls(self) -> tuple[Any, ...]:
-        """What is called: samples, engine and knobs of each, whatever they were seen to take."""
-        return self.epilogue, *((m.batch, m.engine, m.knobs) for m in self.micros)
+        """What is called: samples and way of each, whatever they were seen to take."""
+        return self.epilogue, *((m.batch, m.way) for m in self.micros)
 
     @property
     def is_xlas(self) -> bool:

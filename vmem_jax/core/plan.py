@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 6
+FORMAT = 7
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -260,11 +260,11 @@ def _is_configured(saved: Any) -> bool:
 
 def _micro(raw: Any) -> Micro:
     """The saved micro-configuration `raw`. Raises TypeError or ValueError if it is none."""
-    batch, engine, knobs, workspace, seconds = raw
-    whole = (batch, engine, workspace, *(n for knob in knobs for n in knob))
+    batch, engine, knobs, workspace, seconds, channels = raw
+    whole = (batch, engine, workspace, channels, *(n for knob in knobs for n in knob))
     if any(type(n) is not int for n in whole) or type(seconds) not in (int, float):
         raise TypeError("a micro-configuration of other types")
-    return Micro(batch, engine, tuple((k, v) for k, v in knobs), workspace, seconds)
+    return Micro(batch, engine, tuple((k, v) for k, v in knobs), workspace, seconds, channels)
 
 
 def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -> Plan:

@@ -57,9 +57,9 @@ def violations(program: Program, plan: Plan) -> list[str]:
     the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
     read nor made again while it is away; a hosted input that is read comes once, before its first
     read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
-    its loops run once; a configuration is of a convolution, and of all its samples; the steps on
-    samples stand between the marks of their sub-batches, and no others; what moves between them does
-    so there alone.
+    its loops run once; a configuration is of a convolution, and of all its samples, padded as it can
+    be; the steps on samples stand between the marks of their sub-batches, and no others; what moves
+    between them does so there alone.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
@@ -83,6 +83,12 @@ def violations(program: Program, plan: Plan) -> list[str]:
                 f"{name} has micro-batches of {configuration.batch} samples, and a batch of "
                 f"{convolution.batch}"
             ]
+        for m in configuration.micros:
+            if m.channels and m.channels not in convolution.paddings:
+                return [
+                    f"{name} has a micro-batch padded to {m.channels} channels, and its "
+                    f"{convolution.features_in} can be padded to {convolution.paddings or 'none'}"
+                ]
         if configuration.epilogue not in (Epilogue.NONE, convolution.epilogue):
             return [f"{name} has no {configuration.epilogue} behind it, as its configuration has"]
         if s in dict(plan.convolutions[:i]):

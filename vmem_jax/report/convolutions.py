@@ -142,8 +142,10 @@ def _runs(configuration: Configuration) -> Iterator[tuple[Micro, int]]:
 
 
 def _doer(micro: Micro) -> str:
-    return "XLA, sliced" if micro.engine == XLA else f"cuDNN engine {micro.engine}"
+    return "XLA, sliced" if micro.engine == XLA else f"cuDNN engine {_engine(micro)}"
 
 
 def _engine(micro: Micro) -> str:
-    return "XLA" if micro.engine == XLA else str(micro.engine)
+    if micro.engine == XLA:
+        return "XLA"
+    return f"{micro.engine} on {micro.channels} channels" if micro.channels else str(micro.engine)

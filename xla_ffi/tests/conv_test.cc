@@ -1,5 +1,9 @@
 // The convolution call without a GPU: XLA's call frames made by hand, a cuDNN that computes on the
 // CPU (fake_cudnn.cc), and no CUDA. For the sanitizers, as transfer_test.cc.
+#include "host_threads.h"
+// after it
+#include "channels_kernels.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -12,6 +16,7 @@
 #include <vector>
 
 #include "cuda_backend.h"
+#include "cuda_channels.h"
 #include "cudnn_geometry.h"
 #include "cudnn_library.h"
 #include "expect.h"
@@ -37,6 +42,20 @@ CudaBackend::DeviceGuard::DeviceGuard(int) {}
 CudaBackend::DeviceGuard::~DeviceGuard() {}
 CudaBackend::Mark CudaBackend::NewMark(Stream) { return std::make_shared<CudaEvent>(); }
 bool CudaBackend::IsCapturing(Stream) { return capturing; }
+
+// The kernels run on threads of the host; one call at a time has the lease.
+static bool loaded = false;
+void LoadChannels() { loaded = true; }
+void CopyChannels(cudaStream_t, const void* from, std::int64_t given, void* to, std::int64_t made,
+                  std::int64_t rows) {
+  EXPECT(loaded);
+  const auto kernel = AreWide(to, made) ? CopyRows<kPaddedUnit> : CopyRows<1>;
+  HostBlock::the_block->Launch(ChannelBlocks(rows), [&] {
+    kernel(static_cast<const std::uint16_t*>(from), static_cast<unsigned>(given),
+           static_cast<std::uint16_t*>(to), static_cast<unsigned>(made),
+           static_cast<std::uint64_t>(rows));
+  });
+}
 
 namespace {
 
@@ -120,7 +139,7 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
 
   std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}, {}};
   memory[2].assign(Count(result.dims) * SizeOf(result.dtype), 0x7F);  // what was there before
-  memory[3].assign(workspace, 0);
+  memory[3].assign(workspace, static_cast<char>(0xFF));  // NaNs
   std::int64_t bytes = static_cast<std::int64_t>(workspace);
   auto buffer = [&](int i, XLA_FFI_DataType dtype, const Dims& dims) {
     return XLA_FFI_Buffer{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, memory[i].data(),
@@ -222,9 +241,10 @@ double Dot(const Array& a, const Array& b) {
 // -- what has to hold
 
 constexpr std::int64_t kBatch = 6;
-const Dims kUndivided{kBatch, 0, 0};
+// for each micro-batch: samples, engine, channels, knobs
+const Dims kUndivided{kBatch, 0, 0, 0};
 // engines 2 and 1, of which the first has two knobs; 40 bytes of workspace at most
-const Dims kDivided{2, 2, 2, 7, 1, 9, 0, 1, 0, 0, 3, 1, 0};
+const Dims kDivided{2, 2, 0, 2, 7, 1, 9, 0, 1, 0, 0, 0, 3, 1, 0, 0};
 constexpr std::size_t kWorkspace = 40;
 
 struct Layer {
@@ -340,6 +360,62 @@ void TestEpilogues() {
   }
 }
 
+// Bytes of the copies of x and w with so many channels, each a multiple of 256.
+std::size_t PaddingBytes(const Layer& layer, std::int64_t samples, std::int64_t channels) {
+  auto up = [](std::size_t values) { return (2 * values + 255) / 256 * 256; };
+  const std::size_t x = Count(layer.x) / kBatch * samples / layer.x.back() * channels;
+  return up(x) + up(Count(layer.w) / layer.w.back() * channels);
+}
+
+// With padded channels a call gives the very same numbers, whatever was in its workspace.
+void TestPaddedChannels() {
+  const auto kNarrow = XLA_FFI_DataType_BF16;
+  // all of it; engines 2 and 1 to 8 channels and to 9, which cannot be copied four at a time; none
+  const Dims undivided{kBatch, 0, 8, 0};
+  const Dims divided{2, 2, 8, 1, 7, 1, 1, 0, 0, 0, 3, 1, 9, 0};
+  for (const Layer& layer : Layers()) {
+    const std::int64_t channels = layer.x.back();
+    if (!layer.attributes.channels_last || layer.w.back() != channels) continue;
+    const Array x = Random(kNarrow, layer.x);
+    const Array w = Random(kNarrow, layer.w);
+    const Array dy = Random(kNarrow, layer.y);
+    Attributes biased = layer.attributes;
+    biased.epilogue = "bias and relu";
+    biased.more = {Random(kNarrow, {layer.w[0]})};
+    struct Case {
+      const char* which;
+      const Array &first, &second;
+      Dims result;
+      Attributes attributes;
+    };
+    for (Case& each : std::vector<Case>{{"forward", x, w, layer.y, layer.attributes},
+                                        {"forward", x, w, layer.y, biased},
+                                        {"backward data", dy, w, layer.x, layer.attributes},
+                                        {"backward filter", x, dy, layer.w, layer.attributes}}) {
+      each.attributes.which = each.which;
+      each.attributes.partials = each.which == std::string("backward filter");
+      for (const Dims& micros : {undivided, divided}) {
+        const bool whole = micros == undivided;
+        if (each.attributes.partials) each.result = layer.w;
+        if (each.attributes.partials) each.result.insert(each.result.begin(), whole ? 1 : 3);
+        Array expected{kNarrow, each.result, {}};
+        each.attributes.micros = whole ? kUndivided : Dims{2, 2, 0, 0, 1, 0, 0, 0, 3, 1, 0, 0};
+        EXPECT(Run(each.first, each.second, expected, kWorkspace, each.attributes) == "");
+        each.attributes.micros = micros;
+        Array result{kNarrow, each.result, {}};
+        const std::size_t workspace =
+            whole ? PaddingBytes(layer, kBatch, 8)
+                  : std::max(PaddingBytes(layer, 2, 8) + 40, PaddingBytes(layer, 3, 9) + 30);
+        EXPECT(Run(each.first, each.second, result, workspace, each.attributes) == "");
+        EXPECT(result.values == expected.values);
+        const std::string less =
+            Run(each.first, each.second, result, workspace - 1, each.attributes);
+        EXPECT(less.find("needs " + std::to_string(workspace) + " bytes") != std::string::npos);
+      }
+    }
+  }
+}
+
 // Devices are shared by executions, so several threads ask for one handle and the same plans.
 void TestThreads() {
   std::vector<std::thread> threads;
@@ -384,10 +460,10 @@ void TestMisuse() {
     return changed;
   };
   fails("needs 40 bytes of workspace for 2 samples, and there are 39", right, kWorkspace - 1);
-  fails("have 5 samples and the batch has 6", with([](auto& a) { a.micros = {5, 0, 0}; }));
-  fails("without samples", with([](auto& a) { a.micros = {6, 0, 0, 0, 0, 0}; }));
-  fails("ends too early", with([](auto& a) { a.micros = {6, 0, 1, 3}; }));
-  fails("fake error", with([](auto& a) { a.micros = {6, 99, 0}; }));
+  fails("have 5 samples and the batch has 6", with([](auto& a) { a.micros = {5, 0, 0, 0}; }));
+  fails("without samples", with([](auto& a) { a.micros = {6, 0, 0, 0, 0, 0, 0, 0}; }));
+  fails("ends too early", with([](auto& a) { a.micros = {6, 0, 0, 1, 3}; }));
+  fails("fake error", with([](auto& a) { a.micros = {6, 99, 0, 0}; }));
   fails("no pass \"sideways\"", with([](auto& a) { a.which = "sideways"; }));
   fails("y has another size", with([](auto& a) { a.padding_low = {3, 0}; }));
   fails("negative padding", with([](auto& a) { a.padding_low = {-1, 0}; }));
@@ -404,7 +480,14 @@ void TestMisuse() {
           a.epilogue = "bias";
         }));
 
+  fails("in bf16 and f16 alone", with([](auto& a) { a.micros = {6, 0, 8, 0}; }));
   const Array narrow_x = Random(XLA_FFI_DataType_BF16, layer.x);
+  const Array narrow_w = Random(XLA_FFI_DataType_BF16, layer.w);
+  Array narrow_y{XLA_FFI_DataType_BF16, layer.y, {}};
+  right.micros = {6, 0, 4, 0};
+  EXPECT(Run(narrow_x, narrow_w, narrow_y, kWorkspace, right).find("has 4 channels, to be padded to 4")
+         != std::string::npos);
+  right.micros = kDivided;
   const Array dy = Random(XLA_FFI_DataType_BF16, layer.y);
   Array dw{XLA_FFI_DataType_BF16, layer.w, {}};
   right.which = "backward filter";
@@ -414,7 +497,7 @@ void TestMisuse() {
   // a plan that nobody has made before the recording began
   capturing = true;
   right.which = "forward";
-  right.micros = {kBatch, 1, 1, 5, 5};
+  right.micros = {kBatch, 1, 0, 1, 5, 5};
   const std::string error = Call(CudnnTargets().at("micro_conv").execute,
                                  XLA_FFI_ExecutionStage_EXECUTE, x, w, y, 60, right);
   capturing = false;
@@ -426,8 +509,10 @@ void TestMisuse() {
 
 int main(int, char** argv) {
   EXPECT(vmem::OpenCudnn(argv[1]) == CUDNN_VERSION);
+  vmem::HostBlock block(vmem::kChannelThreads);
   vmem::TestOneOutput();
   vmem::TestEpilogues();
+  vmem::TestPaddedChannels();
   vmem::TestPasses(XLA_FFI_DataType_F32);
   vmem::TestPasses(XLA_FFI_DataType_F64);
   vmem::TestPasses(XLA_FFI_DataType_BF16);
