@@ -311,7 +311,7 @@ ConvDevice ConvDevice::Described(const std::string& json) {
 }
 
 std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device,
-                                bool compiling) {
+                                const std::vector<std::int64_t>& banned, bool compiling) {
   const Graph graph = MakeGraph(geometry, device);
   Graph adding;
   if (geometry.CanAccumulate()) {
@@ -323,6 +323,9 @@ std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& 
     Try([&] {
       PlanInfo info = InfoOf(config, source);
       if (!seen.insert({info.engine, info.knobs}).second) return;
+      for (std::int64_t note : banned) {
+        if (Has(info.notes, note)) return;
+      }
       if (!compiling && Has(info.behaviour, CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION)) return;
       info.workspace = PlanOf(config, device).workspace;
       if (adding.graph) {

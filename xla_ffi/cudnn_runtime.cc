@@ -1,6 +1,5 @@
 #include "cudnn_runtime.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -26,18 +25,6 @@ DeviceState& StateOf(int device) {
   if (state == nullptr) state = std::make_unique<DeviceState>();
   return *state;
 }
-
-class Stream {
- public:
-  Stream() { VMEM_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 }  // namespace
 
@@ -88,48 +75,49 @@ void CudnnLease::Run(const Plan& plan, const ConvPadding& padding, const ConvBuf
   padding.Strip(buffers, stream);
 }
 
-std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device, bool compiling) {
+std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device,
+                                    const std::vector<std::int64_t>& banned, bool compiling) {
   CudnnLease lease(device);
   CudaBackend::DeviceGuard guard(device);
-  return FindPlans(geometry, ConvDevice::Here(lease.handle()), compiling);
+  return FindPlans(geometry, ConvDevice::Here(lease.handle()), banned, compiling);
 }
 
-std::vector<double> TimePlan(const ConvGeometry& geometry, const ConvWay& way, int device,
-                             const std::vector<ConvBuffers>& sets, std::int64_t workspace,
-                             int count, double enough) {
+ConvTimer::ConvTimer(const ConvGeometry& geometry, const ConvWay& way, int device,
+                     std::vector<ConvBuffers> sets, std::int64_t workspace)
+    : device_(device), sets_(std::move(sets)), padding_(geometry, way.channels) {
   CudaBackend::DeviceGuard guard(device);
-  CudnnLease lease(device);
-  Stream stream;
-  // not one of those that calls use, which are kept
-  const ConvPadding padding(geometry, way.channels);
-  const Plan plan =
-      MakePlan(padding.geometry(), ConvDevice::Here(lease.handle()), way.engine, way.knobs);
-  const std::int64_t needs = padding.nbytes() + plan.workspace;
-  if (sets.empty()) throw Error(Code::kInvalidArgument, "there are no buffers");
+  {
+    CudnnLease lease(device);
+    plan_ = MakePlan(padding_.geometry(), ConvDevice::Here(lease.handle()), way.engine, way.knobs);
+  }
+  const std::int64_t needs = padding_.nbytes() + plan_.workspace;
+  if (sets_.empty()) throw Error(Code::kInvalidArgument, "there are no buffers");
   if (needs > workspace) {
     throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(needs) +
                                             " bytes of workspace. Got " +
                                             std::to_string(workspace) + ".");
   }
-  std::size_t runs = 0;
-  auto run = [&](int times) {
-    std::vector<CudaBackend::Mark> marks{CudaBackend::NewMark(stream.get())};
-    for (int i = 0; i < times; ++i) {
-      lease.Run(plan, padding, sets.at(runs++ % sets.size()), stream.get());
-      marks.push_back(CudaBackend::NewMark(stream.get()));
-    }
-    VMEM_CHECK_CUDA(cudaStreamSynchronize(stream.get()));
-    std::vector<double> seconds;
-    for (int i = 0; i < times; ++i) {
-      float milliseconds = 0.0F;
-      VMEM_CHECK_CUDA(cudaEventElapsedTime(&milliseconds, marks[i]->get(), marks[i + 1]->get()));
-      seconds.push_back(milliseconds * 1e-3);
-    }
-    return seconds;
-  };
-  const std::vector<double> first = run(1);
-  if (first.front() >= enough) return first;
-  return run(std::max(1, static_cast<int>(std::min<double>(count, enough / first.front()))));
+  VMEM_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+}
+
+ConvTimer::~ConvTimer() { cudaStreamDestroy(stream_); }
+
+std::vector<double> ConvTimer::Run(int times) {
+  CudaBackend::DeviceGuard guard(device_);
+  CudnnLease lease(device_);
+  std::vector<CudaBackend::Mark> marks{CudaBackend::NewMark(stream_)};
+  for (int i = 0; i < times; ++i) {
+    lease.Run(plan_, padding_, sets_.at(runs_++ % sets_.size()), stream_);
+    marks.push_back(CudaBackend::NewMark(stream_));
+  }
+  VMEM_CHECK_CUDA(cudaStreamSynchronize(stream_));
+  std::vector<double> seconds;
+  for (int i = 0; i < times; ++i) {
+    float milliseconds = 0.0F;
+    VMEM_CHECK_CUDA(cudaEventElapsedTime(&milliseconds, marks[i]->get(), marks[i + 1]->get()));
+    seconds.push_back(milliseconds * 1e-3);
+  }
+  return seconds;
 }
 
 }  // namespace vmem

@@ -196,13 +196,14 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& epilogue,
 }
 
 // `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
-// no driver that could load what is compiled. `channels` is what x is padded to, 0 for none: no way
-// does so in a build without kernels.
+// no driver that could load what is compiled. `banned` are notes that no plan may have. `channels` is
+// what x is padded to, 0 for none: no way does so in a build without kernels.
 nb::list ConvPlans(const std::string& which, const std::string& epilogue,
                    const std::string& dtype, bool channels_last,
                    const std::tuple<Dims, Dims, Dims>& shapes,
                    const std::tuple<Dims, Dims, Dims, Dims>& window,
-                   const std::variant<int, std::string>& device, bool compiling,
+                   const std::variant<int, std::string>& device,
+                   const std::vector<std::int64_t>& banned, bool compiling,
                    std::int64_t channels) {
   std::vector<PlanInfo> plans;
   if (channels == 0 || kCopiesChannels) {
@@ -211,8 +212,9 @@ nb::list ConvPlans(const std::string& which, const std::string& epilogue,
                               channels);
     const ConvGeometry& geometry = padding.geometry();
     plans = device.index() == 0
-                ? FindPlansHere(geometry, std::get<int>(device), compiling)
-                : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), false);
+                ? FindPlansHere(geometry, std::get<int>(device), banned, compiling)
+                : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), banned,
+                            false);
     for (PlanInfo& plan : plans) plan.workspace += padding.nbytes();
   }
   nb::list result;
@@ -229,22 +231,21 @@ nb::list ConvPlans(const std::string& which, const std::string& epilogue,
   return result;
 }
 
-// `sets` are the addresses of x, w, y, the workspace and the bias (0: none), each; what is computed
-// is overwritten.
-std::vector<double> ConvTime(
-    const std::string& which, const std::string& epilogue, const std::string& dtype,
-    bool channels_last,
-    const std::tuple<Dims, Dims, Dims>& shapes, const std::tuple<Dims, Dims, Dims, Dims>& window,
-    int device, std::int64_t engine, std::int64_t channels, const Knobs& knobs,
-    const std::vector<std::array<std::uintptr_t, 5>>& sets, std::int64_t workspace, int count,
-    double enough) {
+// Constructs a timer in `self`. `sets` are the addresses of x, w, y, the workspace and the bias (0:
+// none), each; what is computed is overwritten.
+void InitTimer(ConvTimer* self, const std::string& which, const std::string& epilogue,
+               const std::string& dtype, bool channels_last,
+               const std::tuple<Dims, Dims, Dims>& shapes,
+               const std::tuple<Dims, Dims, Dims, Dims>& window, int device, std::int64_t engine,
+               std::int64_t channels, const Knobs& knobs,
+               const std::vector<std::array<std::uintptr_t, 5>>& sets, std::int64_t workspace) {
   auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
   std::vector<ConvBuffers> buffers;
   for (const auto& [x, w, y, scratch, bias] : sets) {
     buffers.push_back({at(x), at(w), at(y), at(scratch), at(bias)});
   }
-  return TimePlan(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
-                  {engine, channels, knobs}, device, buffers, workspace, count, enough);
+  new (self) ConvTimer(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
+                       {engine, channels, knobs}, device, std::move(buffers), workspace);
 }
 #endif
 
@@ -344,10 +345,13 @@ NB_MODULE(_xla_ffi, m) {
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
   m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
-        "shapes"_a, "window"_a, "device"_a, "compiling"_a, "channels"_a = 0);
-  m.def("conv_time", &ConvTime, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
-        "shapes"_a, "window"_a, "device"_a, "engine"_a, "channels"_a, "knobs"_a, "sets"_a,
-        "workspace"_a, "count"_a, "enough"_a, unlocked);
+        "shapes"_a, "window"_a, "device"_a, "banned"_a, "compiling"_a,
+        "channels"_a);
+  nb::class_<ConvTimer>(m, "ConvTimer")
+      .def("__init__", &InitTimer, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
+           "shapes"_a, "window"_a, "device"_a, "engine"_a, "channels"_a, "knobs"_a, "sets"_a,
+           "workspace"_a, unlocked)
+      .def("run", &ConvTimer::Run, "times"_a, unlocked);
 #endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);
 }

@@ -232,7 +232,9 @@ def test_shapes_that_do_not_belong_together_are_refused():
     }
     for why, shapes in wrong.items():
         with pytest.raises(ValueError, match=why):
-            module.conv_plans(*names, last, shapes, window, device=0, compiling=False)
+            module.conv_plans(
+                *names, last, shapes, window, device=0, banned=[], compiling=False, channels=0
+            )
 
 
 def test_unknown_targets_say_what_there_is():

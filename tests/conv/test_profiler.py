@@ -38,7 +38,7 @@ class Fake:
                 Way(0, 0, c.batch * 3.0),
             ]
         )
-        self.enumerated, self.timed, self.patience, self.now = [], [], [], 0.0
+        self.enumerated, self.timed, self.rivals, self.now = [], [], [], 0.0
 
     def monotonic(self):
         return self.now
@@ -47,9 +47,9 @@ class Fake:
         self.enumerated.append(convolution)
         return self.ways(convolution)
 
-    def seconds(self, convolution, plan, patience):
+    def seconds(self, convolution, plan, rival):
         self.timed.append((convolution, plan.engine))
-        self.patience.append(patience)
+        self.rivals.append(rival)
         if isinstance(plan.takes, str):
             raise RuntimeError(plan.takes)
         self.now += plan.takes
@@ -132,11 +132,12 @@ def test_the_time_is_bounded_and_what_is_left_is_said(library, database):
 
 # workspace and seconds of ways for one sample, and which are timed for 8 samples, then for 4
 HOPELESS = {
-    "useless": (((0, 1.0), (0, 9.0)), [0], [0]),
-    "slow but useful": (((0, 1.0), (0, 7.0)), [0, 1], [0, 1]),
+    "useless": (((0, 1.0), (0, 3.0)), [0], [0]),
+    "slow but useful": (((0, 1.0), (0, 2.0)), [0, 1], [0, 1]),
     "needs less": (((9, 1.0), (0, 29.0)), [0, 1], [0, 1]),
     "needs less, but far too long": (((9, 1.0), (0, 31.0)), [0], [0]),
-    "the first one is never lost": (((0, 31.0), (9, 1.0)), [0, 1], [0, 1]),
+    "the fastest is never lost, in whatever order": (((0, 3.0), (0, 1.0)), [1], [1]),
+    "those expected to be fast come first": (((0, 2.0), (0, 1.0)), [1, 0], [1, 0]),
 }
 
 
@@ -158,11 +159,36 @@ def test_what_is_hopeless_with_few_samples_is_not_tried_with_many(case, library,
     assert len(library.timed) == again  # it is known that there is nothing more to time
 
 
-def test_patience_ends_where_another_is_faster(library, database):
+def test_rivals_are_those_of_no_more_workspace(library, database):
     points = [(5, 2.0), (3, 4.0), (5, 4.0), (0, 9.0)]
     library.ways = lambda c: [Way(n, w, t) for n, (w, t) in enumerate(points)]
     profile([convolution(4)], UNDIVIDED, library, database)
-    assert library.patience == [math.inf, math.inf, 3 * 2.0, math.inf]
+    assert library.rivals == [math.inf, math.inf, 2.0, math.inf]
+
+
+def test_the_nearest_size_tells_what_is_hopeless(library, database):
+    """A way that only few samples slow down is timed with many, and where it is near again not."""
+    slow = {32: 9.0, 16: 2.0, 8: 2.0, 4: 9.0, 2: 9.0, 1: 9.0}
+    library.ways = lambda c: [Way(0, 0, 1.0 * c.batch), Way(1, 0, slow[c.batch] * c.batch)]
+    found = profile([convolution(32)], POWERS, library, database, deadline=math.inf)
+    # 4 samples are the scout, and condemn it for 32; the nearest to 16 that has it is 4, too
+    assert [c.batch for c, engine in library.timed if engine == 1] == [4]
+    assert found.hopeless == 5
+    slow[4] = 2.0
+    library.timed.clear()
+    profile([convolution(32)], POWERS, library, database, deadline=math.inf, refresh=True)
+    # seen with 4 and 32; then 16, by 32: it is lost there; 8, 2 by 4, 1 by 2
+    assert [c.batch for c, engine in library.timed if engine == 1] == [4, 32, 8, 2]
+
+
+def test_channels_tell_ways_apart(library, database):
+    library.ways = lambda c: [
+        Way(1, 0, 3.0),
+        Way(1, 5, 2.0, channels=4),
+        Way(1, 9, 1.0, channels=8),
+    ]
+    found = profile([convolution(4)], UNDIVIDED, library, database)
+    assert [m.channels for m in found.micros[convolution(4)]] == [0, 4, 8]
 
 
 def test_no_time_is_no_timing(library, database):

@@ -156,7 +156,7 @@ def test_what_cannot_be_padded_is_refused():
     ):
         arguments = cudnn._arguments(dataclasses.replace(STEM, **changed))
         with pytest.raises(ValueError, match=why):
-            module.conv_plans(*arguments, device=0, compiling=False, channels=8)
+            module.conv_plans(*arguments, device=0, banned=[], compiling=False, channels=8)
 
 
 @pytest.mark.gpu_compile

@@ -16,13 +16,14 @@ import jax
 
 from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.devices import description
+from vmem_jax.conv.racing import race
 from vmem_jax.conv.scratch import Scratch
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.transfer import extension
 
 _RUNTIME_COMPILATION = 0  # among cuDNN's behaviour notes
-_ENOUGH = 0.025
-"""Seconds to time a plan for. It decides how long profiling a model takes: there are thousands."""
+_MOST_SETS = 11
+"""Of buffers to time a plan in: as many as there are runs."""
 
 _INSTALL = 'pip install "vmem_jax[gpu-compile]"'
 
@@ -93,9 +94,9 @@ def plans(
     else:
         where = _ordinal(target)
         module = _open()
-    banned = {Note.DOWN_CONVERT_INPUTS} | ({Note.TENSOR_CORE} if convolution.strict else set())
+    banned = [Note.DOWN_CONVERT_INPUTS, *([Note.TENSOR_CORE] if convolution.strict else [])]
     arguments = _arguments(convolution)
-    listed = (
+    return tuple(
         Plan(
             engine=plan["engine"],
             knobs=tuple(plan["knobs"]),
@@ -107,25 +108,23 @@ def plans(
         )
         for channels in (0, *convolution.paddings)
         for plan in module.conv_plans(
-            *arguments, device=where, compiling=compiling, channels=channels
+            *arguments, device=where, banned=banned, compiling=compiling, channels=channels
         )
     )
-    return tuple(plan for plan in listed if not plan.notes & banned)
 
 
 def seconds(
     convolution: Convolution,
     plan: Plan,
     device: jax.Device,
-    count: int = 10,
-    enough: float = _ENOUGH,
+    rival: float = math.inf,
+    loaded: bool = False,
     scratch: Scratch | None = None,
 ) -> tuple[float, ...]:
-    """What each of at most `count` runs of a plan takes on `device`, on random data; with padding.
+    """What each run of a plan takes on `device`, on random data; padding included.
 
     Args:
-      enough: seconds that all the runs together may take, but for the first of all, which is not
-        counted. If that one alone takes longer, it is all there is.
+      rival, loaded: as `conv/racing.py` has them; how often the plan is run follows from them.
       scratch: memory to use; by default some is taken for this call.
 
     Raises:
@@ -137,18 +136,16 @@ def seconds(
     if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
         raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
     scratch = Scratch(device) if scratch is None else scratch
-    found = module.conv_time(
+    timer = module.ConvTimer(
         *_arguments(convolution),
         device=where,
         engine=plan.engine,
         channels=plan.channels,
         knobs=list(plan.knobs),
-        sets=scratch.sets(convolution, plan.workspace, count + 1),
+        sets=scratch.sets(convolution, plan.workspace, _MOST_SETS),
         workspace=max(plan.workspace, 1),
-        count=count,
-        enough=enough,
     )
-    return tuple(found)
+    return race(timer.run, rival, loaded)
 
 
 class Cudnn:
@@ -157,15 +154,18 @@ class Cudnn:
     def __init__(self, target: str | jax.Device) -> None:
         self.target = target
         self._scratch = None if isinstance(target, str) else Scratch(target)
+        self._loaded: set[tuple[Any, ...]] = set()
 
     def plans(self, convolution: Convolution) -> tuple[Plan, ...]:
         return plans(convolution, self.target)
 
-    def seconds(self, convolution: Convolution, plan: Plan, patience: float) -> float:
+    def seconds(self, convolution: Convolution, plan: Plan, rival: float) -> float:
         if isinstance(self.target, str):
             return math.nan
-        enough = min(patience, _ENOUGH)
-        times = seconds(convolution, plan, self.target, enough=enough, scratch=self._scratch)
+        way = convolution.with_batch(0), plan.engine, plan.knobs, plan.channels
+        loaded = way in self._loaded
+        times = seconds(convolution, plan, self.target, rival, loaded, self._scratch)
+        self._loaded.add(way)
         return statistics.median(times)
 
 

@@ -6,6 +6,8 @@ handed out that are faster than all of no more workspace; no fastest configurati
 
 Libraries have ways that take hundreds of times as long as their best, on whole batches seconds. A
 small micro-batch tells which these are; they are then left out where another makes them useless.
+The others are timed in the order that is expected of them, so that what is slower meets its rival at
+once and is not run often (`conv/racing.py`).
 """
 
 from __future__ import annotations
@@ -27,16 +29,14 @@ SECONDS = 90.0
 _KEEP_EVERY = 10.0
 """Seconds after which the database is written, lest a crash of the library takes all along."""
 
-_HOPELESS = 8.0
-"""As many times as long as another, with few samples: it will not be the faster one with more."""
+_HOPELESS = 2.5
+"""As many times as long as another of no more workspace, with another number of samples: it will not
+be the faster one with this. The worst that was, of 21 kernels on an H200, had taken 1.8 times."""
 
 _FAR_SLOWER = 30.0
 """As many times as long as one that may need more workspace. Such a way serves where there is hardly
 any, so only for whole batches, and nobody needs its time exactly: it is that of the fewer samples,
 times as many as there are more."""
-
-_PATIENCE = 3.0
-"""As many times as long as the fastest of no more workspace: one run has told enough."""
 
 Progress = Callable[[int, int, str], None]
 """Called with how many convolutions of one size are done, of how many, and which one is next."""
@@ -65,10 +65,11 @@ class Library(Protocol[P]):
         """All ways to do the whole of `convolution` in one call; those likely fast first."""
         ...
 
-    def seconds(self, convolution: Convolution, plan: P, patience: float) -> float:
+    def seconds(self, convolution: Convolution, plan: P, rival: float) -> float:
         """What `plan` takes; nan where there is no device to time it on.
 
-        If a first run takes longer than `patience` seconds, nobody needs to know it better.
+        The fastest way known that needs no more workspace takes `rival` seconds, inf if there is
+        none; how long a slower one takes nobody needs to know well.
         """
         ...
 
@@ -107,8 +108,8 @@ def profile(
     """Times the ways of `library` to do `convolutions` that `database` lacks, and adds them there.
 
     Undivided batches come first, so that every convolution has something to choose from, each after
-    an eighth of it, which tells what is hopeless; then the other micro-batches. All by operations,
-    the most first.
+    an eighth of it, which tells what is hopeless; then the other micro-batches, of which the nearest
+    size tells. All by operations, the most first.
 
     Args:
       deadline: seconds after which no further timing begins.
@@ -125,7 +126,9 @@ def profile(
     reused = sum(len(entries[c].timed) for c in work if c in entries)
     work = [c for c in work if c not in entries or not entries[c].complete]
     timed, hopeless, untimed = 0, 0, []
-    scouts = {part: _scout(of_c) for of_c in parts.values() for part in of_c}
+    sizes_of: dict[Convolution, dict[Convolution, None]] = {}  # of what differs in the batch alone
+    for part in (part for of_c in parts.values() for part in of_c):
+        sizes_of.setdefault(part.with_batch(0), {})[part] = None
     new: dict[Convolution, Entry] = {}
     kept = began
     try:
@@ -135,9 +138,9 @@ def profile(
                 continue
             on_progress(done, len(work), str(convolution))
             known = entries.get(convolution, Entry(()))
-            scout = scouts[convolution]
-            hints = entries.get(scout, Entry(())).timed if scout != convolution else ()
-            hope = _Hope(hints, divided=convolution not in parts)
+            others = sizes_of[convolution.with_batch(0)]
+            hints = [entries[c].timed for c in others if c != convolution and c in entries]
+            hope = _Hope(convolution.batch, hints, divided=convolution not in parts)
             entry, count, left = _time(convolution, library, known, limit, is_up, hope)
             new[convolution] = entries[convolution] = entry
             timed, hopeless = timed + count, hopeless + hope.lost
@@ -173,12 +176,19 @@ def _scout(parts: Sequence[Convolution]) -> Convolution:
 
 
 class _Hope:
-    """Which ways are worth timing, by what was seen of another number of samples."""
+    """Which ways of `batch` samples are worth timing, by what was seen of other numbers of them."""
 
-    def __init__(self, seen: Iterable[Micro], divided: bool) -> None:
-        self._seen = {m.way: m for m in seen}
+    def __init__(self, batch: int, seen: Iterable[Sequence[Micro]], divided: bool) -> None:
+        distance = lambda micros: abs(math.log(micros[0].batch / batch))
+        nearest = sorted(filter(None, seen), key=distance)
+        self._seen = [{m.way: m for m in micros} for micros in nearest]
         self._divided = divided
         self.lost = 0
+
+    def expected(self, way: Micro) -> float:
+        """Seconds that `way` takes by the nearest size that it was seen with; inf where by none."""
+        seen = next((seen[way.way] for seen in self._seen if way.way in seen), None)
+        return math.inf if seen is None else seen.seconds * way.batch / seen.batch
 
     def is_lost(self, way: Micro, timed: Sequence[Micro]) -> bool:
         """Whether one that was `timed` makes `way` useless; counted."""
@@ -190,16 +200,15 @@ class _Hope:
 
     def seconds(self, way: Micro, timed: Sequence[Micro]) -> float | None:
         """What `way` takes by its samples, where that is too long to be seen; else None."""
-        if self._times_slower(way, timed) <= _FAR_SLOWER:
-            return None
-        seen = self._seen[way.way]
-        return seen.seconds * way.batch / seen.batch
+        return self.expected(way) if self._times_slower(way, timed) > _FAR_SLOWER else None
 
-    def _times_slower(self, way: Micro, others: Iterable[Micro]) -> float:
-        mine = self._seen.get(way.way)
-        theirs = [self._seen.get(m.way) for m in others]
-        fastest = min((m.seconds for m in theirs if m is not None), default=math.inf)
-        return 0.0 if mine is None else mine.seconds / fastest
+    def _times_slower(self, way: Micro, others: Sequence[Micro]) -> float:
+        """Than the fastest of `others`, with the nearest size that both were seen with."""
+        for seen in self._seen:
+            theirs = [seen[m.way].seconds for m in others if m.way in seen]
+            if way.way in seen and theirs:
+                return seen[way.way].seconds / min(theirs)
+        return 0.0
 
 
 def _time(
@@ -220,11 +229,8 @@ def _time(
         return known, 0, [f"{convolution}: the library has no way to do it"]
     count = 0
     left: dict[str, int] = {}
-    for plan in plans:
-        knobs = tuple(sorted(plan.knobs))
-        micro = Micro(
-            convolution.batch, plan.engine, knobs, plan.workspace, math.nan, plan.channels
-        )
+    ways = [(_untimed(convolution.batch, plan), plan) for plan in plans]
+    for micro, plan in sorted(ways, key=lambda way: hope.expected(way[0])):
         if micro.way in micros:
             continue
         timed = [m for m in micros.values() if not math.isnan(m.seconds)]
@@ -235,9 +241,9 @@ def _time(
             why = "the time was up"
         elif not hope.is_lost(micro, timed):
             rivals = (m.seconds for m in timed if m.workspace <= plan.workspace)
-            patience = _PATIENCE * min(rivals, default=math.inf)
+            rival = min(rivals, default=math.inf)
             try:
-                seconds = hope.seconds(micro, timed) or library.seconds(convolution, plan, patience)
+                seconds = hope.seconds(micro, timed) or library.seconds(convolution, plan, rival)
             except RuntimeError as error:
                 why = _reason(error)
             else:
@@ -249,6 +255,11 @@ def _time(
         micros[micro.way] = micro
     untimed = [f"{convolution}: {n} of {len(plans)}: {why}" for why, n in left.items()]
     return Entry(tuple(micros.values()), complete=not left), count, untimed
+
+
+def _untimed(batch: int, plan: Plan) -> Micro:
+    knobs = tuple(sorted(plan.knobs))
+    return Micro(batch, plan.engine, knobs, plan.workspace, math.nan, plan.channels)
 
 
 def _reason(error: RuntimeError) -> str:

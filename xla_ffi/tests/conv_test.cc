@@ -19,6 +19,7 @@
 #include "cuda_channels.h"
 #include "cudnn_geometry.h"
 #include "cudnn_library.h"
+#include "cudnn_runtime.h"
 #include "expect.h"
 #include "targets.h"
 
@@ -416,6 +417,38 @@ void TestPaddedChannels() {
   }
 }
 
+// A timer runs a way, padding included, on its sets of buffers in turn.
+void TestTimer() {
+  const Dims x{2, 3, 4, 4};
+  const Dims w{2, 3, 1, 1};
+  const Dims y{2, 2, 4, 4};
+  ConvGeometry geometry;
+  geometry.dtype = CUDNN_DATA_BFLOAT16;
+  std::tie(geometry.x, geometry.w, geometry.y) = std::tie(x, w, y);
+  geometry.strides = geometry.dilation = {1, 1};
+  geometry.padding_low = geometry.padding_high = {0, 0};
+  geometry.Check();
+  const std::size_t needs = 512 + 256 + 20;  // of x and w with 8 channels, and of engine 1
+  std::vector<std::uint16_t> ones(Count(x), 0x3F80);
+  std::vector<std::uint16_t> results[2];
+  std::vector<char> workspace(needs);
+  std::vector<ConvBuffers> sets;
+  for (std::vector<std::uint16_t>& result : results) {
+    result.assign(Count(y), 0);
+    sets.push_back({ones.data(), ones.data(), result.data(), workspace.data(), nullptr});
+  }
+  const ConvWay way{1, 8, {}};
+  ConvTimer timer(geometry, way, 0, sets, needs);
+  LoadChannels();
+  EXPECT(timer.Run(1).size() == 1);
+  EXPECT(results[0][0] == 0x4040 && results[1][0] == 0);  // 3, of three channels
+  EXPECT(timer.Run(3).size() == 3);
+  EXPECT(results[1] == results[0]);
+  const std::string less = "needs " + std::to_string(needs) + " bytes of workspace. Got ";
+  EXPECT(Throws([&] { ConvTimer(geometry, way, 0, sets, needs - 1); }, less));
+  EXPECT(Throws([&] { ConvTimer(geometry, way, 0, {}, needs); }, "no buffers"));
+}
+
 // Devices are shared by executions, so several threads ask for one handle and the same plans.
 void TestThreads() {
   std::vector<std::thread> threads;
@@ -513,6 +546,7 @@ int main(int, char** argv) {
   vmem::TestOneOutput();
   vmem::TestEpilogues();
   vmem::TestPaddedChannels();
+  vmem::TestTimer();
   vmem::TestPasses(XLA_FFI_DataType_F32);
   vmem::TestPasses(XLA_FFI_DataType_F64);
   vmem::TestPasses(XLA_FFI_DataType_BF16);
