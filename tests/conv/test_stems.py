@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.call import TARGET, attributes
+from vmem_jax.conv.compiled import own_convolutions
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles, whole
@@ -179,3 +181,18 @@ def test_xla_counts_the_copies(which):
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     assert plan.workspace <= temporaries < plan.workspace + partials + MIB
     assert temporaries < 20 * MIB
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("which", [Pass.FORWARD, Pass.BACKWARD_FILTER])
+def test_what_xla_copies_is_workspace_of_its_own(which):
+    """For an H200 that is not there XLA pads stems in float16 to 4 channels, the whole batch."""
+    card = target("h200")
+    c = dataclasses.replace(STEM, which=which, dtype="float16")
+    shapes, (first, second, _) = layouts(c), roles(which)
+    here = lambda role: jax.ShapeDtypeStruct(shapes[role], c.dtype, sharding=card.sharding())
+    call = jax.jit(functools.partial(whole, c))
+    compiled = call.lower(here(first), here(second)).compile()
+    own = own_convolutions(compiled.as_text(), [c])[c]
+    assert own.channels == 4
+    assert abs(own.workspace - compiled.memory_analysis().temp_size_in_bytes) < MIB
