@@ -9,8 +9,8 @@
 
 namespace vmem {
 
-// Of one call. The copies of x and w lie in front of cuDNN's own workspace, in this order, each at a
-// multiple of 256 bytes from its beginning. Results are not padded but where they are x or w.
+// Of one call. The copies of x and w lie in front of cuDNN's own workspace, in this order, each
+// at a multiple of 256 bytes from its beginning.
 class ConvPadding {
  public:
   // `channels` is what x is padded to; 0 for none. Throws Error if that cannot be.

@@ -196,8 +196,8 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& epilogue,
 }
 
 // `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
-// no driver that could load what is compiled. `banned` are notes that no plan may have. `channels` is
-// what x is padded to, 0 for none: no way does so in a build without kernels.
+// no driver that could load what is compiled. `banned` are notes that no plan may have. `channels`
+// is what x is padded to, 0 for none: no way does so in a build without kernels.
 nb::list ConvPlans(const std::string& which, const std::string& epilogue,
                    const std::string& dtype, bool channels_last,
                    const std::tuple<Dims, Dims, Dims>& shapes,
