@@ -13,9 +13,9 @@ inline constexpr unsigned kValueBits = 16;
 using OneValue = std::uint16_t;
 using FourValues = std::uint64_t;
 
-// Each of `rows` rows of `given` values becomes one of `made`: what it has more is zero, what it has
-// less is left out. A thread writes a Piece at once, an integer made up of as many values as it has
-// room for; `made` is a multiple of that.
+// Each of `rows` rows of `given` values becomes one of `made`: with zeros behind it, or cut short. A
+// thread writes a Piece at once, an integer made up of as many values as it has room for; `made` is a
+// multiple of that.
 template <class Piece>
 __global__ void __launch_bounds__(kChannelThreads)
     CopyRows(const std::uint16_t* from, unsigned given, std::uint16_t* to, unsigned made,

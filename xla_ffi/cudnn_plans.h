@@ -41,8 +41,8 @@ struct PlanInfo {
 };
 
 // Every plan, best first by cuDNN's own judgement. Where several calls are to add up their results
-// (CanAccumulate), a plan is one that can, and its workspace does for both kinds of call. Making one
-// takes longest: those whose engine has one of the notes `banned` are left out before that. Plans
+// (CanAccumulate), a plan is one that can, and its workspace does for both kinds of call. Making
+// one takes longest: those whose engine has one of the notes `banned` are left out before. Plans
 // that compile a kernel when they are made take seconds each: they are left out unless `compiling`.
 std::vector<PlanInfo> FindPlans(const ConvGeometry& geometry, const ConvDevice& device,
                                 const std::vector<std::int64_t>& banned, bool compiling);
