@@ -41,6 +41,12 @@ def test_sets_are_apart_and_fill_the_cache(which, batch, count, monkeypatch):
         at = dict(zip("xwy", addresses, strict=True))
         taken += [(at[role], at[role] + nbytes[role]) for role in at]
         assert all(at[role] % 256 == found[0]["xwy".index(role)] % 256 for role in at)
+        # as a second micro-batch's, whose first value stands behind one sample of the first
+        base = {result: scratch._bytes}.get
+        one = {role: n if role == "w" else n // batch for role, n in nbytes.items()}
+        for role in at:
+            memory = base(role, scratch._values["float32"]).unsafe_buffer_pointer()
+            assert (at[role] - memory) % 256 == one[role] % 256
     taken.sort()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
     values, written = scratch._values["float32"], scratch._bytes

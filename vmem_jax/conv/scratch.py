@@ -11,7 +11,7 @@ from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Convolution
 
 _ALIGNMENT = 256
-"""Elements that operands begin at multiples of: more than cuDNN asks of any buffer."""
+"""Elements that memory for operands begins at multiples of: more than cuDNN asks of any buffer."""
 
 _CACHES = 256 << 20
 """Bytes that no GPU's cache holds: an H200's has 50 MB, a B200's 126. A micro-batch that finds its
@@ -36,11 +36,14 @@ class Scratch:
     def sets(self, convolution: Convolution, workspace: int, most: int) -> list[Addresses]:
         """Sets of buffers: as many as are together larger than any cache, but at most `most`.
 
-        The result's are bytes to write. The workspace is the same in all; the bias is what begins w.
+        Each begins where a second micro-batch's would, one sample behind what is aligned (w: one w):
+        cuDNN has engines that fail there. The result's are bytes to write. The workspace is the same
+        in all; the bias is what begins w.
         """
         shapes, itemsize = layouts(convolution), jnp.dtype(convolution.dtype).itemsize
         *operands, result = roles(convolution.which)
-        sizes = {role: _rounded(math.prod(shapes[role]), _ALIGNMENT) for role in shapes}
+        behind = {role: math.prod(shapes[role][role != "w" :]) for role in shapes}
+        sizes = {r: _rounded(math.prod(shapes[r]) + behind[r], _ALIGNMENT) for r in shapes}
         count = min(most, -(-_CACHES // (sum(sizes.values()) * itemsize)))
         first, second = operands
         read, made = sizes[first] + sizes[second], sizes[result] * itemsize
@@ -50,6 +53,7 @@ class Scratch:
         for i in range(count):
             at = {first: values + i * read * itemsize, result: written + i * made}
             at[second] = at[first] + sizes[first] * itemsize
+            at = {role: address + behind[role] * itemsize for role, address in at.items()}
             bias = at["w"] if convolution.epilogue else 0
             found.append((at["x"], at["w"], at["y"], written + count * made, bias))
         return found

@@ -55,6 +55,9 @@ class Convolution:
       groups: of channels; C for a depthwise convolution.
       channels_last: the layout in memory, NHWC (w: KHWC) where true, NCHW (w: KCHW) where false.
       epilogue: what a forward pass does besides.
+
+    Raises:
+      ValueError: it is strict and not in float32.
     """
 
     which: Pass
@@ -71,6 +74,12 @@ class Convolution:
     groups: int = 1
     channels_last: bool = True
     epilogue: Epilogue = Epilogue.NONE
+
+    def __post_init__(self) -> None:
+        if self.strict and self.dtype != "float32":
+            raise ValueError(
+                f"`strict` is said of float32 alone. Got a convolution in {self.dtype}."
+            )
 
     @property
     def out(self) -> tuple[int, ...]:
