@@ -10,6 +10,7 @@ from typing import Any
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.convolutions import match, match_epilogue
+from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
@@ -174,15 +175,16 @@ def _captured(
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)
         buffers = _within(buffers, steps, movable=sub_batches.last is None)
-    in_host_memory = _hosted(given.hosted, opened.outvars, index, len(inputs))
-    given_up = [b for b, gives in enumerate(given.donated) if gives and b not in in_host_memory]
+    in_host_memory = hosted_values(flat, given.hosted)
     program = Program(
         buffers=tuple(buffers),
         steps=tuple(steps),
         inputs=tuple(range(len(inputs))),
         outputs=outputs,
-        aliases=_aliases(given_up, [o for o in outputs if o not in in_host_memory], variables),
-        hosted=in_host_memory,
+        aliases=tuple(
+            (index[i], index[o]) for i, o in aliases(flat, given.donated, in_host_memory)
+        ),
+        hosted=tuple(sorted(index[v] for v in in_host_memory)),
     )
     return Captured(flat, program, tuple(variables), shards, applied, given, sub_batches)
 
@@ -331,33 +333,3 @@ def _is_convolved(v: Var, maker: dict[Var, compat.JaxprEqn]) -> bool:
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:
     return class_of(root) is Class.HEAVY and kernel.writes != tuple(root.outvars)
-
-
-def _hosted(
-    pairs: Sequence[tuple[int, int | None]],
-    outvars: Sequence[Any],
-    index: dict[Var, int],
-    inputs: int,
-) -> tuple[int, ...]:
-    """The buffers in host memory. An output there is made by the step, or such an input itself."""
-    found = {i for i, _ in pairs}
-    for _, o in pairs:
-        if o is not None and isinstance(outvars[o], Var) and index[outvars[o]] >= inputs:
-            found.add(index[outvars[o]])
-    return tuple(sorted(found))
-
-
-def _aliases(
-    given_up: Sequence[int], outputs: Sequence[int], variables: Sequence[Var]
-) -> tuple[tuple[int, int], ...]:
-    """Pairs donated inputs with outputs of the same shape and dtype, in order, as jit does."""
-    free: dict[str, list[int]] = {}
-    for o in outputs:
-        free.setdefault(variables[o].aval.str_short(), []).append(o)
-    pairs = []
-    for i in given_up:
-        fitting = free.get(variables[i].aval.str_short(), [])
-        if fitting:
-            pairs.append((i, i) if i in fitting else (i, fitting[0]))
-            fitting.remove(pairs[-1][1])
-    return tuple(pairs)
