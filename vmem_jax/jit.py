@@ -261,6 +261,7 @@ class BudgetedStep:
             unsplit=entry.unsplit,
             spared="\n".join(filter(None, spared)),
             uncompressed=entry.uncompressed,
+            stacked="\n".join(map(str, entry.traced.captured.stacked)),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

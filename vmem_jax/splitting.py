@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
-from vmem_jax.capture.capture import layer_of
+from vmem_jax.capture.places import place_of
 from vmem_jax.core.costs import Costs, Link, Machine, calibrated, machine_for
 from vmem_jax.entry import Traced
 from vmem_jax.errors import SubBatchError
-from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
+from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.prove.device import devices_of
 
 
@@ -91,8 +91,8 @@ def _follow(traced: Traced) -> Batch | str:
         return traced.batch.why
     if traced.captured.shards.device_count > 1:
         return "it runs on several devices"
-    found = follow_batch(traced.captured.flat, traced.batch.layouts, traced.batch.size)
-    return found if isinstance(found, Batch) else _said(traced.captured.flat, found)
+    found = follow_batch(traced.captured.separate, traced.batch.layouts, traced.batch.size)
+    return found if isinstance(found, Batch) else _said(traced.captured.separate, found)
 
 
 def _said(flat: ClosedJaxpr, mixing: Mixing) -> str:
@@ -100,14 +100,8 @@ def _said(flat: ClosedJaxpr, mixing: Mixing) -> str:
     if mixing.mixer < 0:
         return mixing.why
     if mixing.why:
-        return f"{_where(eqns[mixing.mixer])}: {mixing.why}"
-    mixer = f"{_where(eqns[mixing.mixer])} needs all samples at once"
+        return f"{place_of(eqns[mixing.mixer])}: {mixing.why}"
+    mixer = f"{place_of(eqns[mixing.mixer])} needs all samples at once"
     if mixing.reader in (-1, mixing.mixer):
         return mixer
-    return f"{mixer}, and {_where(eqns[mixing.reader])} waits for it sample by sample"
-
-
-def _where(eqn: JaxprEqn) -> str:
-    line = compat.user_line(eqn)
-    at = f" at {line}" if line else ""
-    return f"{layer_of(eqn) or '(no layer)'}: {eqn.primitive.name}{at}"
+    return f"{mixer}, and {place_of(eqns[mixing.reader])} waits for it sample by sample"

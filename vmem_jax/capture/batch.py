@@ -153,6 +153,25 @@ def follow_body(body: Any, values: Sequence[Value], size: int) -> Batch:
     return _follow(opened.eqns, given, size, frozenset())
 
 
+def follow_slices(flat: ClosedJaxpr, at: int, made: Sequence[Value], size: int) -> Batch:
+    """The equations of `flat` behind equation `at` by the slices of what that makes, as if they were
+    samples; what is made before it is the same for all of them, and nothing is early.
+
+    Args:
+      made: what is known of its results.
+      size: slices.
+    """
+    opened = compat.open_jaxpr(flat)
+    before, behind = opened.eqns[: at + 1], opened.eqns[at + 1 :]
+    same = (*opened.invars, *opened.constvars, *(v for eqn in before for v in eqn.outvars))
+    given = dict.fromkeys(same, SAME)
+    given.update(zip(opened.eqns[at].outvars, made, strict=True))
+    found = _follow(behind, given, size, frozenset())
+    none: list[Sequence[Where]] = [[None] * len(eqn.invars) for eqn in before]
+    rows = {at + 1 + i: column for i, column in found.rows.items()}
+    return dataclasses.replace(found, wants=[*none, *found.wants], rows=rows)
+
+
 def _constants(closed: Any) -> list[tuple[Var, Any]]:
     return [*zip(compat.open_jaxpr(closed).constvars, compat.constants(closed), strict=True)]
 

@@ -1,4 +1,4 @@
-"""Calls of traced functions, and barriers, as equations of a jaxpr."""
+"""Calls of traced functions, loops and barriers, as equations of a jaxpr."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 
 class Calls:
@@ -43,6 +44,33 @@ class Calls:
                 )
             )
         return [read(a) for a in opened.outvars]
+
+    def scan(
+        self, body: ClosedJaxpr, consts: int, carry: int, operands: Sequence[Atom], like: JaxprEqn
+    ) -> list[Any]:
+        """Emits a scan over another body, of the length and direction of the scan `like`.
+
+        Args:
+          consts, carry: how many of the operands are constants, and how many after them are carried.
+        """
+        run, params, end = jaxpr_as_fun(body), like.params, consts + carry
+
+        def loop(*values: Any) -> Any:
+            def once(carried: Any, x: Any) -> Any:
+                outs = run(*values[:consts], *carried, *x)
+                return tuple(outs[:carry]), tuple(outs[carry:])
+
+            carried, ys = lax.scan(
+                once,
+                tuple(values[consts:end]),
+                tuple(values[end:]),
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+            )
+            return [*carried, *ys]
+
+        return self.bind(loop, operands, like)
 
 
 def _traceable(aval: Any) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.loops import stacks
+from vmem_jax.capture.places import layer_of
 from vmem_jax.capture.primitives import (
     Class,
     aligned,
@@ -27,6 +27,7 @@ from vmem_jax.capture.primitives import (
 )
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.capture.updates import Stacked, updated_in_loops
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -59,8 +60,11 @@ class Captured:
       shards: how its values are split over its devices.
       applied: the exact-residual rules that were applied to get `flat`.
       inputs: what is known of its inputs.
+      separate: `flat` with all updates behind the loops that make their gradients; what is divided
+        into sub-batches.
       sub_batches: how its batch runs in parts; None where it runs as a whole. Then `flat` is of one
         of them.
+      stacked: gradients of loops that exist all at once.
     """
 
     flat: ClosedJaxpr
@@ -68,21 +72,24 @@ class Captured:
     variables: tuple[Var, ...]
     shards: Shards
     applied: tuple[Applied, ...]
-    inputs: Inputs = Inputs()
+    inputs: Inputs
+    separate: ClosedJaxpr
     sub_batches: SubBatches | None = None
+    stacked: tuple[Stacked, ...] = ()
 
     def in_sub_batches(self, batch: Batch, count: int) -> Captured:
         """The same step, which must run as a whole, in at most `count` sub-batches."""
         if count == 1:
             return self
-        flat, sub_batches = divided(self.flat, batch, count)
-        return _captured(flat, self.applied, self.inputs, sub_batches)
+        flat, sub_batches = divided(self.separate, batch, count)
+        return _captured(flat, flat, self.applied, self.inputs, sub_batches)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
     ) -> Captured:
         """The same step with the equations of `flat`, in which `compressed` is."""
-        other = _captured(drop_dead(flat), self.applied, self.inputs, self.sub_batches)
+        flat = drop_dead(flat)
+        other = _captured(flat, self.separate, self.applied, self.inputs, self.sub_batches)
         program = dataclasses.replace(other.program, compressed=compressed)
         return dataclasses.replace(other, program=program)
 
@@ -127,16 +134,20 @@ def capture(
     """
     flat, applied = apply_exact_rules(flatten(closed))
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted))
-    return _captured(drop_dead(flat), applied, inputs, None)
+    separate = drop_dead(flat)
+    flat, stacked = updated_in_loops(separate, inputs.donated, inputs.hosted, inputs.shardings)
+    captured = _captured(flat, separate, applied, inputs, None)
+    return dataclasses.replace(captured, stacked=stacked)
 
 
 def _captured(
     flat: ClosedJaxpr,
+    separate: ClosedJaxpr,
     applied: tuple[Applied, ...],
     given: Inputs,
     sub_batches: SubBatches | None,
 ) -> Captured:
-    """The Program of `flat`, in which all exact-residual rules are applied."""
+    """The Program of `flat`, in which all exact-residual rules are applied and updates are moved."""
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
     kernels = fuse(flat)
@@ -186,7 +197,8 @@ def _captured(
         ),
         hosted=tuple(sorted(index[v] for v in in_host_memory)),
     )
-    return Captured(flat, program, tuple(variables), shards, applied, given, sub_batches)
+    every = tuple(variables)
+    return Captured(flat, program, every, shards, applied, given, separate, sub_batches)
 
 
 def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
@@ -209,14 +221,6 @@ def _within(buffers: Sequence[Buffer], steps: Sequence[Step], movable: bool) -> 
         )
         for b, buffer in enumerate(buffers)
     ]
-
-
-def layer_of(eqn: compat.JaxprEqn) -> str:
-    """The user's layer of `eqn`: its name stack without the marks that transformations leave."""
-    stack = compat.name_stack(eqn)
-    stack = re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint|rematted_computation)\b", "", stack)
-    parts = [p for p in re.split(r"[/()]+", stack) if p]
-    return "/".join(parts)
 
 
 def _phases(

@@ -131,6 +131,9 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "reduce_window_sum": _window_flops,
     "reduce_window": _window_flops,
     "scan": _scan_flops,
+    # what is not updated is not touched
+    "dynamic_update_slice": lambda eqn: math.prod(eqn.invars[1].aval.shape),
+    "optimization_barrier": lambda eqn: 0,
     # threefry: 20 rounds of about four integer operations a pair of 32-bit words
     "random_bits": lambda eqn: 80 * math.prod(eqn.outvars[0].aval.shape),
     "threefry2x32": lambda eqn: 80 * math.prod(eqn.outvars[0].aval.shape),
@@ -235,19 +238,38 @@ def workspace(eqn: JaxprEqn) -> int:
 def _inner_peak(jaxpr: Any) -> int:
     """The most bytes live at once among the values that the equations of `jaxpr` make."""
     opened = compat.open_jaxpr(jaxpr)
+    memory: dict[Any, Any] = {}  # of what is written in place the value whose memory it is
+    owner: Callable[[Any], Any] = lambda a: memory.get(a, a)
+    there = {*opened.invars, *opened.constvars}
+    for eqn in opened.eqns:
+        memory.update((v, owner(a)) for a, v in _in_place(eqn) if a in there)
+        there.update(eqn.outvars if class_of(eqn) in (Class.HEAVY, Class.REDUCE) else ())
     last: dict[Any, int] = {}
     for i, eqn in enumerate(opened.eqns):
-        last.update({a: i for a in eqn.invars if isinstance(a, compat.Var)})
-    last.update({a: len(opened.eqns) for a in opened.outvars if isinstance(a, compat.Var)})
+        last.update({owner(a): i for a in eqn.invars if isinstance(a, compat.Var)})
+    last.update({owner(a): len(opened.eqns) for a in opened.outvars if isinstance(a, compat.Var)})
     made: set[Any] = set()
     live = peak = 0
     for i, eqn in enumerate(opened.eqns):
-        outs = [v for v in eqn.outvars if class_of(eqn) in (Class.HEAVY, Class.REDUCE)]
+        own = class_of(eqn) in (Class.HEAVY, Class.REDUCE)
+        outs = [v for v in eqn.outvars if own and v not in memory]
         made.update(outs)
         live += sum(nbytes(v.aval) for v in outs)
         peak = max(peak, live + workspace(eqn))
-        gone = {a for a in eqn.invars if isinstance(a, compat.Var) and a in made and last[a] == i}
+        read = {owner(a) for a in eqn.invars if isinstance(a, compat.Var)}
+        gone = {a for a in read if a in made and last[a] == i}
         gone |= {v for v in outs if v not in last}
         live -= sum(nbytes(v.aval) for v in gone)
         made -= gone
     return peak
+
+
+def _in_place(eqn: JaxprEqn) -> list[tuple[Any, Any]]:
+    """Pairs (operand, result) of the same memory inside a loop."""
+    if eqn.primitive.name == "optimization_barrier":
+        pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
+    elif eqn.primitive.name == "dynamic_update_slice":
+        pairs = [(eqn.invars[0], eqn.outvars[0])]
+    else:
+        return []
+    return [(a, v) for a, v in pairs if isinstance(a, compat.Var)]

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, follow_scan
@@ -112,8 +111,8 @@ class Slicer:
     def _make_slice(self, v: Var, layout: Layout, like: JaxprEqn) -> Atom:
         wants = self._wants(v, layout)
         if wants is None or self._price(v, layout) > nbytes(v.aval):
-            cut = lambda x, offset: _cut(x, offset, layout, self.batch.size, self.size)
-            return self.calls.bind(cut, [self.whole(v), self.offset], like)[0]
+            part = lambda x, offset: cut(x, offset, layout, self.batch.size, self.size)
+            return self.calls.bind(part, [self.whole(v), self.offset], like)[0]
         eqn = self.eqns[self.maker[v]]
         if eqn.primitive.name == "iota":
             make = lambda offset: _counted(eqn, offset, layout, self.batch.size, self.size)
@@ -189,36 +188,15 @@ class Slicer:
         wants = [v.layout for v in followed.outs]
         wants = [w if n < carry or w is None else w.at(w.dim - 1) for n, w in enumerate(wants)]
         outvars = [inner.read(a, w, last) for a, w in zip(opened.outvars, wants, strict=True)]
-        run = jaxpr_as_fun(
-            compat.close(
-                opened.constvars,
-                compat.constants(closed),
-                [offset, *given.values()],
-                outvars,
-                equations,
-                closed,
-            )
+        sliced = compat.close(
+            opened.constvars,
+            compat.constants(closed),
+            [offset, *given.values()],
+            outvars,
+            equations,
+            closed,
         )
-        params = eqn.params
-
-        def loop(offset: Any, *values: Any) -> Any:
-            end = consts + carry
-
-            def once(carried: Any, x: Any) -> Any:
-                outs = run(offset, *values[:consts], *carried, *x)
-                return tuple(outs[:carry]), tuple(outs[carry:])
-
-            carried, ys = lax.scan(
-                once,
-                tuple(values[consts:end]),
-                tuple(values[end:]),
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            )
-            return [*carried, *ys]
-
-        return self.calls.bind(loop, [self.offset, *invars], eqn)
+        return self.calls.scan(sliced, 1 + consts, carry, [self.offset, *invars], eqn)
 
 
 def opened(shape: Sequence[int], layout: Layout, size: int) -> tuple[int, ...]:
@@ -239,7 +217,7 @@ def _starts(x: Any, offset: Any, layout: Layout) -> list[Any]:
     return starts
 
 
-def _cut(x: Any, offset: Any, layout: Layout, whole: int, size: int) -> Any:
+def cut(x: Any, offset: Any, layout: Layout, whole: int, size: int) -> Any:
     """The `size` samples from `offset` on."""
     shape = x.shape
     x = x.reshape(opened(shape, layout, whole))

@@ -63,6 +63,7 @@ class Explanation:
       unsplit: why the batch cannot run in parts; "" where it can.
       uncompressed: why nothing is compressed, where that was asked for.
       spared: what the search for the plan left out; "" for nothing.
+      stacked: which gradients of scanned layers exist all at once, and why; "" for none.
     """
 
     program: Program
@@ -82,6 +83,7 @@ class Explanation:
     unsplit: str = ""
     uncompressed: str = ""
     spared: str = ""
+    stacked: str = ""
 
     def table(self) -> Table:
         table = Table(title=str(self.plan))
@@ -116,6 +118,7 @@ class Explanation:
             + self._gap()
             + self._batch()
             + self._compression()
+            + (f"\n{self.stacked}" if self.stacked else "")
             + (f"\n{self.spared}" if self.spared else "")
             + (f"\n{self.tuning}" if self.tuning is not None else "")
         )
@@ -227,6 +230,7 @@ def explain(
     unsplit: str = "",
     uncompressed: str = "",
     spared: str = "",
+    stacked: str = "",
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
     plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
@@ -260,6 +264,7 @@ def explain(
         unsplit=unsplit,
         uncompressed=uncompressed,
         spared=spared,
+        stacked=stacked,
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
         seconds=timeline.seconds,

@@ -22,8 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from vmem_jax import jax_compat as compat
@@ -261,30 +259,10 @@ class _Body:
 
     def bind(self, calls: Calls, invars: Sequence[Atom], added: Sequence[Atom]) -> list[Any]:
         """Emits the scan on the operands of the old one and what is carried beside."""
-        params, popped = self._eqn.params, {place for *_, place in self.popped}
+        popped = {place for *_, place in self.popped}
         xs = [a for p, a in enumerate(invars) if p >= self.carry_end and p not in popped]
         operands = [*invars[: self.carry_end], *added, *xs]
-        carried = self.carry + len(added)
-        run = jaxpr_as_fun(self._new)
-
-        def loop(*values: Any) -> Any:
-            consts, rest = values[: self.consts], values[self.consts :]
-
-            def body(carry: Any, x: Any) -> Any:
-                outs = run(*consts, *carry, *x)
-                return tuple(outs[:carried]), tuple(outs[carried:])
-
-            carry, ys = lax.scan(
-                body,
-                tuple(rest[:carried]),
-                tuple(rest[carried:]),
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            )
-            return [*carry, *ys]
-
-        return calls.bind(loop, operands, self._eqn)
+        return calls.scan(self._new, self.consts, self.carry + len(added), operands, self._eqn)
 
 
 def _token(calls: Calls, like: JaxprEqn) -> Var:

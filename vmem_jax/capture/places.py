@@ -1,0 +1,23 @@
+"""places: where in the user's model and code an equation stands."""
+
+from __future__ import annotations
+
+import re
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.jax_compat import JaxprEqn
+
+
+def layer_of(eqn: JaxprEqn) -> str:
+    """The user's layer of `eqn`: its name stack without the marks that transformations leave."""
+    stack = compat.name_stack(eqn)
+    stack = re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint|rematted_computation)\b", "", stack)
+    parts = [p for p in re.split(r"[/()]+", stack) if p]
+    return "/".join(parts)
+
+
+def place_of(eqn: JaxprEqn) -> str:
+    """The layer, the primitive and the line of `eqn`, for people."""
+    line = compat.user_line(eqn)
+    at = f" at {line}" if line else ""
+    return f"{layer_of(eqn) or '(no layer)'}: {eqn.primitive.name}{at}"

@@ -1,0 +1,450 @@
+"""updates: what is made of the gradients that a loop stacks, made slice by slice in that loop.
+
+The backward loop over scanned layers stacks the gradients of all of them, and the optimiser reads the
+stacks: gradients as large as the parameters are there at once. But an optimiser works on each element
+for itself. So the equations behind the loop that make new stacks (parameters, moments) of these run
+in its body, each on the slice of its iteration, and the stack of gradients never exists:
+
+    for i in layers, last first:
+        gradients of layer i by the slices i of parameters and residuals
+        -- barrier --
+        slices i of the new stacks, by these gradients and slices i of the old ones
+
+A new stack takes over the memory of a donated old one: that is carried, read at i and written at i.
+The barrier has whatever the iteration reads of the old slices come before it writes the new ones; a
+read behind that would have XLA copy the whole stack. All else is read from where it lies, and stacks
+that only it needs (a cast of them, a broadcast number) are made by the slice, too: the rules are
+those by which a batch is cut into sub-batches, with slices for samples. Without donation nothing is
+gained, since gradients then lie where the new stacks will.
+
+It costs no memory, so it is no choice of a plan: a value that exists for it alone must be smaller
+than the gradients that no longer do. The equations are the same, and so are the results, but where
+LLVM or XLA makes one rounding of two in another fusion (a product and a sum, in Adam's moments).
+
+What needs a whole stack of gradients (the norm of all of them), and what depends on that, stays
+behind the loop; so does what takes over memory that something else still reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.batch import Value, follow_slices
+from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.donations import aliases, hosted_values
+from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.layouts import Layout
+from vmem_jax.capture.places import layer_of, place_of
+from vmem_jax.capture.primitives import Class, class_of, is_array, nbytes
+from vmem_jax.capture.shards import Shards, follow_shards
+from vmem_jax.capture.sliced import Slicer, opened, put
+from vmem_jax.errors import show_nbytes
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+_SLICES = Layout(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Gradients of scanned layers that exist all at once.
+
+    Attributes:
+      loop: the layer of the loop that makes them, or "".
+      nbytes: their bytes, of all slices.
+      why: what stands in the way of updates in the loop, for people.
+    """
+
+    loop: str
+    nbytes: int
+    why: str
+
+    def __str__(self) -> str:
+        what = f"the gradients of {self.loop or 'a loop'}, {show_nbytes(self.nbytes)}"
+        return f"{what}, exist all at once: {self.why}"
+
+
+def updated_in_loops(
+    flat: ClosedJaxpr,
+    donated: Sequence[bool],
+    hosted: Sequence[tuple[int, int | None]],
+    shardings: Sequence[Any],
+) -> tuple[ClosedJaxpr, tuple[Stacked, ...]]:
+    """`flat` with updates in the loops that make their gradients, and what could not be moved there.
+
+    Args:
+      donated: for each argument whether the caller gives it up.
+      hosted: for each argument in host memory its index, and that of the output that goes there
+        again. Such stacks come and go as a whole, so what reads them is not moved.
+      shardings: the `jax.sharding.Sharding` of each argument; none for those on one device. Stacks
+        that are split along the layers are left alone.
+    """
+    stacked: list[Stacked] = []
+    for n in range(len(_scans(flat))):  # each is replaced by one
+        shards = follow_shards(flat, shardings)
+        loop = _Loop(flat, _scans(flat)[n], donated, hosted, shards)
+        if loop.saved:
+            flat = loop.moved()
+        stacked += loop.stacked()
+    return flat, tuple(stacked)
+
+
+def _scans(flat: ClosedJaxpr) -> list[int]:
+    return [i for i, e in enumerate(compat.open_jaxpr(flat).eqns) if e.primitive.name == "scan"]
+
+
+class _Loop:
+    """One scan of `flat`, and what of the equations behind it can run in its body.
+
+    Attributes:
+      roots: its stacks that can be read by the slice.
+      targets: the results of the step that are made in its body.
+      saved: bytes of the stacks that no longer exist then.
+    """
+
+    def __init__(
+        self,
+        flat: ClosedJaxpr,
+        at: int,
+        donated: Sequence[bool],
+        hosted: Sequence[tuple[int, int | None]],
+        shards: Shards,
+    ) -> None:
+        self.flat, self.at, self.shards = flat, at, shards
+        self.opened = compat.open_jaxpr(flat)
+        self.eqns = self.opened.eqns
+        self.eqn = self.eqns[at]
+        self.consts, self.carry = compat.scan_counts(self.eqn)
+        self.length: int = self.eqn.params["length"]
+        self.results = {a for a in self.opened.outvars if isinstance(a, Var)}
+        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for a in {a for a in eqn.invars if isinstance(a, Var)}:
+                self.readers.setdefault(a, []).append(i)
+        self.hosted = hosted_values(flat, hosted)
+        self.over = {o: i for i, o in aliases(flat, donated, self.hosted)}
+        self.roots = [v for v in self.eqn.outvars[self.carry :] if self._is_divisible(v)]
+        self.of: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.roots}
+        self.saved, self.entered = 0, list[Var]()
+        self.movable: set[int] = set()
+        self.targets: list[Var] = []
+        self.needed = set(self.readers) | self.results
+        if any(v in self.readers for v in self.roots):
+            self._follow()
+            self._choose()
+
+    def _is_divisible(self, v: Var) -> bool:
+        """Whether slices of `v` can be cut out where they lie."""
+        typed = getattr(getattr(v.aval, "sharding", None), "spec", ())
+        return is_array(v.aval) and self.shards.are_slices_whole(v) and not any(typed)
+
+    def _follow(self) -> None:
+        """Finds what there is before the loop, or could be, and what can be made by the slice."""
+        made = [Value(_SLICES) if v in self.of else Value(late=0) for v in self.eqn.outvars]
+        self.batch = follow_slices(self.flat, self.at, made, self.length)
+        self.available = {*self.opened.invars, *self.opened.constvars} - self.hosted
+        self.streamed = {*self.hosted}
+        for i, eqn in enumerate(self.eqns):
+            given = {a for a in eqn.invars if isinstance(a, Var)}
+            if not given.isdisjoint(self.streamed):
+                self.streamed.update(eqn.outvars)
+            if i == self.at or not (given <= self.available or i < self.at):
+                pass
+            elif i < self.at or not (class_of(eqn) is Class.HEAVY or eqn.effects):
+                self.available.update(eqn.outvars)
+                continue
+            if i > self.at and self._is_movable(eqn, given):
+                self.movable.add(i)
+                inner = [self.of[a] for a in given if a in self.of]
+                self.of[eqn.outvars[0]] = frozenset().union(*inner)
+
+    def _is_movable(self, eqn: JaxprEqn, given: set[Var]) -> bool:
+        values = [self.batch.of(v) for v in eqn.outvars]
+        return (
+            class_of(eqn) is not Class.HEAVY
+            and len(values) == 1
+            and values[0].layout is not None
+            and values[0].late < 0
+            and given <= self.available | self.of.keys()
+        )
+
+    # -- which
+
+    def _choose(self) -> None:
+        """Chooses the targets: as many as can be, if stacks of the loop then no longer exist."""
+        self.targets = [
+            v
+            for v in dict.fromkeys(a for a in self.opened.outvars if isinstance(a, Var))
+            if v in self.of and v not in self.roots and v in self.over
+        ]
+        while True:
+            self.live, self.needed = self._live()
+            kept = [
+                v
+                for v in self.targets
+                if not self.of[v] <= self.needed and not self._is_read_elsewhere(v)
+            ]
+            if kept == self.targets:
+                break
+            self.targets = kept
+        gone = [v for v in self.roots if v not in self.needed]
+        self.saved = sum(nbytes(v.aval) for v in gone) if self.targets else 0
+        if not self.saved:
+            return
+        self._emit()
+        exists = lambda v: v not in self.maker or v in self.results or self._is_kernel(v)
+        if sum(nbytes(v.aval) for v in self.entered if not exists(v)) >= self.saved:
+            self.saved, self.targets = 0, []
+            self.live, self.needed = self._live()
+
+    def _is_kernel(self, v: Var) -> bool:
+        return class_of(self.eqns[self.maker[v]]) in (Class.HEAVY, Class.REDUCE)
+
+    def _live(self) -> tuple[set[int], set[Var]]:
+        """The equations that run outside of the body where the targets are made in it, and what
+        these and the results of the step need."""
+        mine, live = set(self.targets), {self.at}
+        needed = self.results - mine
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            made = any(v in needed and v not in mine for v in eqn.outvars)
+            if made or eqn.effects or i == self.at:
+                live.add(i)
+                needed.update(a for a in eqn.invars if isinstance(a, Var))
+        return live, needed
+
+    def _is_read_elsewhere(self, v: Var) -> bool:
+        """Whether the argument whose memory `v` takes over is read where that cannot be told to come
+        before the loop."""
+        old = self.over[v]
+        places = [p for p, a in enumerate(self.eqn.invars) if self._source(a) is old]
+        if old in self.results or not self._is_divisible(old):
+            return True
+        if any(p < self.consts + self.carry for p in places):
+            return True
+        return not all(self.available.issuperset(self.eqns[i].outvars) for i in self._others(old))
+
+    def _source(self, atom: Atom) -> Atom:
+        """What `atom` is a view of, or itself."""
+        while isinstance(atom, Var) and atom in self.maker:
+            eqn = self.eqns[self.maker[atom]]
+            if class_of(eqn) is not Class.VIEW:
+                break
+            atom = eqn.invars[0]
+        return None if isinstance(atom, Literal) else atom
+
+    def _others(self, old: Var) -> set[int]:
+        """Where values end that are made of `old` for something else than the loop or what is made in
+        it: equations whose results exist."""
+        outside = self.live - self._leading
+        waiting, ends = [i for i in self.readers.get(old, ()) if i in outside], set[int]()
+        seen = {*waiting}
+        while waiting:
+            i = waiting.pop()
+            outs = self.eqns[i].outvars
+            if any(v in self.results or self._is_kernel(v) for v in outs):
+                ends.add(i)
+                continue
+            more = {r for v in outs for r in self.readers.get(v, ()) if r in outside} - seen
+            waiting += more
+            seen |= more
+        return ends
+
+    @functools.cached_property
+    def _leading(self) -> set[int]:
+        """The equations that the loop waits for, and itself."""
+        return {self.at, *self._makers(a for a in self.eqn.invars if isinstance(a, Var))}
+
+    def _makers(self, wanted: Iterable[Var]) -> set[int]:
+        """The equations that lead to `wanted` from the arguments."""
+        waiting, found = list(wanted), set[int]()
+        while waiting:
+            i = self.maker.get(waiting.pop())
+            if i is not None and i not in found:
+                found.add(i)
+                waiting += [a for a in self.eqns[i].invars if isinstance(a, Var)]
+        return found
+
+    # -- the new body
+
+    def _emit(self) -> None:
+        """Makes the new body: consts, entered, carry, old stacks, xs, i -> carry, new stacks, ys."""
+        closed = self.eqn.params["jaxpr"]
+        body, equations = compat.open_jaxpr(closed), list[JaxprEqn]()
+        calls, end = Calls(equations.append), self.consts + self.carry
+        like = self.eqns[min(self.movable)]
+        self.index = compat.new_var(jax.typeof(np.int32(0)))
+        self.stacks = {self.over[v]: compat.new_var(v.aval) for v in self.targets}
+        places = range(end, len(self.eqn.invars))
+        self.xs = [p for p in places if self._source(self.eqn.invars[p]) not in self.stacks]
+        entered: dict[Var, Var] = {}
+        enter = lambda v: entered.setdefault(v, compat.new_var(v.aval))
+        before = lambda v: self.stacks[v] if v in self.stacks else enter(v)
+        slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, before)
+        for p in sorted({*places} - {*self.xs}):
+            part = slicer.read(self.eqn.invars[p], _SLICES, like)
+            calls.bind(lambda x: x[0], [part], like)
+            equations[-1] = equations[-1].replace(outvars=[body.invars[p]])
+        equations += body.eqns
+
+        made = {v for eqn in body.eqns for v in eqn.outvars}
+        results = [*dict.fromkeys(a for a in body.outvars if isinstance(a, Var) and a in made)]
+        held = [*self.stacks.values(), *results]
+        now: dict[Any, Any] = dict(zip(held, calls.fence(held, like), strict=True))
+        behind = lambda v: now[self.stacks[v]] if v in self.stacks else enter(v)
+        slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, behind)
+        read = lambda a: a if isinstance(a, Literal) else now.get(a, a)
+        for v, a in zip(self.eqn.outvars, body.outvars, strict=True):
+            if v in self.of:
+                slicer.env[v] = calls.bind(lambda x: x[None], [read(a)], like)[0]
+        moved = sorted(self._makers(self.targets) & self.movable)
+        read_again = {v for v in self.targets if not {*moved}.isdisjoint(self.readers.get(v, ()))}
+        for i in moved:
+            slicer.emit(i)
+            for v in read_again.intersection(self.eqns[i].outvars):
+                [slicer.env[v]] = calls.fence([slicer.env[v]], like)
+        slices = [slicer.env[v] for v in self.targets]
+        stacks = [now[self.stacks[self.over[v]]] for v in self.targets]
+        if not self._are_in_order(read_again):
+            fenced = calls.fence([*slices, *stacks], like)
+            slices, stacks = fenced[: len(slices)], fenced[len(slices) :]
+        written = []
+        for v, stack, x in zip(self.targets, stacks, slices, strict=True):
+            written += self._write(v, stack, x, calls, like)
+        kept = [
+            p for p in range(self.carry, len(body.outvars)) if self.eqn.outvars[p] in self.needed
+        ]
+        self.entered = [*entered]
+        self.made = [
+            *self.eqn.outvars[: self.carry],
+            *self.targets,
+            *(self.eqn.outvars[p] for p in kept),
+        ]
+        self.body = compat.close(
+            body.constvars,
+            compat.constants(closed),
+            [
+                *body.invars[: self.consts],
+                *entered.values(),
+                *body.invars[self.consts : end],
+                *self.stacks.values(),
+                *(body.invars[p] for p in self.xs),
+                self.index,
+            ],
+            [
+                *(read(a) for a in body.outvars[: self.carry]),
+                *written,
+                *(read(body.outvars[p]) for p in kept),
+            ],
+            equations,
+            closed,
+        )
+
+    def _are_in_order(self, fenced: set[Var]) -> bool:
+        """Whether every slice that is written over has been read by then: it is read for what is
+        written there, or for what that is made of behind a barrier of its own.
+
+        Args:
+          fenced: the targets that have one.
+        """
+        owner = {old: v for v, old in self.over.items() if old in self.stacks}
+        for v in self.targets:
+            waiting, seen = [v], set[Var]()
+            while waiting:
+                eqn = self.eqns[self.maker[waiting.pop()]]
+                for a in {a for a in eqn.invars if isinstance(a, Var)} - fenced - seen:
+                    seen.add(a)
+                    if a in self.maker and self.maker[a] != self.at:
+                        waiting.append(a)
+            for old in seen & owner.keys() - {self.over[v]}:
+                if v not in fenced or self.maker[v] not in self._makers([owner[old]]):
+                    return False
+        return True
+
+    def _write(self, v: Var, stack: Var, x: Atom, calls: Calls, like: JaxprEqn) -> list[Any]:
+        """Emits what writes slice `x` of target `v` into `stack`."""
+        aval: Any = v.aval
+        layout, shape = self.batch.of(v).layout, aval.shape
+        assert layout is not None, "a target is made by the slice"
+        write = lambda stack, x, i: put(
+            stack.reshape(opened(shape, layout, self.length)), x, i, layout, 1
+        ).reshape(shape)
+        return calls.bind(write, [stack, x, self.index], like)
+
+    def moved(self) -> ClosedJaxpr:
+        """`flat` with the targets made in the body."""
+        eqns, others = self.eqns, set[int]().union(*map(self._others, self.stacks))
+        tied = [*dict.fromkeys(v for i in sorted(others) for v in eqns[i].outvars)]
+        before = {*range(self.at), *self._makers([*self.entered, *tied])}
+        equations = [eqns[i] for i in sorted(before)]
+        calls, end = Calls(equations.append), self.consts + self.carry
+        now: dict[Var, Any] = {}
+        held = [*self.stacks]
+        if tied:
+            now = dict(zip([*held, *tied], calls.fence([*held, *tied], self.eqn), strict=True))
+        indices = calls.bind(lambda: jnp.arange(self.length, dtype=jnp.int32), [], self.eqn)
+        given = self.eqn.invars
+        operands = [
+            *given[: self.consts],
+            *self.entered,
+            *given[self.consts : end],
+            *(now.get(v, v) for v in held),
+            *(given[p] for p in self.xs),
+            *indices,
+        ]
+        consts, carry = self.consts + len(self.entered), self.carry + len(held)
+        outs = calls.scan(self.body, consts, carry, operands, self.eqn)
+        now = {v: now[v] for v in tied} | dict(zip(self.made, outs, strict=True))
+        read = lambda a: a if isinstance(a, Literal) else now.get(a, a)
+        for i in sorted(self.live - before - {self.at}):
+            equations.append(eqns[i].replace(invars=[read(a) for a in eqns[i].invars]))
+        ours = self.opened
+        outvars = [read(a) for a in ours.outvars]
+        parts = ours.constvars, compat.constants(self.flat), ours.invars, outvars, equations
+        return drop_dead(compat.close(*parts, like=self.flat))
+
+    # -- for people
+
+    def stacked(self) -> list[Stacked]:
+        """The gradients among the stacks that exist as a whole: of the shape of an argument."""
+        if "transpose(" not in compat.name_stack(self.eqn):
+            return []
+        shape = lambda v: tuple(getattr(v.aval, "shape", ()))
+        shapes = {*map(shape, self.opened.invars)}
+        stacks = self.eqn.outvars[self.carry :]
+        whole = [v for v in stacks if v in self.needed and shape(v) in shapes]
+        by_why: dict[str, int] = {}
+        for v in whole:
+            why = self._why(v)
+            by_why[why] = by_why.get(why, 0) + nbytes(v.aval)
+        return [Stacked(layer_of(self.eqn), n, why) for why, n in by_why.items() if why]
+
+    def _why(self, root: Var) -> str:
+        """Why `root` exists; "" where nothing makes a result of it but by the loops that read it."""
+        if root not in self.of:
+            return "they are split over devices along the layers"
+        if root in self.results:
+            return "the step returns them"
+        after = {root}
+        for i in sorted(i for i in self.live if i > self.at):
+            eqn = self.eqns[i]
+            if after.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
+                continue
+            if i not in self.movable:
+                if eqn.primitive.name == "scan":
+                    return ""
+                if not self.streamed.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
+                    return f"{place_of(eqn)} reads state in host memory, which comes as a whole"
+                return f"{place_of(eqn)} needs all of them at once"
+            after.update(eqn.outvars)
+        if not self.over:
+            return "the state is not donated"
+        return "what is made of them is written over values that are still read"
