@@ -18,6 +18,7 @@ from vmem_jax.models import (
     vgg_stages,
 )
 from vmem_jax.models.initialisers import drawn_in_float32, padding_aware_he
+from vmem_jax.models.scanned_resnet import loops_of
 
 
 def _size(tree):
@@ -343,3 +344,60 @@ def test_dropout_only_drops_in_training():
     )
     assert not np.allclose(first, second)
     assert model.apply(variables, images, train=False).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "loops"), [(5, (0, 0, 5)), (595, (35, 17, 0)), (2455, (57, 43, 4)), (64, (0, 0, 64))]
+)
+def test_long_stages_are_loops_of_about_the_square_root(blocks, loops):
+    outer, inner, rest = loops_of(blocks, 64)
+    assert (outer, inner, rest) == loops and outer * inner + rest == blocks
+
+
+def _unrolled(scanned, blocks, most):
+    """The variables of `ScannedResNet` as `ResNet` has them."""
+
+    def in_flax(path, a):
+        return a.transpose(1, 2, 3, 0) if path[-1].key == "kernel" and a.ndim == 4 else a
+
+    found = {}
+    for collection, tree in scanned.items():
+        own = {name: part for name, part in tree.items() if "loop" not in name}
+        for stage, count in enumerate(blocks, start=1):
+            outer, inner, rest = loops_of(count - 1, most)
+            places = [("loops", (i, j)) for i in range(outer) for j in range(inner)]
+            places += [("loop", (i,)) for i in range(rest)]
+            for index, (name, at) in enumerate(places, start=2):
+                part = tree[f"stage{stage}_{name}"]["block"]
+                own[f"stage{stage}_block{index}"] = jax.tree.map(lambda a, at=at: a[at], part)
+        found[collection] = jax.tree_util.tree_map_with_path(in_flax, own)
+    return found
+
+
+def test_a_scanned_resnet_computes_what_the_unrolled_one_does():
+    blocks, most = (1, 6, 1, 1), 2
+    options = {"batch": 2, "image": 16, "classes": 5, "dtype": "float32"}
+    unrolled = build_network("resnet1-6-1-1", **options).model.clone(width=4)
+    scanned = build_network("resnet1-6-1-1-scan", **options).model.clone(width=4, most=most)
+    images = np.random.default_rng(1).normal(size=(2, 16, 16, 3)).astype("float32")
+    shapes = jax.eval_shape(partial(scanned.init, train=False), jax.random.key(0), images)
+    variables = _filled(shapes)
+    same = _unrolled(variables, blocks, most)
+    expected = jax.eval_shape(partial(unrolled.init, train=False), jax.random.key(0), images)
+    assert jax.tree.map(jnp.shape, same) == jax.tree.map(jnp.shape, expected)
+
+    def gradients(model, variables):
+        apply = lambda params: model.apply(
+            {**variables, "params": params}, images, mutable=["batch_stats"]
+        )[0]
+        step = jax.jit(jax.value_and_grad(lambda params: jnp.square(apply(params)).mean()))
+        lowered = step.lower(variables["params"])
+        options = {"xla_backend_optimization_level": 0}
+        return lowered.compile(options)(variables["params"])
+
+    loss, grads = gradients(scanned, variables)
+    other, others = gradients(unrolled, same)
+    np.testing.assert_allclose(loss, other, rtol=1e-4)
+    ours = _unrolled({"params": grads}, blocks, most)["params"]
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())

@@ -8,6 +8,7 @@ try:
     from vmem_jax.models.jobs import Job, TrainState, cross_entropy, job
     from vmem_jax.models.networks import Network, build_network
     from vmem_jax.models.resnet import ResidualBlock, ResNet, ResNetBlocks, resnet_blocks
+    from vmem_jax.models.scanned_resnet import ScannedResNet
     from vmem_jax.models.vgg import VGG, vgg_stages
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("flax", "optax"):
@@ -24,6 +25,7 @@ __all__ = [
     "ResNet",
     "ResNetBlocks",
     "ResidualBlock",
+    "ScannedResNet",
     "TrainState",
     "batches",
     "build_network",

@@ -30,6 +30,42 @@ def batch_norm(train: bool, dtype: Any, name: str | None = None) -> nn.BatchNorm
     )
 
 
+class ConvOHWI(nn.Module):
+    """A convolution without bias, "SAME": [n, h, w, c] -> `dtype`[n, h/stride, w/stride, channels].
+
+    The kernel is [channels, height, width, c], as cuDNN wants it, in place of Flax's [height, width,
+    c, channels]. Of layers in a loop XLA would transpose the whole stack of kernels in front of it,
+    and hold that besides.
+
+    Attributes:
+      channels: output channels.
+      kernel: height and width.
+      strides: of both spatial dimensions.
+      dtype: type of the computation and of the result.
+      param_dtype: type of the kernel.
+      kernel_init: draws the kernel.
+    """
+
+    channels: int
+    kernel: tuple[int, int]
+    strides: int = 1
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    kernel_init: Any = HE
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (self.channels, *self.kernel, x.shape[-1])
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        return jax.lax.conv_general_dilated(
+            x.astype(self.dtype),
+            kernel.astype(self.dtype),
+            (self.strides, self.strides),
+            "SAME",
+            dimension_numbers=("NHWC", "OHWI", "NHWC"),
+        )
+
+
 class ConvRelu(nn.Module):
     """A convolution with bias or batch norm, then ReLU: [n, h, w, c] -> `dtype`[n, h', w', channels].
 

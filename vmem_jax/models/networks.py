@@ -16,6 +16,7 @@ from vmem_jax.models.googlenet import GoogLeNet
 from vmem_jax.models.gpt import GPT
 from vmem_jax.models.inception import InceptionV4
 from vmem_jax.models.resnet import ResNet, ResNetBlocks, resnet_blocks
+from vmem_jax.models.scanned_resnet import ScannedResNet
 from vmem_jax.models.vgg import VGG, vgg_stages
 
 Wrap = Literal["checkpoint", "offload"]
@@ -87,6 +88,12 @@ def _resnet(name: re.Match[str], options: dict[str, Any]) -> ResNet:
     )
 
 
+def _scanned_resnet(name: re.Match[str], options: dict[str, Any]) -> ScannedResNet:
+    types = {key: value for key, value in _types(options).items() if key != "checkpoint"}
+    small = options["image"] <= SMALL_IMAGE
+    return ScannedResNet(tuple(int(n) for n in name.groups()), cifar_stem=small, **types)
+
+
 def _densenet(name: re.Match[str], options: dict[str, Any]) -> DenseNet:
     return DenseNet(dense_layers(int(name[1])), growth=int(name[2] or 12), **_types(options))
 
@@ -102,6 +109,7 @@ FAMILIES: dict[str, _Family] = {
     r"vgg(\d+)": _Family(_vgg, takes=("head_width",)),
     r"resnet(\d+)": _Family(_resnet),
     r"resnet([1-9]\d*)-([1-9]\d*)-([1-9]\d*)-([1-9]\d*)": _Family(_resnet),
+    r"resnet([1-9]\d*)-([1-9]\d*)-([1-9]\d*)-([1-9]\d*)-scan": _Family(_scanned_resnet),
     "alexnet": _Family(lambda _, o: AlexNet(ALEXNET, (4096, 4096), **_types(o))),
     "overfeat": _Family(lambda _, o: AlexNet(OVERFEAT, (3072, 4096), **_types(o)), image=231),
     "googlenet": _Family(lambda _, o: GoogLeNet(**_types(o))),
@@ -135,7 +143,8 @@ def build_network(
     Args:
       name: "vgg" or "resnet" and a depth that `vgg_stages` or `resnet_blocks` takes ("vgg116",
         "resnet1001"), or "resnet" and the bottleneck blocks of each of four stages, of the ImageNet
-        form ("resnet6-32-596-6", as SuperNeurons goes deeper); "alexnet", "overfeat", "googlenet",
+        form ("resnet6-32-596-6", as SuperNeurons goes deeper), and "-scan" behind them for the
+        identical blocks of a stage in a loop, each checkpointed; "alexnet", "overfeat", "googlenet",
         "inception4"; "densenet" and a depth, then "k" and the growth ("densenet40k40"); "fcn", with
         a label for each pixel; "gpt" and the number of blocks, then "w" and the width
         ("gpt12w768"), with a label for each token. An ImageNet ResNet has the 3x3 stem without

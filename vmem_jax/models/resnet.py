@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from vmem_jax.models.initialisers import drawn_in_float32
-from vmem_jax.models.layers import batch_norm
+from vmem_jax.models.layers import ConvOHWI, batch_norm
 
 
 class ResNetBlocks(NamedTuple):
@@ -65,22 +65,29 @@ def resnet_blocks(depth: int) -> ResNetBlocks:
 class _Layers(NamedTuple):
     """Constructors of the layers that all blocks share."""
 
-    conv: Callable[..., nn.Conv]
+    conv: Callable[..., nn.Module]
     norm: Callable[..., nn.BatchNorm]
 
 
-def _layers(dtype: Any, param_dtype: Any, train: bool) -> _Layers:
+def resnet_layers(dtype: Any, param_dtype: Any, train: bool, ohwi: bool = False) -> _Layers:
+    """The layers of residual networks, by `ohwi` with kernels as cuDNN wants them."""
+    types = {"dtype": dtype, "param_dtype": param_dtype}
+    norm = partial(batch_norm, train, dtype)
+    if ohwi:
+        fan_out = jax.nn.initializers.variance_scaling(
+            2.0, "fan_out", "normal", in_axis=-1, out_axis=0
+        )
+        return _Layers(partial(ConvOHWI, kernel_init=drawn_in_float32(fan_out), **types), norm)
     he = drawn_in_float32(jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal"))
     return _Layers(
         conv=partial(
             nn.Conv,
             padding="SAME",
             use_bias=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
             kernel_init=he,
+            **types,
         ),
-        norm=partial(batch_norm, train, dtype),
+        norm=norm,
     )
 
 
@@ -98,6 +105,7 @@ class ResidualBlock(nn.Module):
       train: normalise by the batch's statistics and not by the running ones.
       dtype: type of the computation and of the result.
       param_dtype: type of the kernels.
+      ohwi: kernels as cuDNN wants them (`ConvOHWI`).
     """
 
     channels: int
@@ -107,10 +115,11 @@ class ResidualBlock(nn.Module):
     train: bool
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    ohwi: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        conv, norm = _layers(self.dtype, self.param_dtype, self.train)
+        conv, norm = resnet_layers(self.dtype, self.param_dtype, self.train, self.ohwi)
         if self.bottleneck:
             plan = [
                 (self.channels, 1, 1),
@@ -179,7 +188,7 @@ class ResNet(nn.Module):
 
         With `train` the collection `batch_stats` has to be mutable.
         """
-        conv, norm = _layers(self.dtype, self.param_dtype, train)
+        conv, norm = resnet_layers(self.dtype, self.param_dtype, train)
         size, stride = (3, 1) if self.cifar_stem else (7, 2)
         x = x.astype(self.dtype)
         x = conv(self.width, (size, size), strides=stride, name="stem_conv")(x)
