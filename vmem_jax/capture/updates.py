@@ -104,8 +104,9 @@ class _Loop:
     """One scan of `flat`, and what of the equations behind it can run in its body.
 
     Attributes:
-      roots: its stacks that can be read by the slice.
-      targets: the results of the step that are made in its body.
+      divisible: its stacks that can be read by the slice.
+      origins: of what can be made by the slice those of these that it is made of.
+      updated: the results of the step that are made in its body.
       saved: bytes of the stacks that no longer exist then.
     """
 
@@ -131,13 +132,13 @@ class _Loop:
                 self.readers.setdefault(a, []).append(i)
         self.hosted = hosted_values(flat, hosted)
         self.over = {o: i for i, o in aliases(flat, donated, self.hosted)}
-        self.roots = [v for v in self.eqn.outvars[self.carry :] if self._is_divisible(v)]
-        self.of: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.roots}
+        self.divisible = [v for v in self.eqn.outvars[self.carry :] if self._is_divisible(v)]
+        self.origins: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.divisible}
         self.saved, self.entered = 0, list[Var]()
         self.movable: set[int] = set()
-        self.targets: list[Var] = []
+        self.updated: list[Var] = []
         self.needed = set(self.readers) | self.results
-        if any(v in self.readers for v in self.roots):
+        if any(v in self.readers for v in self.divisible):
             self._follow()
             self._choose()
 
@@ -148,7 +149,7 @@ class _Loop:
 
     def _follow(self) -> None:
         """Finds what there is before the loop, or could be, and what can be made by the slice."""
-        made = [Value(_SLICES) if v in self.of else Value(late=0) for v in self.eqn.outvars]
+        made = [Value(_SLICES) if v in self.origins else Value(late=0) for v in self.eqn.outvars]
         self.batch = follow_slices(self.flat, self.at, made, self.length)
         self.available = {*self.opened.invars, *self.opened.constvars} - self.hosted
         self.streamed = {*self.hosted}
@@ -163,8 +164,8 @@ class _Loop:
                 continue
             if i > self.at and self._is_movable(eqn, given):
                 self.movable.add(i)
-                inner = [self.of[a] for a in given if a in self.of]
-                self.of[eqn.outvars[0]] = frozenset().union(*inner)
+                inner = [self.origins[a] for a in given if a in self.origins]
+                self.origins[eqn.outvars[0]] = frozenset().union(*inner)
 
     def _is_movable(self, eqn: JaxprEqn, given: set[Var]) -> bool:
         values = [self.batch.of(v) for v in eqn.outvars]
@@ -173,45 +174,45 @@ class _Loop:
             and len(values) == 1
             and values[0].layout is not None
             and values[0].late < 0
-            and given <= self.available | self.of.keys()
+            and given <= self.available | self.origins.keys()
         )
 
     # -- which
 
     def _choose(self) -> None:
-        """Chooses the targets: as many as can be, if stacks of the loop then no longer exist."""
-        self.targets = [
+        """Chooses what is updated: as much as can be, if stacks of the loop then no longer exist."""
+        self.updated = [
             v
             for v in dict.fromkeys(a for a in self.opened.outvars if isinstance(a, Var))
-            if v in self.of and v not in self.roots and v in self.over
+            if v in self.origins and v not in self.divisible and v in self.over
         ]
         while True:
             self.live, self.needed = self._live()
             kept = [
                 v
-                for v in self.targets
-                if not self.of[v] <= self.needed and not self._is_read_elsewhere(v)
+                for v in self.updated
+                if not self.origins[v] <= self.needed and not self._is_read_elsewhere(v)
             ]
-            if kept == self.targets:
+            if kept == self.updated:
                 break
-            self.targets = kept
-        gone = [v for v in self.roots if v not in self.needed]
-        self.saved = sum(nbytes(v.aval) for v in gone) if self.targets else 0
+            self.updated = kept
+        gone = [v for v in self.divisible if v not in self.needed]
+        self.saved = sum(nbytes(v.aval) for v in gone) if self.updated else 0
         if not self.saved:
             return
         self._emit()
         exists = lambda v: v not in self.maker or v in self.results or self._is_kernel(v)
         if sum(nbytes(v.aval) for v in self.entered if not exists(v)) >= self.saved:
-            self.saved, self.targets = 0, []
+            self.saved, self.updated = 0, []
             self.live, self.needed = self._live()
 
     def _is_kernel(self, v: Var) -> bool:
         return class_of(self.eqns[self.maker[v]]) in (Class.HEAVY, Class.REDUCE)
 
     def _live(self) -> tuple[set[int], set[Var]]:
-        """The equations that run outside of the body where the targets are made in it, and what
+        """The equations that run outside of the body where `updated` is made in it, and what
         these and the results of the step need."""
-        mine, live = set(self.targets), {self.at}
+        mine, live = set(self.updated), {self.at}
         needed = self.results - mine
         for i in reversed(range(len(self.eqns))):
             eqn = self.eqns[i]
@@ -282,12 +283,12 @@ class _Loop:
         calls, end = Calls(equations.append), self.consts + self.carry
         like = self.eqns[min(self.movable)]
         self.index = compat.new_var(jax.typeof(np.int32(0)))
-        self.stacks = {self.over[v]: compat.new_var(v.aval) for v in self.targets}
+        self.carried = {self.over[v]: compat.new_var(v.aval) for v in self.updated}
         places = range(end, len(self.eqn.invars))
-        self.xs = [p for p in places if self._source(self.eqn.invars[p]) not in self.stacks]
+        self.xs = [p for p in places if self._source(self.eqn.invars[p]) not in self.carried]
         entered: dict[Var, Var] = {}
         enter = lambda v: entered.setdefault(v, compat.new_var(v.aval))
-        before = lambda v: self.stacks[v] if v in self.stacks else enter(v)
+        before = lambda v: self.carried[v] if v in self.carried else enter(v)
         slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, before)
         for p in sorted({*places} - {*self.xs}):
             part = slicer.read(self.eqn.invars[p], _SLICES, like)
@@ -297,27 +298,27 @@ class _Loop:
 
         made = {v for eqn in body.eqns for v in eqn.outvars}
         results = [*dict.fromkeys(a for a in body.outvars if isinstance(a, Var) and a in made)]
-        held = [*self.stacks.values(), *results]
+        held = [*self.carried.values(), *results]
         now: dict[Any, Any] = dict(zip(held, calls.fence(held, like), strict=True))
-        behind = lambda v: now[self.stacks[v]] if v in self.stacks else enter(v)
+        behind = lambda v: now[self.carried[v]] if v in self.carried else enter(v)
         slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, behind)
         read = lambda a: a if isinstance(a, Literal) else now.get(a, a)
         for v, a in zip(self.eqn.outvars, body.outvars, strict=True):
-            if v in self.of:
+            if v in self.origins:
                 slicer.env[v] = calls.bind(lambda x: x[None], [read(a)], like)[0]
-        moved = sorted(self._makers(self.targets) & self.movable)
-        read_again = {v for v in self.targets if not {*moved}.isdisjoint(self.readers.get(v, ()))}
+        moved = sorted(self._makers(self.updated) & self.movable)
+        read_again = {v for v in self.updated if not {*moved}.isdisjoint(self.readers.get(v, ()))}
         for i in moved:
             slicer.emit(i)
             for v in read_again.intersection(self.eqns[i].outvars):
                 [slicer.env[v]] = calls.fence([slicer.env[v]], like)
-        slices = [slicer.env[v] for v in self.targets]
-        stacks = [now[self.stacks[self.over[v]]] for v in self.targets]
+        slices = [slicer.env[v] for v in self.updated]
+        stacks = [now[self.carried[self.over[v]]] for v in self.updated]
         if not self._are_in_order(read_again):
             fenced = calls.fence([*slices, *stacks], like)
             slices, stacks = fenced[: len(slices)], fenced[len(slices) :]
         written = []
-        for v, stack, x in zip(self.targets, stacks, slices, strict=True):
+        for v, stack, x in zip(self.updated, stacks, slices, strict=True):
             written += self._write(v, stack, x, calls, like)
         kept = [
             p for p in range(self.carry, len(body.outvars)) if self.eqn.outvars[p] in self.needed
@@ -325,7 +326,7 @@ class _Loop:
         self.entered = [*entered]
         self.made = [
             *self.eqn.outvars[: self.carry],
-            *self.targets,
+            *self.updated,
             *(self.eqn.outvars[p] for p in kept),
         ]
         self.body = compat.close(
@@ -335,7 +336,7 @@ class _Loop:
                 *body.invars[: self.consts],
                 *entered.values(),
                 *body.invars[self.consts : end],
-                *self.stacks.values(),
+                *self.carried.values(),
                 *(body.invars[p] for p in self.xs),
                 self.index,
             ],
@@ -353,10 +354,10 @@ class _Loop:
         written there, or for what that is made of behind a barrier of its own.
 
         Args:
-          fenced: the targets that have one.
+          fenced: those of `updated` that have one.
         """
-        owner = {old: v for v, old in self.over.items() if old in self.stacks}
-        for v in self.targets:
+        owner = {old: v for v, old in self.over.items() if old in self.carried}
+        for v in self.updated:
             waiting, seen = [v], set[Var]()
             while waiting:
                 eqn = self.eqns[self.maker[waiting.pop()]]
@@ -370,24 +371,24 @@ class _Loop:
         return True
 
     def _write(self, v: Var, stack: Var, x: Atom, calls: Calls, like: JaxprEqn) -> list[Any]:
-        """Emits what writes slice `x` of target `v` into `stack`."""
+        """Emits what writes slice `x` of the new stack `v` into `stack`."""
         aval: Any = v.aval
         layout, shape = self.batch.of(v).layout, aval.shape
-        assert layout is not None, "a target is made by the slice"
+        assert layout is not None, "a new stack is made by the slice"
         write = lambda stack, x, i: put(
             stack.reshape(opened(shape, layout, self.length)), x, i, layout, 1
         ).reshape(shape)
         return calls.bind(write, [stack, x, self.index], like)
 
     def moved(self) -> ClosedJaxpr:
-        """`flat` with the targets made in the body."""
-        eqns, others = self.eqns, set[int]().union(*map(self._others, self.stacks))
+        """`flat` with `updated` made in the body."""
+        eqns, others = self.eqns, set[int]().union(*map(self._others, self.carried))
         tied = [*dict.fromkeys(v for i in sorted(others) for v in eqns[i].outvars)]
         before = {*range(self.at), *self._makers([*self.entered, *tied])}
         equations = [eqns[i] for i in sorted(before)]
         calls, end = Calls(equations.append), self.consts + self.carry
         now: dict[Var, Any] = {}
-        held = [*self.stacks]
+        held = [*self.carried]
         if tied:
             now = dict(zip([*held, *tied], calls.fence([*held, *tied], self.eqn), strict=True))
         indices = calls.bind(lambda: jnp.arange(self.length, dtype=jnp.int32), [], self.eqn)
@@ -427,13 +428,13 @@ class _Loop:
             by_why[why] = by_why.get(why, 0) + nbytes(v.aval)
         return [Stacked(layer_of(self.eqn), n, why) for why, n in by_why.items() if why]
 
-    def _why(self, root: Var) -> str:
-        """Why `root` exists; "" where nothing makes a result of it but by the loops that read it."""
-        if root not in self.of:
+    def _why(self, stack: Var) -> str:
+        """Why `stack` exists; "" where nothing makes a result of it but by the loops that read it."""
+        if stack not in self.origins:
             return "they are split over devices along the layers"
-        if root in self.results:
+        if stack in self.results:
             return "the step returns them"
-        after = {root}
+        after = {stack}
         for i in sorted(i for i in self.live if i > self.at):
             eqn = self.eqns[i]
             if after.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
