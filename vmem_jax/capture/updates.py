@@ -144,8 +144,7 @@ class _Loop:
 
     def _is_divisible(self, v: Var) -> bool:
         """Whether slices of `v` can be cut out where they lie."""
-        typed = getattr(getattr(v.aval, "sharding", None), "spec", ())
-        return is_array(v.aval) and self.shards.are_slices_whole(v) and not any(typed)
+        return is_array(v.aval) and self.shards.are_slices_whole(v) and not _is_typed(v)
 
     def _follow(self) -> None:
         """Finds what there is before the loop, or could be, and what can be made by the slice."""
@@ -431,7 +430,8 @@ class _Loop:
     def _why(self, stack: Var) -> str:
         """Why `stack` exists; "" where nothing makes a result of it but by the loops that read it."""
         if stack not in self.origins:
-            return "they are split over devices along the layers"
+            typed = "their types say how they are split over devices"
+            return typed if _is_typed(stack) else "they are split over devices along the layers"
         if stack in self.results:
             return "the step returns them"
         after = {stack}
@@ -449,3 +449,9 @@ class _Loop:
         if not self.over:
             return "the state is not donated"
         return "what is made of them is written over values that are still read"
+
+
+def _is_typed(v: Var) -> bool:
+    """Whether the type of `v` says how it is split; equations on slices would need types, too."""
+    mesh = getattr(getattr(v.aval, "sharding", None), "mesh", None)
+    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
