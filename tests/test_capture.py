@@ -336,3 +336,13 @@ def test_same_step_same_fingerprint_and_other_shapes_another():
     assert program(step, *args).fingerprint == program(step, *args).fingerprint
     halved = (args[0], args[1][:32], args[2][:32])
     assert program(step, *args).fingerprint != program(step, *halved).fingerprint
+
+
+def test_a_checkpointed_layer_in_a_loop_computes_what_it_holds():
+    """Backwards it runs again, and then twice as much."""
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    loss = lambda w, x: lax.scan(layer, x, w)[0].sum()
+    closed = jax.jit(jax.grad(loss)).trace(jnp.ones((4, 64, 64)), jnp.ones((8, 64))).jaxpr
+    forward, backward = [s.flops for s in capture(closed).program.steps if s.op == "scan"]
+    assert 1 <= forward / (4 * 2 * 8 * 64 * 64) < 1.1
+    assert 3 <= backward / (4 * 2 * 8 * 64 * 64) < 3.3

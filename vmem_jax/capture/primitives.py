@@ -141,10 +141,15 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Floating-point operations of `eqn`; one an element where no rule says otherwise."""
+    """Floating-point operations of `eqn`; one an element where no rule says otherwise.
+
+    A call in the body of a loop (a checkpointed layer) has those of what it calls, once.
+    """
     rule = _FLOPS.get(eqn.primitive.name)
     if rule is not None:
         return rule(eqn)
+    if inner := inner_jaxprs(eqn):
+        return max(map(jaxpr_flops, inner))
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     return max(sizes, default=0)
 
