@@ -444,6 +444,10 @@ class _Loop:
                     return ""
                 if not self.streamed.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
                     return f"{place_of(eqn)} reads state in host memory, which comes as a whole"
+                there = self.available | after
+                for a in eqn.invars:
+                    if isinstance(a, Var) and a not in there and a in self.maker:
+                        return f"{place_of(eqn)} waits for {place_of(self.eqns[self.maker[a]])}"
                 return f"{place_of(eqn)} needs all of them at once"
             after.update(eqn.outvars)
         if not self.over:
