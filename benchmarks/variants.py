@@ -19,6 +19,7 @@ import vmem_jax
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size
+from vmem_jax.jax_compat import DESCRIBED_OPTIONS
 from vmem_jax.models import Job
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.prove.device import total_nbytes
@@ -53,6 +54,11 @@ class Place:
 
     target: str | None = None
     density: float | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of the compiler, for plain jit."""
+        return {} if self.target is None else DESCRIBED_OPTIONS["gpu"]
 
     def shapes(self, work: Job) -> tuple:
         """The arguments of a step as shapes, on that card where it is not there."""
@@ -172,7 +178,8 @@ def plain(work: Job, place: Place) -> Callable[[], Any]:
     """The step under `jax.jit`."""
 
     def build() -> tuple[Callable, dict]:
-        compiled = jax.jit(work.step, donate_argnums=0).lower(*place.shapes(work)).compile()
+        lowered = jax.jit(work.step, donate_argnums=0).lower(*place.shapes(work))
+        compiled = lowered.compile(place.options)
         pinned = compiled.memory_analysis().host_temp_size_in_bytes
         return compiled, {"need": need_nbytes(compiled), "compiles": 1, "pinned_nbytes": pinned}
 

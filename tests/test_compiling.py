@@ -25,6 +25,8 @@ PASSES = "xla_disable_hlo_passes"
 )
 def test_passes_are_left_out_that_either_names(given, platform, steps, options):
     assert with_ours(given, platform, steps) == options
+    described = {"xla_gpu_autotune_level": "0"} if platform == "gpu" else {}
+    assert with_ours(given, platform, steps, described=True) == {**described, **options}
     long = platform == "gpu" and steps > LONG
     assert ("multi_output_fusion" in left_out(platform, steps)) is long
 

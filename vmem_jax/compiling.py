@@ -21,10 +21,18 @@ LONG = 20_000
 _PASSES = "xla_disable_hlo_passes"
 
 
-def with_ours(given: Mapping[str, Any], platform: str, steps: int) -> dict[str, Any]:
+def with_ours(
+    given: Mapping[str, Any], platform: str, steps: int, described: bool = False
+) -> dict[str, Any]:
     """The compiler options of a program of so many steps: ours, and over them the user's. Of the
-    passes those are left out that either names."""
+    passes those are left out that either names.
+
+    Args:
+      described: it is compiled for a device that is not there.
+    """
     ours = [compat.FENCE_OPTIONS.get(platform, {})]
+    if described:
+        ours.append(compat.DESCRIBED_OPTIONS.get(platform, {}))
     if steps > LONG:
         ours.append(compat.LONG_OPTIONS.get(platform, {}))
     every = [*ours, given]
@@ -74,7 +82,7 @@ def compile_jaxpr(
         )
     flat = jaxpr_as_fun(jaxpr)
     steps = len(traced.captured.program.steps)
-    options = with_ours(options, devices_of(avals)[0].platform, steps)
+    options = with_ours(options, devices_of(avals)[0].platform, steps, target is not None)
     if streams and traced.hosted:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         which = {i for i, _ in traced.hosted}
