@@ -88,6 +88,25 @@ def test_nothing_over_the_budget_is_returned():
     assert caught.value.lowest_peak > BUDGET
 
 
+@pytest.mark.parametrize("badly", [True, False])
+def test_an_error_names_what_is_reached_where_the_lowest_plan_compiles_badly(badly):
+    """The plan with the lowest predicted peak recomputes the most, and XLA makes the least of it."""
+    policy, budget, asked = POLICIES["recompute"](), LOW + 1, []
+    with pytest.raises(BudgetError) as predicted:
+        policy.plan(PROGRAM, FAST, budget)
+    least = predicted.value.lowest_peak
+
+    def compile_plan(plan):
+        asked.append(plan.predicted_peak)
+        is_extreme = plan.predicted_peak == least
+        return compiled(plan.predicted_peak * (3 if badly and is_extreme else 1))
+
+    with pytest.raises(BudgetError) as caught:
+        prove(PROGRAM, policy, FAST, budget, compile_plan, plain_need=HIGH)
+    assert asked[0] == least and len(asked) == (2 if badly else 1)
+    assert caught.value.compiled and caught.value.lowest_peak == asked[-1] <= 1.25 * least
+
+
 def test_what_the_first_compiled_step_teaches_is_planned_with():
     """A convolution turns out to have a workspace where the peak is; the next plan makes room."""
     order = range(len(PROGRAM.steps))

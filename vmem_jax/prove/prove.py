@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
@@ -27,6 +27,12 @@ from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
 from vmem_jax.policy.keep import Keep
 
 MOST_COMPILES = 4
+
+_FAR = 1.1
+"""As many times what was predicted for the lowest plan, and it does not tell how low others get."""
+
+_LESS_EXTREME = (1.25, 1.6)
+"""As many times the lowest predicted peak: what is planned for then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,18 +124,14 @@ def prove(
             plan = lowest
         seconds = time.perf_counter() - start
         seconds += first_seconds if plan is first else 0.0
-        compiled = compile_plan(plan)
-        # what was planned for may be lower; the budget that the plan is proved for is the user's
-        plan = dataclasses.replace(plan, budget=budget)
-        costs = learn(costs, compiled)
-        attempt = Attempt(plan, compiled, need_nbytes(compiled), costs, seconds)
+        attempt = _attempt(plan, budget, costs, compile_plan, learn, seconds)
         attempts.append(attempt)
-        logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))
+        costs = attempt.costs
         if budget is None or target is None or attempt.need <= budget or not plan.fenced:
             break
         # The compiler's excess over what would now be predicted, taken off what is planned for; a
         # little more each time, since freeing other values moves the peak.
-        predicted = simulate_plan(program, restated(plan, costs), costs).peak
+        predicted = simulate_plan(program, restated(attempt.plan, costs), costs).peak
         excess = max(attempt.need - predicted, 0)
         step = attempt.need - budget
         target = min(budget - excess, predicted - step)
@@ -138,14 +140,30 @@ def prove(
     # the plain step has what is hosted on the device, and its batch as a whole
     untouched = not program.hosted and program.sub_batches == 1
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
-        plan = dataclasses.replace(Keep().plan(program, costs, None), budget=budget)
-        compiled = compile_plan(plan)
-        attempts.append(Attempt(plan, compiled, need_nbytes(compiled), costs))
+        attempts.append(_attempt(Keep().plan(program, costs, None), budget, costs, compile_plan))
+    if budget is not None and not any(map(fits, attempts)):
+        attempts += _less_extreme(program, policy, costs, budget, attempts, compile_plan)
     fitting = [a for a in attempts if fits(a)]
     if not fitting:
         raise _cannot_fit(program, policy, costs, budget or 0, attempts)
     best = min(fitting, key=lambda a: a.plan.predicted_seconds)
     return (*(a for a in attempts if a is not best), best)
+
+
+def _attempt(
+    plan: Plan,
+    budget: int | None,
+    costs: Costs,
+    compile_plan: Callable[[Plan], Any],
+    learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
+    seconds: float = 0.0,
+) -> Attempt:
+    """`plan`, compiled. What it was planned for may be lower; it is proved for the user's budget."""
+    compiled = compile_plan(plan)
+    plan = dataclasses.replace(plan, budget=budget)
+    attempt = Attempt(plan, compiled, need_nbytes(compiled), learn(costs, compiled), seconds)
+    logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))
+    return attempt
 
 
 def _fewer(means: Costs) -> Costs:
@@ -172,6 +190,38 @@ def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int 
     if plain_need is not None and budget is not None:
         return plain_need <= budget
     return len(attempts) < MOST_COMPILES
+
+
+def _less_extreme(
+    program: Program,
+    policy: AbstractPolicy,
+    costs: Costs,
+    budget: int,
+    attempts: Sequence[Attempt],
+    compile_plan: Callable[[Plan], Any],
+) -> Iterator[Attempt]:
+    """Plans for somewhat more than the lowest that is predicted, where that compiled to far more.
+
+    The lowest of all runs nearly everything again, many times over, and every fence of it costs.
+    What runs a tenth of that again is predicted higher and compiles lower, and is what an error
+    should name.
+    """
+    if not attempts:
+        return
+    best = min(attempts, key=lambda a: a.need)
+    least = min(a.plan.predicted_peak for a in attempts)
+    for factor in _LESS_EXTREME[: MOST_COMPILES - len(attempts)]:
+        if best.need <= _FAR * best.plan.predicted_peak:
+            return
+        start = time.perf_counter()
+        try:
+            plan = policy.plan(program, costs, int(factor * least))
+        except BudgetError:
+            continue
+        seconds = time.perf_counter() - start
+        attempt = _attempt(plan, budget, costs, compile_plan, seconds=seconds)
+        yield attempt
+        best = min(best, attempt, key=lambda a: a.need)
 
 
 def _cannot_fit(
