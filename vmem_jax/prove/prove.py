@@ -208,8 +208,8 @@ def _less_extreme(
     """
     if not attempts:
         return
-    best = min(attempts, key=lambda a: a.need)
-    least = min(a.plan.predicted_peak for a in attempts)
+    best, tried = min(attempts, key=lambda a: a.need), [a.plan for a in attempts]
+    least = min(plan.predicted_peak for plan in tried)
     for factor in _LESS_EXTREME[: MOST_COMPILES - len(attempts)]:
         if best.need <= _FAR * best.plan.predicted_peak:
             return
@@ -219,7 +219,10 @@ def _less_extreme(
         except BudgetError:
             continue
         seconds = time.perf_counter() - start
+        if any(_same(plan, other) for other in tried):
+            continue
         attempt = _attempt(plan, budget, costs, compile_plan, seconds=seconds)
+        tried.append(plan)
         yield attempt
         best = min(best, attempt, key=lambda a: a.need)
 
