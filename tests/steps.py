@@ -611,7 +611,7 @@ CASES: tuple[Case, ...] = (
     Case("densenet", make_densenet, eqx.filter_jit, (), cpu=0.75, h200=0.9),
     Case("inception", make_inception, nnx.jit, (), cpu=0.8, h200=0.8),
     Case("unet", make_unet, nnx.jit, (), cpu=0.8, h200=0.8),
-    Case("transformer", make_transformer, cpu=0.65, h200=0.75),
+    Case("transformer", make_transformer, cpu=0.65, h200=0.6),
     Case("mixer", make_mixer, eqx.filter_jit, (), cpu=0.6, h200_scale=0),
     Case("lstm", make_lstm, cpu=1.0, h200_scale=0),
     Case("autoencoder", make_autoencoder, cpu=0.7, h200_scale=0),
