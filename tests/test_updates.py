@@ -205,7 +205,9 @@ def test_what_must_exist_as_a_whole_does_and_it_is_said(name):
     (step, state), why = STAYING[name]
     closed = jax.jit(step).trace(state, X).jaxpr
     gives = [] if name == "not donated" else donated(state)
-    [stacked] = capture(closed, donated=gives).stacked
+    captured = capture(closed, donated=gives)
+    [stacked] = captured.stacked
+    assert captured.with_compressed(captured.flat, ()).stacked == (stacked,)
     assert why in stacked.why and stacked.nbytes == STACK + STACK // WIDTH
     if name == "clipped":
         ((plain, _), (ours, _)), budgeted = both(step, state)

@@ -91,7 +91,7 @@ class Captured:
         flat = drop_dead(flat)
         other = _captured(flat, self.separate, self.applied, self.inputs, self.sub_batches)
         program = dataclasses.replace(other.program, compressed=compressed)
-        return dataclasses.replace(other, program=program)
+        return dataclasses.replace(other, program=program, stacked=self.stacked)
 
     def of(self, flat: ClosedJaxpr) -> Captured:
         """The same for `flat`, which has the same equations on other shapes."""
