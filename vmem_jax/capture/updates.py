@@ -87,11 +87,12 @@ def updated_in_loops(
         that are split along the layers are left alone.
     """
     stacked: list[Stacked] = []
+    shards: Shards | None = None
     for n in range(len(_scans(flat))):  # each is replaced by one
-        shards = follow_shards(flat, shardings)
+        shards = follow_shards(flat, shardings) if shards is None else shards
         loop = _Loop(flat, _scans(flat)[n], donated, hosted, shards)
         if loop.saved:
-            flat = loop.moved()
+            flat, shards = loop.moved(), None
         stacked += loop.stacked()
     return flat, tuple(stacked)
 
