@@ -3,11 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from test_jit import batch, params, step
 
 import vmem_jax
+from vmem_jax.capture import capture
 from vmem_jax.core.costs import MACHINES
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.profile.observe import observe
 from vmem_jax.report.compare import compare
 
@@ -16,11 +19,15 @@ pytestmark = pytest.mark.gpu
 FAST = dataclasses.replace(MACHINES["h200"], link_out=1e12, link_in=1e12, link_both=2e12)
 
 
-def test_kernels_and_copies_are_on_one_clock():
+@pytest.fixture
+def device():
     try:
-        device = jax.devices("gpu")[0]
+        return jax.devices("gpu")[0]
     except RuntimeError as error:
         pytest.skip(f"no GPU: {error}")
+
+
+def test_kernels_and_copies_are_on_one_clock(device):
     budgeted = vmem_jax.jit(step, budget=0.5, allow=("order", "offload"), machine=FAST)
     arguments = jax.device_put((params(), batch()), device)
     compiled = budgeted.lower(*arguments).compile()
@@ -33,3 +40,46 @@ def test_kernels_and_copies_are_on_one_clock():
     assert len(found.rows) == 2 * len(compiled.plan.transfers)
     for one in seen.runs:  # what is fetched last is read by a later kernel
         assert max(c.end for c in one.copies.values()) <= one.kernels[-1].end + 1e-4
+
+
+def test_both_directions_overlap_each_other_and_compute(device):
+    """A copy out and one back that begin at once, beside products."""
+    seen = crossing(device, size=8192, products=6)
+    real = seen.real_overlap
+    print(seen.summary())
+    assert real.both > 0.8 * min(real.out, real.into)
+    assert real.hidden > 0.9 * real.copies
+
+
+def crossing(device, size, products):
+    """What a step does of which one large value comes back while another leaves."""
+
+    def step(x, w):
+        early = jnp.tanh(x)
+        for _ in range(products):
+            x = x @ w
+        late = jnp.tanh(x)
+        for _ in range(products):
+            x = x @ w
+        x = x + early
+        for _ in range(products):
+            x = x @ w
+        return x + late
+
+    keys = jax.random.split(jax.random.key(0))
+    x, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
+    x, w = jax.device_put((x, w / size**0.5), device)
+    program = capture(jax.jit(step).trace(x, w).jaxpr).program
+    early, late = (s.writes[0] for s in program.steps if s.op == "tanh")
+    first, second, end = (n * products + 1 for n in (1, 2, 3))  # `late` is made; then both are read
+    transfers = (
+        Transfer(early, 1, first - 1, first + 1, second),
+        Transfer(late, first + 1, second, second + 1, end),
+    )
+    order = tuple(range(len(program.steps)))
+    plan = Plan(program.fingerprint, "", order, True, None, 0, 0.0, transfers)
+    budgeted = vmem_jax.jit(step, budget="device", plan=plan)
+    arena = budgeted.lower(x, w).compile().arena
+    seen = observe(lambda: budgeted(x, w), device, arena)
+    explanation = budgeted.explain(x, w)
+    return compare(explanation.program, explanation.timeline, explanation.costs, seen.runs)
