@@ -17,11 +17,12 @@ from steps import arrays_of, normal
 import vmem_jax
 from vmem_jax import VDNN, BudgetError, Plan, PlanError
 from vmem_jax.core.plan import Transfer
+from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy.base import Splitting
 from vmem_jax.prove.prove import need_nbytes
-from vmem_jax.prove.sub_batches import Member, least_nbytes, prove_in_parts
+from vmem_jax.prove.sub_batches import Member, prove_in_parts
 from vmem_jax.splitting import counts_of
 from vmem_jax.transfer.extension import describe
 

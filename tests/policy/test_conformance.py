@@ -151,6 +151,16 @@ def test_lowest_peak_of_the_error_is_reached(name, shape):
         assert planned(name, program, error.lowest_peak).predicted_peak <= error.lowest_peak
 
 
+@pytest.mark.parametrize("name", ["auto", "recompute"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_lowest_peak_is_one_however_little_is_asked_for(name, shape):
+    program = SHAPES[shape]
+    outcomes = [planned(name, program, between(program, share / 20)) for share in range(21)]
+    errors = [each.lowest_peak for each in outcomes if isinstance(each, BudgetError)]
+    reached = [each.predicted_peak for each in outcomes if not isinstance(each, BudgetError)]
+    assert errors and max(errors) <= 1.03 * min(errors + reached)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_never_a_higher_peak_than_keep(name):
     @settings(some, max_examples=100)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.lanes import Copy, Lanes
 from vmem_jax.core.plan import Transfer, points_at
-from vmem_jax.core.program import Kind, Program
+from vmem_jax.core.program import Kind, Program, Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +56,22 @@ class Timeline:
     copies: tuple[tuple[Copy, Copy], ...] = ()
     stalls: tuple[float, ...] = ()
     waits: tuple[Stall, ...] = ()
+
+
+def step_nbytes(program: Program, step: Step) -> int:
+    """Bytes that `step` takes beside the residents, the least that they can be."""
+    resident, buffers = program.is_resident, program.buffers
+    used = {b for b in (*step.reads, *step.writes) if not resident[b]}
+    over = {w for r, w in step.in_place if not resident[r] and not resident[w]}
+    size = lambda ids: sum(buffers[b].nbytes for b in ids)
+    return size(used) - size(over) + step.workspace
+
+
+def least_nbytes(program: Program) -> int:
+    """Bytes below which no plan of `program` goes: the residents and the largest step."""
+    return program.resident_nbytes + max(
+        (step_nbytes(program, s) for s in program.steps), default=0
+    )
 
 
 def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:

@@ -11,7 +11,8 @@ Where values can be moved, the same search also runs behind what hides under com
 and once with everything moved, which is what is left where nothing else fits. A mixed-integer program
 gives further plans to choose from, and a bound that spares the search where it is reached (`bound`).
 And all of that is done again with more and more stacks looped (`core.looped`), those that hide in
-their loops first. The best of all is taken by `simulate`.
+their loops first. The best of all is taken by `simulate`. Where none is within the budget, `lowest`
+says how low one gets: what a search for the impossible comes to is no sign of that.
 
 Each try runs the whole step on paper, so its time grows with the depth. Of programs longer than
 `most` steps the search is a part: the tries behind a start that is near its bound are left out, and
@@ -30,10 +31,11 @@ from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.looped import costs_with_looped, stacks, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, live_at, simulate
+from vmem_jax.core.simulate import Timeline, least_nbytes, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.bound import Start, starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.lowest import lowest
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place, rank
@@ -85,6 +87,10 @@ class Auto(AbstractPolicy):
                 found = self._timeline(less, costs_with_looped(program, some, costs), budget)
                 if self._is_worth_moving(found, best, budget):
                     best, looped = found, some
+        if budget is not None and best.peak > budget and "recompute" in self.allow:
+            less, slower = with_looped(program, looped), costs_with_looped(program, looped, costs)
+            reached = lowest(less, slower, lower_order(less, slower, canonical_order(less)))
+            best = _better(best, reached, budget)
         return finish(self.name, program, best, budget, looped=looped)
 
     def spared(self, program: Program) -> str:
@@ -106,7 +112,7 @@ class Auto(AbstractPolicy):
         canonical = canonical_order(program)
         base = lower_order(program, costs, canonical)
         best = simulate(program, base, costs)
-        if budget is None or best.peak <= budget:
+        if budget is None or best.peak <= budget or least_nbytes(program) > budget:
             return best
         attempt = lambda parks, share: self._attempt(program, costs, base, budget, parks, share)
         shares: Sequence[float] = self.shares

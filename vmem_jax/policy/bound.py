@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.simulate import Timeline, least_nbytes, simulate, step_nbytes
 from vmem_jax.policy.executor import Drop, Remaking
-from vmem_jax.policy.stages import Stages, step_nbytes
+from vmem_jax.policy.stages import Stages
 
 ROWS = (1, 2, 4)
 """So many rows are tried. Of VGG-116 eight bound lower than four in the same time."""
@@ -76,7 +76,7 @@ def lower_bound(
     """
     least = sum(costs.seconds[s] for s in base)
     needs = [step_nbytes(program, program.steps[s]) for s in base]
-    peak = program.resident_nbytes + max(needs, default=0)
+    peak = least_nbytes(program)
     if budget is not None and peak > budget:
         return Bound(float("inf"), peak, True)
     timeline = simulate(program, base, costs)

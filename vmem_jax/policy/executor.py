@@ -36,6 +36,9 @@ class Away:
 _DEEPEST = 200
 """A value behind more dead producers than this is not worth making again."""
 
+_MOST = 10
+"""As many times the steps of the base, and a limit makes it run in circles: one that is not met."""
+
 
 class Execution:
     """One run of the executor over `base`; `order` is the result.
@@ -85,7 +88,7 @@ class Execution:
         self._nbytes = program.resident_nbytes
         self.order: list[int] = []
         self.fits = True
-        self._most = 40 * len(base) + 1000  # a limit that makes it thrash is a limit not met
+        self._most = _MOST * len(base) + 1000
         self._now = 0
         for self._now, s in enumerate(base):
             self._run_base(s)

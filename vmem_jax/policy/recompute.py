@@ -20,6 +20,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.policy.base import AbstractPolicy, best_of, finish
 from vmem_jax.policy.executor import Execution
+from vmem_jax.policy.lowest import lowest
 from vmem_jax.policy.order import lower_order
 
 
@@ -36,4 +37,7 @@ class Recompute(AbstractPolicy):
             # a limit below the budget is tried too: what it frees early may be dropped cheaper
             for limit in (budget, budget - (budget - program.resident_nbytes) // 10):
                 orders.append(tuple(Execution(program, costs, base, limit=limit).order))
-        return finish(self.name, program, best_of(program, costs, orders, budget), budget)
+        best = best_of(program, costs, orders, budget)
+        if budget is not None and best.peak > budget:
+            best = min(best, lowest(program, costs, base), key=lambda timeline: timeline.peak)
+        return finish(self.name, program, best, budget)

@@ -31,19 +31,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.program import Program, Step
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import step_nbytes
 
 _MOST_INTEGERS = 20_000
 """Of a program with more variables only the linear relaxation is solved."""
-
-
-def step_nbytes(program: Program, step: Step) -> int:
-    """Bytes that `step` takes beside the residents, the least that they can be."""
-    resident, buffers = program.is_resident, program.buffers
-    used = {b for b in (*step.reads, *step.writes) if not resident[b]}
-    over = {w for r, w in step.in_place if not resident[r] and not resident[w]}
-    size = lambda ids: sum(buffers[b].nbytes for b in ids)
-    return size(used) - size(over) + step.workspace
 
 
 @dataclasses.dataclass(frozen=True)

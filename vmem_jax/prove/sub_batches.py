@@ -23,7 +23,8 @@ from absl import logging
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import with_convolutions
-from vmem_jax.core.program import Program, Step
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest
@@ -135,15 +136,3 @@ def _ranked(
     # what is the same for all numbers, a gradient of weights, hides what more of them save
     lowest = sorted(hopeless, key=lambda each: (each[0], -each[1]))[:1]
     return [count for _, count in sorted(fitting) or sorted(others)[:1] or lowest]
-
-
-def least_nbytes(program: Program) -> int:
-    """Bytes below which no plan of `program` goes that moves nothing: those of its largest step."""
-    resident, buffers = program.is_resident, program.buffers
-
-    def during(step: Step) -> int:
-        own = sum(buffers[b].nbytes for b in {*step.reads, *step.writes} if not resident[b])
-        shared = {w for _, w in step.in_place if not resident[w]}
-        return own - sum(buffers[w].nbytes for w in shared) + step.workspace
-
-    return program.resident_nbytes + max(map(during, program.steps), default=0)
