@@ -30,7 +30,7 @@ def test_rates_make_sense(device):
 
 
 def test_every_step_of_a_model_is_timed(device):
-    work = job("resnet11", batch=32, image=32, classes=10)
+    work = job("alexnet", batch=32, image=64, classes=10)
     found = capture(jax.jit(work.step).trace(work.state_shapes(), work.batch).jaxpr)
     profile = profile_steps(found, machine_for(device.device_kind), device, {}, seconds=300)
     assert profile.measured == profile.distinct and not profile.untimed
