@@ -9,6 +9,9 @@ from helpers import BACKWARD, SHAPES, Builder, chain, orders, programs, unit_cos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vmem_jax.core.costs import Link
+from vmem_jax.core.lanes import Copy
+from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Kind
 from vmem_jax.core.simulate import last_reads, live_at, nbytes_by_kind, simulate
 from vmem_jax.core.validate import peak_by_definition
@@ -122,3 +125,26 @@ def test_peak_is_the_definitions_on_random_orders(data):
     assert timeline.peak == max(timeline.live_nbytes)
     assert timeline.peak >= program.resident_nbytes
     assert timeline.seconds == len(order)
+
+
+def test_steps_beside_a_copy_start_later():
+    """A copy of 3 s begins at 1 s: two steps of 1 s begin beside it, each half a second late."""
+    b = Builder()
+    x = b.input(1)
+    parked = b.step([x], 6)
+    y = parked
+    for _ in range(4):
+        y = b.step([x], 1)
+    program = b.program([b.step([y, parked], 1)])
+    moves = (Transfer(parked, 1, 4, 5, 5),)
+    costs = lambda delay: dataclasses.replace(
+        unit_costs(program), link=Link(2.0, 1e9, 1e9, delay=delay)
+    )
+    order = range(len(program.steps))
+    prompt, late = (simulate(program, order, costs(delay), moves) for delay in (0.0, 0.5))
+    assert prompt.start == pytest.approx((0, 1, 2, 3, 4, 5))
+    assert late.start == pytest.approx((0, 1.5, 3, 4, 5, 6))
+    assert late.copies[0][0] == prompt.copies[0][0] == Copy(1, pytest.approx(4))
+    assert (late.peak, late.seconds) == (prompt.peak, pytest.approx(prompt.seconds + 1))
+    still = [simulate(program, order, costs(delay)) for delay in (0.0, 0.5)]
+    assert still[0] == still[1]

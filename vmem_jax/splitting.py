@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.places import place_of
-from vmem_jax.core.costs import Costs, Link, Machine, calibrated, machine_for
+from vmem_jax.core.costs import Costs, Machine, calibrated, machine_for
 from vmem_jax.entry import Traced
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -81,7 +81,8 @@ def part_costs(
     found = calibrated(parts.captured.program, machine, whole.captured.program, costs)
     link, count = costs.link, parts.captured.program.sub_batches
     if link is not None and not parts.hosted:
-        link = Link(link.out / count, link.into / count, link.both / count)
+        slower = {way: getattr(link, way) / count for way in ("out", "into", "both")}
+        link = dataclasses.replace(link, **slower)
     return dataclasses.replace(found, link=link)
 
 

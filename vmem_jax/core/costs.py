@@ -27,6 +27,7 @@ class Machine:
       link_out: device to pinned host memory, bytes a second.
       link_in: pinned host memory to device, bytes a second.
       link_both: in total, where both directions are busy, bytes a second.
+      link_delay: seconds by which a step starts later while something is copied.
       convolutions: operations a second of convolutions by dtype; `flops` for those that it lacks.
       pinning: seconds that pinning a byte of host memory takes. 2 GiB took 1.2 s beside an H200.
     """
@@ -39,6 +40,7 @@ class Machine:
     link_out: float = 25e9
     link_in: float = 25e9
     link_both: float = 45e9
+    link_delay: float = 0.0
     convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pinning: float = 1.2 / 2**31
 
@@ -69,11 +71,13 @@ class Link:
       out: device to host, alone.
       into: host to device, alone.
       both: in total, where both directions are busy.
+      delay: seconds by which a step starts later while either is.
     """
 
     out: float
     into: float
     both: float
+    delay: float = 0.0
 
 
 class Source(enum.StrEnum):
@@ -116,7 +120,7 @@ class Costs:
 
 def analytic(program: Program, machine: Machine) -> Costs:
     """Costs of `program` on `machine` by its roofline."""
-    link = Link(machine.link_out, machine.link_in, machine.link_both)
+    link = Link(machine.link_out, machine.link_in, machine.link_both, machine.link_delay)
     return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps), link)
 
 
@@ -138,6 +142,8 @@ def calibrated(program: Program, machine: Machine, like: Program, costs: Costs) 
 
 # An H200 as `vmem-jax profile` measured it (JAX 0.11.2, cuDNN 9.19). Its convolutions run at 710
 # TFLOP/s where they are large and square, and at some 560 in whole training steps (VGG, ResNet).
+# Its steps start later beside copies, by 1 µs (VGG-116) to 3 µs (ResNet-152): by so much plans with
+# transfers take longer than was predicted without it (docs/benchmarks.md, Transfers).
 _H200 = Machine(
     "h200",
     flops={
@@ -153,6 +159,7 @@ _H200 = Machine(
     link_out=55.3e9,
     link_in=55.3e9,
     link_both=97.7e9,
+    link_delay=2e-6,
     convolutions={"bfloat16": 560e12, "float16": 560e12, "float32": 280e12},
     pinning=2.8e-10,
 )

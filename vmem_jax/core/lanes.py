@@ -47,6 +47,11 @@ class Lanes:
             self._advance(self._next_end())
         return max(at, self.copies[lane, key].end)
 
+    def is_busy(self, at: float) -> bool:
+        """Whether something is copied at `at` seconds, which is not before any earlier call's."""
+        self._advance(at)
+        return any(self._waiting.values())
+
     def finish(self) -> None:
         """Runs both lanes until they are empty."""
         while any(self._waiting.values()):

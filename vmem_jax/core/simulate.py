@@ -101,7 +101,8 @@ def simulate(
     While a step runs, its reads, writes and workspace are live together, except that a write takes
     over the memory of a dying read that `Step.in_place` pairs it with. A transferred buffer is live
     until `gone` and from `fetch` on, whether its bytes have arrived or not. What is hosted and has no
-    transfer is there while it is used, and takes no time.
+    transfer is there while it is used, and takes no time. Beside a copy each step takes `Link.delay`
+    more.
     """
     steps, buffers, resident = program.steps, program.buffers, program.is_resident
     dying = last_reads(program, order)
@@ -134,6 +135,8 @@ def simulate(
         during = live - saved + step.workspace + staged[position]
         if during > peak or peak_at < 0:
             peak, peak_at = during, position
+        if moves is not None:
+            now += moves.delay(now)
         start.append(now)
         history.append(during)
         now += costs.seconds[s]
@@ -154,7 +157,7 @@ class _Moves:
             raise ValueError("there are transfers, but these costs have no link")
         self.transfers = tuple(transfers)
         self.nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
-        self.lanes = Lanes(costs.link)
+        self.link, self.lanes = costs.link, Lanes(costs.link)
         self.stalls = [0.0] * len(transfers)
         self.waits: list[Stall] = []
         self.hosted = frozenset(program.hosted)
@@ -185,6 +188,10 @@ class _Moves:
                     freed.append(b)
         here = lambda buffers: [b for b in buffers if b not in self.hosted]
         return now, here(freed), here(taken)
+
+    def delay(self, now: float) -> float:
+        """Seconds by which the step that begins now starts later, beside what is copied."""
+        return self.link.delay if self.link.delay and self.lanes.is_busy(now) else 0.0
 
     def finish(self, timeline: Timeline) -> Timeline:
         copies = self.lanes.copies

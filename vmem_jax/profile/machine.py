@@ -93,6 +93,7 @@ def measure(
         link_out=rates.out or shipped.link_out,
         link_in=rates.into or shipped.link_in,
         link_both=rates.both or shipped.link_both,
+        link_delay=shipped.link_delay,  # not measured
         convolutions={d: rate for d, rate in convolutions.items() if rate},
         pinning=rates.pinning or shipped.pinning,
     )

@@ -16,7 +16,7 @@ from vmem_jax.core.costs import Machine, Source
 from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.kept import Identity, Kept, positive
 
-SCHEMA = 2
+SCHEMA = 3
 """Of the files; and of the keys of steps, which it has to change with."""
 
 _LIBRARIES = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12", "nvidia-cublas")
@@ -92,6 +92,8 @@ def _machine_from(content: Any) -> Machine | None:
     for number in (*rates, machine.launch, machine.pinning):
         positive(number)
     machine.flops[""]
+    if not 0 <= machine.link_delay < 1:
+        raise ValueError(f"a delay of {machine.link_delay} s")
     return machine
 
 
