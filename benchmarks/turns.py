@@ -106,6 +106,8 @@ class Turns:
                         for variant in made:
                             self._warm_up(variant)
                 except TimeUp:
+                    # a second alarm, while the first unwound what it met, leaves the timer on
+                    signal.setitimer(signal.ITIMER_REAL, 0)
                     logging.warning("no time is left for %s", ", ".join(waiting))
                     waiting.clear()
                     break

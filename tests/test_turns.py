@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +25,7 @@ import manifest  # noqa: E402
 import papers  # noqa: E402
 import records  # noqa: E402
 import run  # noqa: E402
+import turns  # noqa: E402
 import variants  # noqa: E402
 from turns import Pace, TimeUp, Turns, at_most  # noqa: E402
 from variants import Variant  # noqa: E402
@@ -119,6 +123,22 @@ def test_what_there_is_no_time_for_is_logged_and_left_out(caplog):
     [[(name, outcome, blocks)]] = found
     assert (name, outcome) == ("a", "ok") and blocks == len(plain.seconds) > 0
     assert "no time is left for endless, b" in caplog.text
+
+
+def test_no_alarm_is_left_for_those_that_were_made_in_time(monkeypatch):
+    """As where a second alarm comes before the first has left the block."""
+
+    @contextlib.contextmanager
+    def left_on(seconds):
+        yield
+        signal.setitimer(signal.ITIMER_REAL, 3600)
+        if not math.isinf(seconds):
+            raise TimeUp
+
+    monkeypatch.setattr(turns, "at_most", left_on)
+    found, plain = heats("a", seconds=60)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert found == [[]] and len(plain.seconds) == 3
 
 
 def test_a_block_ends_when_its_time_is_up():
