@@ -29,7 +29,8 @@ Rows = Mapping[Case, Record]
 
 
 def draw(table: Table, rows: Rows, value: Value, path: Path) -> bool:
-    """Writes the figure of `table` to `path`; False, and no file, where no row has its quantity.
+    """Writes the figure of `table` to `path`; False, and no file, where plain's rows alone have its
+    quantity, or none has.
 
     Bars by network, one for each way; or, for `plot = "curves"`, time by budget for each network.
     Times that were not measured are predicted ones, hatched.
@@ -73,7 +74,8 @@ def _bars(table: Table, rows: Rows, value: Value) -> Figure | None:
             if found is not None:
                 key = case.network, case.how
                 shown.setdefault(case.dtype, {})[key] = found, predicted
-    dtypes = [dtype for dtype in dtypes if shown.get(dtype)]
+    compared = lambda dtype: any(how != "plain" for _, how in shown.get(dtype, ()))
+    dtypes = [dtype for dtype in dtypes if compared(dtype)]
     if not dtypes:
         return None
     figure = Figure(figsize=(8, 0.4 + 2.6 * len(dtypes)), layout="constrained")
