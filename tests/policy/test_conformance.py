@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from networks import Spec, network, with_algorithms
 
 from vmem_jax import POLICIES, BudgetError
-from vmem_jax.core.costs import Costs
+from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import peak_by_definition, violations
@@ -158,6 +158,21 @@ def test_the_lowest_peak_is_one_however_little_is_asked_for(name, shape):
     outcomes = [planned(name, program, between(program, share / 20)) for share in range(21)]
     errors = [each.lowest_peak for each in outcomes if isinstance(each, BudgetError)]
     reached = [each.predicted_peak for each in outcomes if not isinstance(each, BudgetError)]
+    assert errors and max(errors) <= 1.03 * min(errors + reached)
+
+
+@pytest.mark.parametrize("means", [("offload",), ("offload", "recompute")], ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_so_is_the_lowest_peak_of_plans_that_move(means, shape):
+    program = SHAPES[shape]
+    costs = dataclasses.replace(flop_costs(program), link=Link(5.0, 5.0, 8.0))
+    policy, errors, reached = POLICIES["auto"](allow=("order", *means)), [], []
+    for share in range(21):
+        try:
+            plan = policy.plan(program, costs, between(program, share / 20))
+            reached.append(plan.predicted_peak)
+        except BudgetError as error:
+            errors.append(error.lowest_peak)
     assert errors and max(errors) <= 1.03 * min(errors + reached)
 
 

@@ -87,10 +87,10 @@ class Auto(AbstractPolicy):
                 found = self._timeline(less, costs_with_looped(program, some, costs), budget)
                 if self._is_worth_moving(found, best, budget):
                     best, looped = found, some
-        if budget is not None and best.peak > budget and "recompute" in self.allow:
+        if budget is not None and best.peak > budget:
             less, slower = with_looped(program, looped), costs_with_looped(program, looped, costs)
-            reached = lowest(less, slower, lower_order(less, slower, canonical_order(less)))
-            best = _better(best, reached, budget)
+            for timeline in self._lowest(less, slower):
+                best = _better(best, timeline, budget)
         return finish(self.name, program, best, budget, looped=looped)
 
     def spared(self, program: Program) -> str:
@@ -153,6 +153,19 @@ class Auto(AbstractPolicy):
             if best.transfers and not self._is_worth_moving(best, still, budget):
                 best = still
         return best
+
+    def _lowest(self, program: Program, costs: Costs) -> Iterator[Timeline]:
+        """The lowest peaks that recomputation alone reaches, and with all moved that may be."""
+        base = lower_order(program, costs, canonical_order(program))
+        keeps, recomputes = simulate(program, base, costs), "recompute" in self.allow
+        if recomputes:
+            yield lowest(program, keeps, lambda n: _under_limit(program, costs, base, (), n))
+        if "offload" in self.allow and costs.link is not None:
+            every = candidates(program, costs, base, self.least_move, waiting=not recomputes)
+            start = Start(0.0, frozenset(), frozenset(every))
+            begun = lambda n: _begun(program, costs, base, start, n)
+            moved = lambda n: _moved(program, costs, base, n, every)
+            yield lowest(program, keeps, begun if recomputes else moved)
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
         """Whether `moving` is better than `still`, and by more than what is predicted is off."""

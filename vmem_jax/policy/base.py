@@ -12,7 +12,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind, simulate
+from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind
 from vmem_jax.errors import BudgetError, show_nbytes
 
 
@@ -151,14 +151,3 @@ def what_holds(
         f"{program.buffers[b].label} {show_nbytes(program.buffers[b].nbytes)}" for b in largest
     ]
     return ", ".join(kinds) + ("; largest: " + ", ".join(names) if names else "")
-
-
-def best_of(
-    program: Program, costs: Costs, orders: Sequence[Sequence[int]], budget: int | None
-) -> Timeline:
-    """The fastest of `orders` within `budget`, else the one with the lowest peak."""
-    timelines = [simulate(program, order, costs) for order in orders]
-    fitting = [t for t in timelines if budget is None or t.peak <= budget]
-    if fitting:
-        return min(fitting, key=lambda t: (t.seconds, t.peak))
-    return min(timelines, key=lambda t: t.peak)

@@ -18,10 +18,12 @@ from typing import ClassVar
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
-from vmem_jax.policy.base import AbstractPolicy, best_of, finish
+from vmem_jax.core.simulate import simulate
+from vmem_jax.policy.base import AbstractPolicy, finish
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.lowest import lowest
 from vmem_jax.policy.order import lower_order
+from vmem_jax.policy.placement import rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,13 @@ class Recompute(AbstractPolicy):
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         base = lower_order(program, costs)
-        orders: list[tuple[int, ...]] = [base]
-        if budget is not None:
-            # a limit below the budget is tried too: what it frees early may be dropped cheaper
-            for limit in (budget, budget - (budget - program.resident_nbytes) // 10):
-                orders.append(tuple(Execution(program, costs, base, limit=limit).order))
-        best = best_of(program, costs, orders, budget)
-        if budget is not None and best.peak > budget:
-            best = min(best, lowest(program, costs, base), key=lambda timeline: timeline.peak)
+        keeps = simulate(program, base, costs)
+        if budget is None:
+            return finish(self.name, program, keeps, budget)
+        under = lambda n: simulate(program, Execution(program, costs, base, limit=n).order, costs)
+        # a limit below the budget is tried too: what it frees early may be dropped cheaper
+        tried = map(under, (budget, budget - (budget - program.resident_nbytes) // 10))
+        best = min([keeps, *tried], key=lambda timeline: rank(timeline, budget))
+        if best.peak > budget:
+            best = min([best, lowest(program, keeps, under)], key=lambda t: rank(t, budget))
         return finish(self.name, program, best, budget)
