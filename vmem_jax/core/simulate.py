@@ -68,10 +68,9 @@ def step_nbytes(program: Program, step: Step) -> int:
 
 
 def least_nbytes(program: Program) -> int:
-    """Bytes below which no plan of `program` goes: the residents and the largest step."""
-    return program.resident_nbytes + max(
-        (step_nbytes(program, s) for s in program.steps), default=0
-    )
+    """Bytes below which no order of `program` goes: the residents and the largest step."""
+    largest = max((step_nbytes(program, step) for step in program.steps), default=0)
+    return program.resident_nbytes + largest
 
 
 def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
