@@ -9,11 +9,12 @@ row that is in --out is not run again, whichever table asked for it.
 
 On a GPU all rows of a network and dtype come from one process of run.py, in which they take turns
 with plain jit; it is timed again with rows that were missing. What has no row when --seconds are over
-is logged and waits for the next call. With --device=h200 nothing runs: steps are compiled for a card
-that need not be there, each in its own process with a limit of time, and what needs the card is left
-out; such rows have a file of their own. Failures are rows too: a budget that cannot be met (with the
-lowest peak), memory that runs out, and of steps that are only compiled a limit that passes and a
-process that dies. docs/papers.md is made from the rows by benchmarks/pages.py.
+is logged and waits for the next call. --done=FILES leaves out what other files have, and --list says
+what is left. With --device=h200 nothing runs: steps are compiled for a card that need not be there, each
+in its own process with a limit of time, and what needs the card is left out; such rows have a file of
+their own. Failures are rows too: a budget that cannot be met (with the lowest peak), memory that runs
+out, and of steps that are only compiled a limit that passes and a process that dies. docs/papers.md is
+made from the rows by benchmarks/pages.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import computed
@@ -165,10 +166,15 @@ def cannot_fit(known: Record | None) -> bool:
     return known.asked != "least" or not known.lowest_compiled
 
 
-def run_groups(tables: list[manifest.Table], out: Path) -> None:
-    """Times what is not in `out`, with plain jit, a process for each network and dtype."""
+Group = tuple[Case, list[str], list[str]]
+"""Plain jit of a network and dtype, the ways to run, and those that say something below its need."""
+
+
+def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
+    """What has no row yet, in `out` when it is asked for or in the files of `--done`."""
     groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
     known = read(Path(FLAGS.known)) if FLAGS.known else {}
+    done = {case for path in FLAGS.done for case in read(Path(path))}
     for table in tables:
         for case in filter(is_selected, table.cases):
             if cannot_fit(known.get(case)):
@@ -177,15 +183,22 @@ def run_groups(tables: list[manifest.Table], out: Path) -> None:
             group = groups.setdefault(plain_of(case), {})
             group[case.how] = table.below_plain and group.get(case.how, True)
     for plain, group in groups.items():
-        rows = read(out) if FLAGS.resume else {}
+        rows = done.union(read(out)) if FLAGS.resume else set()
         there = {case.how for case in rows if plain_of(case) == plain}
         ways = [way for way in group if way not in there and way != "plain"]
-        if not ways and ("plain" in there or "plain" not in group):
-            continue
-        below = ",".join(way for way in ways if group[way])
-        more = {"together": FLAGS.together, "seconds": FLAGS.seconds, "known": FLAGS.known}
-        command = command_of(plain, ["plain", *ways], out, below_plain=below, **more)
+        if ways or ("plain" in group and "plain" not in there):
+            yield plain, ways, [way for way in ways if group[way]]
+
+
+def run_groups(tables: list[manifest.Table], out: Path) -> None:
+    """Times what is missing, with plain jit, a process for each network and dtype."""
+    for plain, ways, below in missing(tables, out):
         print(f"{plain.network} {plain.dtype}: {', '.join(ways) or 'plain'}", flush=True)
+        if FLAGS.list:
+            continue
+        more = {"together": FLAGS.together, "seconds": FLAGS.seconds, "known": FLAGS.known}
+        more |= {"below_plain": ",".join(below)}
+        command = command_of(plain, ["plain", *ways], out, **more)
         if status := subprocess.run(command, check=False).returncode:
             print(f"{plain.network} {plain.dtype}: exit {status}", flush=True)
         if out.exists():
@@ -221,7 +234,7 @@ def main(argv: list[str]) -> None:
     wanted = [table for table in tables if table.runs]
     if FLAGS.device == "here":
         run_groups(wanted, out)
-        for table in tables if FLAGS.scripts else ():
+        for table in tables if FLAGS.scripts and not FLAGS.list else ():
             run_scripts(table, out)
         return
     rows = read(out)
@@ -252,7 +265,9 @@ if __name__ == "__main__":
         "On a GPU: compiled rows that say what a policy needs at the least and what cannot fit.",
     )
     flags.DEFINE_bool("core", False, "Only the rows that the statements of the tables need.")
-    flags.DEFINE_bool("resume", True, "Leave out the rows that --out has.")
+    flags.DEFINE_bool("resume", True, "Leave out the rows that --out and the files of --done have.")
+    flags.DEFINE_list("done", [], "On a GPU: further files of rows that are not run again.")
+    flags.DEFINE_bool("list", False, "On a GPU: say what would be run, and run nothing.")
     flags.DEFINE_bool("calculate", True, "Also make the tables that are calculations.")
     flags.DEFINE_list("dtypes", [], "Only these.")
     flags.DEFINE_bool("scripts", True, "On a GPU also run the further commands of the tables.")

@@ -190,6 +190,7 @@ def flags(monkeypatch):
     found = {"device": "here", "rounds": 2, "steps": 1, "profile": 0.0, "conv": 0.0}
     found |= {"together": 1, "seconds": 0.0, "commit": "abc", "resume": True}
     found |= {"networks": [], "dtypes": [], "ways": [], "known": "", "core": False}
+    found |= {"done": [], "list": False}
     flags = types.SimpleNamespace(**found)
     monkeypatch.setattr(papers, "FLAGS", flags)
     return flags
@@ -248,7 +249,7 @@ def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
     assert known == [(5, True), (7, True), (None, False), (8, False)]
 
 
-def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
+def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch, capsys):
     out, commands = tmp_path / "rows.jsonl", []
     done = types.SimpleNamespace(returncode=0)
     monkeypatch.setattr(subprocess, "run", lambda words, **_: commands.append(words) or done)
@@ -266,3 +267,9 @@ def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch):
     flags.known = str(tmp_path / "known.jsonl")
     papers.run_groups([table("c@1GiB", "c@least")], out)
     assert "--ways=plain,c@least" in commands[-1] and len(commands) == 2
+    flags.list = True
+    papers.run_groups([table("c@least")], out)
+    assert len(commands) == 2 and capsys.readouterr().out.endswith("float32: c@least\n")
+    flags.list, flags.done = False, [flags.known]
+    papers.run_groups([table("c@least", "d@least")], out)
+    assert "--ways=plain,d@least" in commands[-1] and len(commands) == 3
