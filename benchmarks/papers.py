@@ -8,13 +8,13 @@ that makes its statement. What is run for one, and what its paper says, is in be
 row that is in --out is not run again, whichever table asked for it.
 
 On a GPU all rows of a network and dtype come from one process of run.py, in which they take turns
-with plain jit; it is timed again with rows that were missing. What has no row when --seconds are over
-is logged and waits for the next call. --done=FILES leaves out what other files have, and --list says
-what is left. With --device=h200 nothing runs: steps are compiled for a card that need not be there, each
-in its own process with a limit of time, and what needs the card is left out; such rows have a file of
-their own. Failures are rows too: a budget that cannot be met (with the lowest peak), memory that runs
-out, and of steps that are only compiled a limit that passes and a process that dies. docs/papers.md is
-made from the rows by benchmarks/pages.py.
+with plain jit; it is timed again with rows that were missing. What has no row when --seconds are
+over is logged and waits for the next call. --done=FILES leaves out what other files have, --list
+says what is left. With --device=h200 nothing runs: steps are compiled for a card that need not be
+there, each in its own process with a limit of time, and what needs the card is left out; such rows
+have a file of their own. Failures are rows too: a budget that cannot be met (with the lowest peak),
+memory that runs out, and of steps that are only compiled a limit that passes and a process that
+dies. docs/papers.md is made from the rows by benchmarks/pages.py.
 """
 
 from __future__ import annotations
