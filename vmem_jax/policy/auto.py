@@ -33,7 +33,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, least_nbytes, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
-from vmem_jax.policy.bound import Start, starts
+from vmem_jax.policy.bound import starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.lowest import lowest
 from vmem_jax.policy.order import canonical_order, lower_order
@@ -115,6 +115,9 @@ class Auto(AbstractPolicy):
         if budget is None or best.peak <= budget or least_nbytes(program) > budget:
             return best
         attempt = lambda parks, share: self._attempt(program, costs, base, budget, parks, share)
+        begun = lambda costs, start: _under_limit(
+            program, costs, base, start.drops, budget, start.parks
+        )
         shares: Sequence[float] = self.shares
         if "recompute" in self.allow:
             best = _better(best, _under_limit(program, costs, base, (), budget), budget)
@@ -126,7 +129,7 @@ class Auto(AbstractPolicy):
             linkless = dataclasses.replace(costs, link=None)
             proven = False
             for start in starts(program, linkless, base, budget):
-                best = _better(best, _begun(program, linkless, base, start, budget), budget)
+                best = _better(best, begun(linkless, start), budget)
                 fits = best.peak <= budget
                 proven = proven or (fits and best.seconds <= self.close * start.least)
                 if proven and self.spared(program):
@@ -145,7 +148,7 @@ class Auto(AbstractPolicy):
                     best = _better(best, attempt(parks, share), budget)
             if "recompute" in self.allow:
                 for start in starts(program, costs, base, budget):
-                    best = _better(best, _begun(program, costs, base, start, budget), budget)
+                    best = _better(best, begun(costs, start), budget)
             best = _better(best, _moved(program, costs, base, budget, every), budget)
             if best.peak > budget and "recompute" not in self.allow:  # then also what makes it wait
                 every = candidates(program, costs, base, self.least_move, waiting=True)
@@ -162,10 +165,9 @@ class Auto(AbstractPolicy):
             yield lowest(program, keeps, lambda n: _under_limit(program, costs, base, (), n))
         if "offload" in self.allow and costs.link is not None:
             every = candidates(program, costs, base, self.least_move, waiting=not recomputes)
-            start = Start(0.0, frozenset(), frozenset(every))
-            begun = lambda n: _begun(program, costs, base, start, n)
+            limited = lambda n: _under_limit(program, costs, base, (), n, every)
             moved = lambda n: _moved(program, costs, base, n, every)
-            yield lowest(program, keeps, begun if recomputes else moved)
+            yield lowest(program, keeps, limited if recomputes else moved)
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
         """Whether `moving` is better than `still`, and by more than what is predicted is off."""
@@ -238,23 +240,18 @@ def _every_choice(
         yield simulate(program, order, costs)
 
 
-def _begun(
-    program: Program, costs: Costs, base: Sequence[int], start: Start, budget: int
-) -> Timeline:
-    """The timeline of `start`, under the executor's limit and placed in time."""
-    run = Execution(program, costs, base, start.drops, budget, parks=start.parks)
-    timeline = place(program, run.order, run.away, costs, budget)
-    return without_idle_moves(program, timeline, costs, budget)
-
-
 def _under_limit(
     program: Program,
     costs: Costs,
     base: Sequence[int],
-    drops: Sequence[Drop] | set[Drop],
+    drops: Collection[Drop],
     limit: int,
+    parks: Collection[Drop] = (),
 ) -> Timeline:
-    return simulate(program, Execution(program, costs, base, set(drops), limit=limit).order, costs)
+    """The run of `base` under the executor's limit, with what is parked placed in time."""
+    run = Execution(program, costs, base, drops, limit, parks=parks)
+    timeline = place(program, run.order, run.away, costs, limit)
+    return without_idle_moves(program, timeline, costs, limit)
 
 
 def _better(a: Timeline, b: Timeline, budget: int) -> Timeline:
