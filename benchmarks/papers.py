@@ -226,7 +226,7 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # of this process: the card is for those that run
     out, tables = Path(FLAGS.out), selected()
     for table in tables:
-        if table.computed and FLAGS.calculate:
+        if table.computed and FLAGS.calculate and not FLAGS.list:
             cells = computed.COMPUTED[table.computed](table)
             path = out.with_name(f"{table.name}_computed.jsonl")
             path.write_text("".join(json.dumps(dataclasses.asdict(cell)) + "\n" for cell in cells))
