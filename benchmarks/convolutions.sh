@@ -1,9 +1,10 @@
 #!/bin/sh
 # The tables of docs/benchmarks.md, "Convolutions": run on one NVIDIA GPU, with the native extension.
 #   sh benchmarks/convolutions.sh rows.jsonl layers.jsonl [alexnet seven stem 3d vgg16 vgg16bf16 ...]
-# TIMING=60 bounds the seconds in which cuDNN's plans are timed, for each entry.
+# TIMING=60 bounds the seconds in which cuDNN's plans are timed, for each entry; PROFILE=40 times the
+# models' other steps, too, for as long.
 set -e
-TIMING=${TIMING:-240}
+TIMING=${TIMING:-240} PROFILE=${PROFILE:-0}
 cd "$(dirname "$0")/.."
 out=$1 layers=$2
 shift 2
@@ -19,7 +20,7 @@ model() {
   # shellcheck disable=SC2046
   python3 benchmarks/run.py --model="$1" --batch="$2" --dtype="$3" --precision="$4" --budgets="$5" \
     --policies=auto:recompute,auto:recompute+workspace --nocheckpoint --noexact --conv="$TIMING" \
-    --rounds=5 --out="$out" $(commit)
+    --profile="$PROFILE" --seconds="${SECONDS_EACH:-0}" --rounds=5 --out="$out" $(commit)
 }
 for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
   case $each in
@@ -31,6 +32,12 @@ for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
     vgg16bf16) model vgg16 256 bfloat16 "" 0.5,0.3 ;;
     resnet18) model resnet18 128 float32 highest 0.5 ;;
     resnet50) model resnet50 64 float32 highest 0.5 ;;
+    vgg16tf32) model vgg16 256 float32 "" 0.5 ;;
+    resnet50tf32) model resnet50 64 float32 "" 0.5 ;;
+    resnet50bf16) model resnet50 256 bfloat16 "" 0.5,0.35 ;;
+    resnet152bf16) model resnet152 128 bfloat16 "" 0.35,0.25 ;;
+    googlenetbf16) model googlenet 128 bfloat16 "" 0.35 ;;
+    alexnetbf16) model alexnet 256 bfloat16 "" 0.6 ;;
     *) echo "no table row for $each" >&2; exit 2 ;;
   esac
 done

@@ -175,13 +175,16 @@ def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
     groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
     known = read(Path(FLAGS.known)) if FLAGS.known else {}
     done = {case for path in FLAGS.done for case in read(Path(path))}
-    for table in tables:
-        for case in filter(is_selected, table.cases):
-            if cannot_fit(known.get(case)):
-                print(f"{case.network} {case.dtype} {case.how}: no plan when it was compiled alone")
-                continue
-            group = groups.setdefault(plain_of(case), {})
-            group[case.how] = table.below_plain and group.get(case.how, True)
+    core = [(table, case) for table in tables for case in table.core]  # first: a time may pass
+    rest = [(table, case) for table in tables for case in table.cases if case not in table.core]
+    for table, case in core + rest:
+        if not is_selected(case):
+            continue
+        if cannot_fit(known.get(case)):
+            print(f"{case.network} {case.dtype} {case.how}: no plan when it was compiled alone")
+            continue
+        group = groups.setdefault(plain_of(case), {})
+        group[case.how] = table.below_plain and group.get(case.how, True)
     for plain, group in groups.items():
         rows = done.union(read(out)) if FLAGS.resume else set()
         there = {case.how for case in rows if plain_of(case) == plain}
