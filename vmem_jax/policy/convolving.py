@@ -84,13 +84,15 @@ class Convolving(AbstractPolicy):
             plan = planned((*chosen.items(),))
             if isinstance(plan, BudgetError):
                 if isinstance(plan.lowest_plan, Plan):
-                    plan.lowest_plan = _with(program, costs, plan.lowest_plan, chosen)
+                    low = _with(program, costs, plan.lowest_plan, chosen)
+                    faster = _raised(program, costs, low, chosen, low.predicted_peak)
+                    plan.lowest_plan = _with(program, costs, low, faster)
                 if error is None or plan.lowest_peak < error.lowest_peak:
                     error = plan
                 continue
             if least is None:
                 least = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
-            plan = _with(program, costs, plan, _raised(program, costs, plan, chosen))
+            plan = _with(program, costs, plan, _raised(program, costs, plan, chosen, budget))
             if best is None or plan.predicted_seconds < best.predicted_seconds:
                 best = plan
             if best.predicted_seconds <= self.close * least:
@@ -122,13 +124,17 @@ class Convolving(AbstractPolicy):
 
 
 def _raised(
-    program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configuration]
+    program: Program,
+    costs: Costs,
+    plan: Plan,
+    chosen: dict[int, Configuration],
+    limit: int | None,
 ) -> dict[int, Configuration]:
-    """`chosen`, with the fastest that fits into what is free wherever its step runs."""
-    if plan.budget is None:
+    """`chosen`, with the fastest that fits into what `limit` leaves wherever its step runs."""
+    if limit is None:
         return chosen
     timeline = simulate_plan(program, _choosing(plan, chosen), costs)
-    return fastest_fitting(costs.convolutions, timeline, chosen, plan.budget)
+    return fastest_fitting(costs.convolutions, timeline, chosen, limit)
 
 
 def least(ways: Ways) -> dict[int, Configuration]:
