@@ -15,6 +15,7 @@ from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
+from vmem_jax.prove.sub_batches import Member, prove_in_parts
 
 PROGRAM = SHAPES["chain"]
 FAST = dataclasses.replace(unit_costs(PROGRAM), link=Link(1e6, 1e6, 2e6))
@@ -140,3 +141,31 @@ def test_what_was_planned_already_is_not_planned_again():
         attempt = min(found, key=lambda attempt: -attempt.plan_seconds)
         assert attempt.plan.order == first.order and attempt.plan_seconds >= 2.0
         assert (len(asked) > 0) == plans == (len(found) > 1)
+
+
+@pytest.mark.parametrize(
+    "excess, expected, tried",
+    [
+        ({1: 0, 2: 0}, 1, {1}),  # as fast as predicted
+        ({1: 8, 2: 0}, 2, {1, 2}),  # 32 s are predicted at first and 45 in the end; two take 35
+        ({1: 8, 2: 8}, 1, {1, 2}),  # 50
+        ({1: 1000, 2: 0}, 2, {1, 2}),  # does not fit
+    ],
+)
+def test_the_next_number_of_sub_batches_where_the_proof_of_one_ends_slowly(excess, expected, tried):
+    still = dataclasses.replace(FAST, link=None)
+    policy = POLICIES["auto"](allow=("order", "recompute"))
+    seen = set()
+
+    def member(count):
+        seconds = tuple((0.9 + 0.1 * count) * s for s in still.seconds)
+
+        def compile_plan(plan):
+            seen.add(count)
+            return compiled(plan.predicted_peak + excess[count])
+
+        return Member(PROGRAM, policy, dataclasses.replace(still, seconds=seconds), compile_plan)
+
+    count, found = prove_in_parts(member, (1, 2), BUDGET)
+    assert (count, seen) == (expected, tried)
+    assert found[-1].need <= BUDGET

@@ -3,7 +3,8 @@
 More of them need less memory and take more time: every kernel is launched once for each, and reads
 its weights again. For the fastest, the step is planned for more and more of them, as long as what the
 steps take without any recomputation is less than the best plan so far; and what is best by prediction
-is proved.
+is proved. Its proof may end with a plan that takes much longer than the first; then the next is proved,
+too.
 
 The fewest are those of moDNN (Chen et al., DATE 2018, section IV-A, equations 1 to 3): the largest
 sub-batch of which every task fits beside the weights, with the workspace of its fastest algorithm.
@@ -31,7 +32,11 @@ from vmem_jax.policy.convolving import fastest
 from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
-"""Numbers of sub-batches that are compiled, one after another, until one fits."""
+"""Numbers of sub-batches that are compiled, one after another, until one is found."""
+
+_WORTH = 0.95
+"""Of the seconds of a plan that fits: another number that is not predicted to take less than this is
+not compiled. Predictions are off by as much (docs/benchmarks.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +77,18 @@ def prove_in_parts(
     Raises:
       BudgetError: none fits; the one with the lowest peak.
     """
+    best: tuple[int, tuple[Attempt, ...]] | None = None
     lowest: BudgetError | None = None
     planned: dict[int, tuple[Plan, float]] = {}
     for count in _ranked(member, [*counts], budget, planned, splitting)[:MOST_PROVED]:
         one = member(count)
         first, seconds = planned.get(count, (one.first, one.first_seconds))
+        if best is not None:
+            least = sum(one.costs.seconds) if first is None else first.predicted_seconds
+            if least >= _WORTH * best[1][-1].plan.predicted_seconds:
+                break
         try:
-            return count, prove(
+            attempts = prove(
                 one.program,
                 one.policy,
                 one.costs,
@@ -93,8 +103,20 @@ def prove_in_parts(
             logging.info("in %d sub-batches: %s", count, error)
             if lowest is None or error.lowest_peak < lowest.lowest_peak:
                 lowest = error
+            continue
+        found = count, attempts
+        if splitting is not Splitting.FASTEST:
+            return found
+        best = found if best is None else min(best, found, key=_seconds)
+    if best is not None:
+        return best
     assert lowest is not None, "every number of sub-batches has a plan or an error"
     raise lowest
+
+
+def _seconds(found: tuple[int, tuple[Attempt, ...]]) -> float:
+    """Of the plan that is best."""
+    return found[1][-1].plan.predicted_seconds
 
 
 def _ranked(
