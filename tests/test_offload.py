@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import re
 import threading
@@ -13,16 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transfer_cases as cases
-from helpers import FAST
+from helpers import FAST, unit_costs
 from test_jit import batch, need, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.core.plan import Transfer
+from vmem_jax.core.validate import violations
 from vmem_jax.rewrite import rewrite
+from vmem_jax.rewrite.transfers import layout_of, parked
 from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.extension import describe
+from vmem_jax.transfer.ffi import Ffi
 
 built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
 pytestmark = built
@@ -190,6 +195,53 @@ def test_a_value_that_is_back_may_leave_again_at_once():
     assert calls.index(("fetch_done", "0")) < calls.index(("offload_start", "1"))
     kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
     assert same(budgeted(params(), batch()), kept)
+
+
+def unordered(captured, plan):
+    """Pairs of slots in one place of which the second does not wait for the first to be back."""
+    layout = layout_of(captured.program, plan)
+    before, made, call = [], {}, {}
+    for i, eqn in enumerate(rewrite(captured, plan, Ffi(layout)).jaxpr.eqns):
+        makers = {made[v] for v in eqn.invars if isinstance(v, compat.Var) and v in made}
+        before.append(makers.union(*(before[m] for m in makers)))
+        made.update((v, i) for v in eqn.outvars)
+        if eqn.primitive.name == "ffi_call":
+            slot = int(dict(eqn.params["attributes"])["slot"])
+            call[eqn.params["target_name"].removeprefix("vmem_jax_"), slot] = i
+    ends = [slot.offset + slot.stride for slot in layout.slots]
+    slots = [*enumerate(zip(layout.slots, ends, parked(captured.program, plan), strict=True))]
+    for (a, (first, until, over)), (b, (second, end, then)) in itertools.product(slots, repeat=2):
+        shares = first.offset < end and second.offset < until and over.back < then.start
+        if shares and call["fetch_done", a] not in before[call["offload_start", b]]:
+            yield over, then
+
+
+def test_a_place_is_free_before_the_next_tensor_comes():
+    """Where all that is live is on its way itself, nothing but a token holds the calls in order."""
+
+    def fun(x, wide, w):
+        a, b, u = wide @ w, x @ w, x @ x
+        d = (a.T @ a) @ u
+        return b @ x, x @ w.T, d @ w, b @ w
+
+    shapes = ((64, 64), (128, 64), (64, 64))
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    captured = capture(jax.jit(fun).trace(*args).jaxpr)
+    program = captured.program
+    plan = vmem_jax.POLICIES["keep"]().plan(program, unit_costs(program), None)
+    assert plan.order == tuple(range(9))
+    a, b, d = (program.steps[s].writes[0] for s in (0, 1, 4))
+    moved = (
+        Transfer(a, 1, 1, 3, 3),
+        Transfer(b, 2, 2, 3, 5),
+        Transfer(d, 5, 6, 7, 7),
+        Transfer(b, 6, 6, 7, 8),  # in the place of `a`
+    )
+    plan = dataclasses.replace(plan, transfers=moved, fenced=True)
+    assert violations(program, plan) == []
+    places = layout_of(program, plan).slots
+    assert places[0].offset < places[3].offset < places[0].offset + places[0].stride
+    assert [*unordered(captured, plan)] == []
 
 
 def test_explain_says_what_moves():

@@ -3,7 +3,8 @@
 XLA orders by data dependence alone. So what goes into a point goes through a barrier together with
 the spine, and, where the transport says so, what comes out goes through another: nothing behind the
 point starts before it is issued, and it is not issued before what stands in front of it. Points at
-one position share their barriers.
+one position share their barriers. A token goes through all of them, so that our own calls run in the
+order of the plan also where every running value is on its way itself and nothing else ties them.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Transfers:
         self._current, self._variables = current, captured.variables
         self._shards = captured.shards
         self._held: dict[int, Var] = {}  # transfer -> what its last point returned
+        self._token: Var | None = None  # of the last barrier, behind the first start
         self._at = points_at(program, plan.transfers)
         between = lambda p: {
             *plan.looped,
@@ -131,6 +133,8 @@ class Transfers:
             behind = [i for i in moved if self._ways[i][0].fenced_behind]
             if behind:
                 self._fence(behind, position, like)
+                if self._token is None:  # the first point of a transfer of our own returns one
+                    self._token = self._held[behind[0]]
             for i in moved:
                 b = self._plan.transfers[i].buffer
                 if point == 3:
@@ -172,6 +176,10 @@ class Transfers:
         held = [self._held[i] for i in moved]
         # at the end of the order nothing runs that could be held
         behind = [self._variables[b] for b in self._spines.get(position, ())]
-        outs = self._calls.fence([*held, *(self._current[v] for v in behind)], like)
+        own = any(self._ways[i][0].fenced_behind for i in moved)
+        token = [self._token] if own and self._token is not None else []
+        outs = self._calls.fence([*held, *token, *(self._current[v] for v in behind)], like)
         self._held.update(zip(moved, outs, strict=False))
-        self._current.update(zip(behind, outs[len(held) :], strict=True))
+        self._current.update(zip(behind, outs[len(held) + len(token) :], strict=True))
+        if token:
+            self._token = outs[len(held)]
