@@ -3,7 +3,7 @@
 More of them need less memory and take more time: every kernel is launched once for each, and reads
 its weights again. For the fastest, the step is planned for more and more of them, as long as what the
 steps take without any recomputation is less than the best plan so far; and what is best by prediction
-is proved. Its proof may end with a plan that takes much longer than the first; then the next is proved,
+is proved. Where its proof ends with a plan that takes much longer than the first, the next is proved,
 too.
 
 The fewest are those of moDNN (Chen et al., DATE 2018, section IV-A, equations 1 to 3): the largest
