@@ -23,6 +23,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import violations
+from vmem_jax.policy import AbstractPolicy, Auto
 from vmem_jax.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parked
 from vmem_jax.transfer.arena import live_arenas
@@ -61,6 +62,43 @@ def test_it_fits_moves_and_keeps_every_bit():
 def test_without_leave_to_move_the_same_budget_is_not_met():
     with pytest.raises(BudgetError):
         vmem_jax.jit(step, budget=0.5, allow="order", machine=FAST)(params(), batch())
+
+
+@dataclasses.dataclass(frozen=True)
+class Timid(AbstractPolicy):
+    """Keeps all that is needed, and where that is too much asks others."""
+
+    name = "timid"
+    needs = ("offload",)
+    others: tuple[AbstractPolicy, ...] = ()
+
+    @property
+    def instead(self):
+        return self.others
+
+    def plan(self, program, costs, budget):
+        return Auto(allow=("order",)).plan(program, costs, budget)
+
+
+def test_another_policy_is_asked_where_none_of_its_own_plans_fits():
+    ask = lambda *others, budget=0.5: vmem_jax.jit(
+        step, budget=budget, policy=Timid(others), machine=FAST
+    ).lower(params(), batch())
+    with pytest.raises(BudgetError) as alone:
+        ask().compile()
+    slow, fast = vmem_jax.POLICIES["modnn"](), Auto(allow=("order", "offload"))
+    seconds = {}
+    for others in ((slow,), (fast,), (slow, fast)):
+        compiled = ask(*others).compile()
+        assert compiled.need_nbytes <= 0.5 * plain_need()
+        seconds[others] = compiled.plan.predicted_seconds
+    assert seconds[slow, fast] == min(seconds.values())
+    # where they have no plan either, the error is of what comes lowest
+    with pytest.raises(BudgetError) as error:
+        ask(slow, fast, budget="2KiB").compile()
+    assert error.value.lowest_peak <= alone.value.lowest_peak
+    assert {p.name for p in Auto().instead} <= {*vmem_jax.POLICIES} - {"auto"} and Auto().instead
+    assert Auto(allow=("order", "recompute")).instead == ()
 
 
 def test_slow_copies_and_poisoned_sources_change_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -16,8 +17,9 @@ from vmem_jax.compressing import check_compression, ways_to_compress, with_compr
 from vmem_jax.conv.choices import learner, with_choices
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.entry import Entry, Traced
-from vmem_jax.errors import BudgetError, PlanError, show_nbytes
+from vmem_jax.errors import BudgetError, LayersError, PlanError, show_nbytes
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.policy.base import Splitting
@@ -117,7 +119,7 @@ class Planning:
                 members[count] = self._member(split.into(count), count)
             return members[count][1]
 
-        counts = split.counts
+        counts, lowest, asked_all = split.counts, None, False
         while True:
             try:
                 count, attempts = prove_in_parts(
@@ -125,11 +127,15 @@ class Planning:
                 )
                 break
             except BudgetError as error:
-                if not others:
-                    if split.why:
-                        error.adding(f"Its batch cannot run in parts: {split.why}.")
-                    raise
-                counts, (members[1], *others) = (1,), others
+                if lowest is None or error.lowest_peak < lowest.lowest_peak:
+                    lowest = error
+            if not others and not asked_all and 1 in split.counts:
+                others, asked_all = self._instead(budget), True
+            if not others:
+                if split.why:
+                    lowest.adding(f"Its batch cannot run in parts: {split.why}.")
+                raise lowest
+            counts, (members[1], *others) = (1,), others
         best, (traced, one) = attempts[-1], members[count]
         need, compiles = show_nbytes(best.need), len(attempts)
         logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
@@ -161,9 +167,34 @@ class Planning:
 
     # -- what a plan is made from
 
-    def _member(self, own: Traced, count: int) -> tuple[Traced, Member]:
-        """`own`, the step in `count` sub-batches, with what plans and compiles it."""
+    def _instead(self, budget: int | None) -> list[tuple[Traced, Member]]:
+        """The step with each policy that the settings' one has instead of itself, and with a plan of
+        which it is predicted that it fits, the fastest first."""
+        found: list[tuple[float, Traced, Member]] = []
+        for policy in self._settings.policy.instead:
+            traced, one = self._member(self._traced, 1, policy)
+            hopeless = budget is not None and least_nbytes(one.program) > budget
+            if one.costs.link is None or hopeless:
+                break
+            start = time.perf_counter()
+            # a step without layers, or without a backward pass, is nothing for them
+            with contextlib.suppress(BudgetError, LayersError):
+                plan = one.policy.plan(one.program, one.costs, budget)
+                seconds = time.perf_counter() - start
+                one = dataclasses.replace(one, first=plan, first_seconds=seconds)
+                found.append((plan.predicted_seconds, traced, one))
+        return [(traced, one) for _, traced, one in sorted(found, key=lambda each: each[0])]
+
+    def _member(
+        self, own: Traced, count: int, policy: AbstractPolicy | None = None
+    ) -> tuple[Traced, Member]:
+        """`own`, the step in `count` sub-batches, with what plans and compiles it.
+
+        Args:
+          policy: in place of the settings' one.
+        """
         settings, target, still = self._settings, self._target, self._still
+        policy = chosen = policy or settings.policy
         means = self._costs
         if count > 1:
             means = part_costs(own, self._traced, means, settings.machine, target)
@@ -172,7 +203,7 @@ class Planning:
         if not moves and not own.hosted:
             means = dataclasses.replace(means, link=None)
         own = own.moved_by(self._transport)
-        program, policy = own.captured.program, settings.policy
+        program = own.captured.program
         if own.hosted and means.link is not None:
             policy = Streaming(policy, means.link, moves=not still and count == 1)
         one = Member(program, policy, means, lambda plan: self.compile(own, plan))
@@ -185,7 +216,7 @@ class Planning:
         wanted = settings.allowed, settings.asked
         means = with_choices(settings.name, program, means, device, target, profile, *wanted)
         learn = learner(program, device, target, settings.profile)
-        if not settings.policy.chooses_convolutions:
+        if not chosen.chooses_convolutions:
             policy = Convolving(policy)
         return own, dataclasses.replace(one, policy=policy, costs=means, learn=learn)
 

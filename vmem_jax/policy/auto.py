@@ -12,7 +12,8 @@ and once with everything moved, which is what is left where nothing else fits. A
 gives further plans to choose from, and a bound that spares the search where it is reached (`bound`).
 And all of that is done again with more and more stacks looped (`core.looped`), those that hide in
 their loops first. The best of all is taken by `simulate`. Where none is within the budget, `lowest`
-says how low one gets: what a search for the impossible comes to is no sign of that.
+says how low one gets: what a search for the impossible comes to is no sign of that. Where none fits
+once it is compiled, the systems of the papers are asked (`instead`).
 
 Each try runs the whole step on paper, so its time grows with the depth. Of programs longer than
 `most` steps the search is a part: the tries behind a start that is near its bound are left out, and
@@ -36,10 +37,13 @@ from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.bound import starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.lowest import lowest
+from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place, rank
 from vmem_jax.policy.stretches import Stretches
+from vmem_jax.policy.superneurons import SuperNeurons
+from vmem_jax.policy.vdnn import VDNN
 
 _LOOPINGS = 8
 """Choices of stacks to loop that are tried, where there are so many."""
@@ -77,6 +81,13 @@ class Auto(AbstractPolicy):
     @property
     def splitting(self) -> Splitting:
         return Splitting.FASTEST if "sub_batches" in self.allow else Splitting.WHOLE
+
+    @property
+    def instead(self) -> tuple[AbstractPolicy, ...]:
+        """Systems that move nearly everything: of many layers alike what is left is less than what
+        recomputation needs, at several times the seconds."""
+        both = {"recompute", "offload"} <= {*self.allow}
+        return (SuperNeurons(), MoDNN(), VDNN()) if both else ()
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         best = self._timeline(program, costs, budget)

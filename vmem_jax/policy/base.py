@@ -55,6 +55,11 @@ class AbstractPolicy(abc.ABC):
         another Program, which `plan` is asked about."""
         return Splitting.WHOLE
 
+    @property
+    def instead(self) -> tuple[AbstractPolicy, ...]:
+        """Policies that are asked where no plan of its own fits once it is compiled."""
+        return ()
+
     def spared(self, program: Program) -> str:
         """What of its search it leaves out for so long a program, for people; "" for nothing."""
         return ""
