@@ -22,6 +22,8 @@ from vmem_jax.conv.choices import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.core.convolution import XLA, Configuration, Micro, Pass
 from vmem_jax.core.costs import MACHINES, Source, analytic
+from vmem_jax.policy.ucudnn import allowed
+from vmem_jax.policy.workspace_reuse import BatchSizes
 from vmem_jax.prove.prove import need_nbytes
 
 MIB = 2**20
@@ -178,3 +180,8 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "devices", lambda: [H200])
     assert [m.engine for m in choose(known, 3000).micros] == [3, 3]
     assert choose(known, 100).workspace == 0
+    # what dividing makes useless is all there is for whole batches within a limit
+    Database(identity_of("NVIDIA H200", "91900")).add({known.with_batch(8): micros(8, (3, 0, 0.3))})
+    _, *ways = choices_of("step", program, costs, H200)[s]
+    assert [[m.engine for m in w.micros] for w in ways] == [[3] * 4, [5]]
+    assert [m.engine for m in allowed(ways, BatchSizes.UNDIVIDED)[0].micros] == [5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,7 +39,9 @@ def choices_of(
     target: str | None = None,
     profile: bool | None = None,
 ) -> Choices:
-    """For every convolution of `program` its desirable set on `device`, after XLA's own.
+    """For every convolution of `program` its desirable sets on `device`, after XLA's own.
+
+    One for each choice of sizes: dividing makes useless what is all there is for the whole batch.
 
     On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
     of the whole batch whatever its workspace, since that is what XLA's autotuner takes, until a
@@ -156,22 +159,30 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
     ways_of, bandwidth = _known(device, profile), machine_for(device.device_kind).bandwidth
     choices: Choices = {}
     for s, convolution in convolutions_in(program).items():
-        ways: list[Configuration] = []
+        ways: dict[BatchSizes, list[Configuration]] = {sizes: [] for sizes in BatchSizes}
         whole: list[tuple[float, int]] = []
         for variant in convolution.variants:
             micros = ways_of(variant)
             besides = 0.0 if variant.epilogue else program.steps[s].epilogue_nbytes / bandwidth
             of_all = (m for m in micros if m.batch == convolution.batch)
             whole += ((m.seconds, m.workspace) for m in of_all)
-            for way in front(micros, convolution.batch):
-                way = dataclasses.replace(way, epilogue=variant.epilogue).longer(besides)
-                ways.append(way.scaled(program.steps[s].times))
+            for sizes, found in ways.items():
+                for way in _front(convolution.batch, micros, sizes):
+                    way = dataclasses.replace(way, epilogue=variant.epilogue).longer(besides)
+                    found.append(way.scaled(program.steps[s].times))
         if whole:
             fastest, workspace = min(whole)
             once = fastest * program.steps[s].times
             seconds = costs.seconds[s] if _was_timed(costs, s) else once
-            choices[s] = _after_own(convolution, workspace, seconds, desirable(ways))
+            others = itertools.chain.from_iterable(map(desirable, ways.values()))
+            choices[s] = _after_own(convolution, workspace, seconds, dict.fromkeys(others))
     return choices
+
+
+def _front(batch: int, micros: Sequence[Micro], sizes: BatchSizes) -> tuple[Configuration, ...]:
+    """The desirable set of what is made of micro-batches of `sizes`."""
+    allowed = {*batch_sizes(batch, sizes)}
+    return front([m for m in micros if m.batch in allowed], batch)
 
 
 def _of_slices(program: Program, costs: Costs) -> Choices:
