@@ -175,9 +175,9 @@ def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
     groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
     known = read(Path(FLAGS.known)) if FLAGS.known else {}
     done = {case for path in FLAGS.done for case in read(Path(path))}
-    core = [(table, case) for table in tables for case in table.core]  # first: a time may pass
-    rest = [(table, case) for table in tables for case in table.cases if case not in table.core]
-    for table, case in core + rest:
+    every = [(table, case) for table in tables for case in table.cases]
+    # cores first, since a time may pass
+    for table, case in sorted(every, key=lambda each: each[1] not in each[0].core):
         if not is_selected(case):
             continue
         if cannot_fit(known.get(case)):

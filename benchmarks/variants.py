@@ -201,7 +201,7 @@ def budgeted(
       nbytes: the budget; None for the least that the policy reaches.
       known: the fewest bytes to which another compilation with this policy came, if any.
       searched: whether that looked for the least; then 2 % more are tried, and what comes of that,
-        before looking again.
+        in place of looking again.
 
     Raises:
       ValueError: there is no such policy or option.
@@ -213,19 +213,13 @@ def budgeted(
         if nbytes is not None:
             return compiled(nbytes)
         if known is not None and searched:
-            nearly = known + known // 50
-            for _ in range(2):  # the second time for what the first one came to
-                try:
-                    return compiled(nearly)
-                except vmem_jax.BudgetError as error:
-                    if not error.compiled:
-                        break
-                    nearly = error.lowest_peak
-        # what is there in any case, and next to nothing else: the error tells the least
-        shapes = jax.tree.leaves(place.shapes(work))
-        floor = sum(a.size * a.dtype.itemsize for a in shapes)
+            first = known + known // 50
+        else:  # what is there in any case, and next to nothing else: the error tells the least
+            shapes = jax.tree.leaves(place.shapes(work))
+            floor = sum(a.size * a.dtype.itemsize for a in shapes)
+            first = floor + floor // 100
         try:
-            return compiled(floor + floor // 100)
+            return compiled(first)
         except vmem_jax.BudgetError as error:
             if not error.compiled:
                 raise
