@@ -159,15 +159,20 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
     ways_of, bandwidth = _known(device, profile), machine_for(device.device_kind).bandwidth
     choices: Choices = {}
     for s, convolution in convolutions_in(program).items():
-        ways: dict[BatchSizes, list[Configuration]] = {sizes: [] for sizes in BatchSizes}
+        micros_of = {variant: ways_of(variant) for variant in convolution.variants}
+        timed = {m.batch for micros in micros_of.values() for m in micros}
+        # each once: of "all" often nothing but powers of two was timed
+        ways: dict[frozenset[int], list[Configuration]] = {
+            frozenset(timed.intersection(batch_sizes(convolution.batch, sizes))): []
+            for sizes in BatchSizes
+        }
         whole: list[tuple[float, int]] = []
-        for variant in convolution.variants:
-            micros = ways_of(variant)
+        for variant, micros in micros_of.items():
             besides = 0.0 if variant.epilogue else program.steps[s].epilogue_nbytes / bandwidth
             of_all = (m for m in micros if m.batch == convolution.batch)
             whole += ((m.seconds, m.workspace) for m in of_all)
             for sizes, found in ways.items():
-                for way in _front(convolution.batch, micros, sizes):
+                for way in front([m for m in micros if m.batch in sizes], convolution.batch):
                     way = dataclasses.replace(way, epilogue=variant.epilogue).longer(besides)
                     found.append(way.scaled(program.steps[s].times))
         if whole:
@@ -177,12 +182,6 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
             others = itertools.chain.from_iterable(map(desirable, ways.values()))
             choices[s] = _after_own(convolution, workspace, seconds, dict.fromkeys(others))
     return choices
-
-
-def _front(batch: int, micros: Sequence[Micro], sizes: BatchSizes) -> tuple[Configuration, ...]:
-    """The desirable set of what is made of micro-batches of `sizes`."""
-    allowed = {*batch_sizes(batch, sizes)}
-    return front([m for m in micros if m.batch in allowed], batch)
 
 
 def _of_slices(program: Program, costs: Costs) -> Choices:
