@@ -2,7 +2,7 @@
 # The tables of docs/benchmarks.md, "Convolutions": run on one NVIDIA GPU, with the native extension.
 #   sh benchmarks/convolutions.sh rows.jsonl layers.jsonl [alexnet seven stem 3d vgg16 vgg16bf16 ...]
 # TIMING=60 bounds the seconds in which cuDNN's plans are timed, for each entry; PROFILE=40 times the
-# models' other steps, too, for as long.
+# models' other steps, too, for as long; SECONDS_EACH=200 ends a model's rows by then.
 set -e
 TIMING=${TIMING:-240} PROFILE=${PROFILE:-0}
 cd "$(dirname "$0")/.."

@@ -80,15 +80,12 @@ class Convolving(AbstractPolicy):
         best: Plan | None = None
         least: float | None = None
         error: BudgetError | None = None
+        lowest = held[0]  # what is held in the plan of that error
         for chosen in held:
             plan = planned((*chosen.items(),))
             if isinstance(plan, BudgetError):
-                if isinstance(plan.lowest_plan, Plan):
-                    low = _with(program, costs, plan.lowest_plan, chosen)
-                    faster = _raised(program, costs, low, chosen, low.predicted_peak)
-                    plan.lowest_plan = _with(program, costs, low, faster)
                 if error is None or plan.lowest_peak < error.lowest_peak:
-                    error = plan
+                    error, lowest = plan, chosen
                 continue
             if least is None:
                 least = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
@@ -101,6 +98,10 @@ class Convolving(AbstractPolicy):
             if own is not None:
                 return own
             assert error is not None, "every attempt has a plan or an error"
+            if isinstance(error.lowest_plan, Plan):
+                low = _with(program, costs, error.lowest_plan, lowest)
+                faster = _raised(program, costs, low, lowest, low.predicted_peak)
+                error.lowest_plan = _with(program, costs, low, faster)
             raise error
         return best if own is None or best.predicted_seconds < enough else own
 

@@ -85,7 +85,7 @@ def prove_in_parts(
         first, seconds = planned.get(count, (one.first, one.first_seconds))
         if best is not None:
             least = sum(one.costs.seconds) if first is None else first.predicted_seconds
-            if least >= _WORTH * best[1][-1].plan.predicted_seconds:
+            if least >= _WORTH * _seconds(best):
                 break
         try:
             attempts = prove(
