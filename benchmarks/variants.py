@@ -223,13 +223,13 @@ def budgeted(
         except vmem_jax.BudgetError as error:
             if not error.compiled:
                 raise
-            least = error.lowest_peak
+            least, plan = error.lowest_peak, error.lowest_plan
         # nothing met that budget, so what it came to need not be the least
         lower = [] if known is None or searched or known >= least else [known + known // 50]
         for each in (*lower, least):
             with contextlib.suppress(vmem_jax.BudgetError):
                 return compiled(each)
-        return compiled(least + least // 50)  # a plan for another budget packs a little worse
+        return compiled(least, plan)
 
     return build
 
@@ -241,11 +241,13 @@ def _compiled(
     means: str,
     transport: str,
     nbytes: int,
+    plan: vmem_jax.Plan | None = None,
 ) -> tuple[Callable, dict]:
     step = vmem_jax.jit(
         work.step,
-        budget=nbytes,
+        budget=nbytes if plan is None else None,
         policy=policy,
+        plan=plan,
         allow=("order", *means.split("+")) if means else None,
         transport=transport or "auto",
         density=place.density,

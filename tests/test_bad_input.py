@@ -65,6 +65,8 @@ def test_budget_that_no_plan_meets_says_how_low_it_gets():
     lowest = vmem_jax.jit(step, budget=error.lowest_peak, sub_batches=1)
     compiled = lowest.lower(*short).compile()
     assert compiled.need_nbytes <= error.lowest_peak
+    itself = vmem_jax.jit(step, plan=error.lowest_plan)
+    assert itself.lower(*short).compile().need_nbytes == error.lowest_peak
 
 
 def test_unhashable_static_argument():

@@ -103,6 +103,8 @@ def test_budget_that_it_cannot_reach(policy):
     with pytest.raises(BudgetError, match=f"policy `{policy}` cannot fit") as error:
         vmem_jax.jit(step, budget=0.1, policy=policy)(*args)
     assert error.value.lowest_peak > error.value.budget
+    lowest = vmem_jax.jit(step, plan=error.value.lowest_plan).lower(*args).compile()
+    assert lowest.need_nbytes == error.value.lowest_peak and lowest.plan.transfers
 
 
 @built

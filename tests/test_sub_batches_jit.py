@@ -89,8 +89,14 @@ def test_auto_splits_where_recomputation_takes_longer_or_does_not_reach():
     assert recomputing.plan == whole.plan
     low = int(0.4 * need_nbytes(plain))
     assert compiled(None, budget=low).need_nbytes <= low
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError) as error:
         compiled(1, budget=low)
+    assert compiled(None, plan=error.value.lowest_plan).need_nbytes == error.value.lowest_peak
+    with pytest.raises(BudgetError) as error:
+        compiled(None, budget=int(0.3 * need_nbytes(plain)))
+    lowest = error.value.lowest_plan
+    assert lowest.sub_batches > 1
+    assert compiled(None, plan=lowest).need_nbytes == error.value.lowest_peak
     for a, b in zip(
         jax.tree.leaves(auto(params(), *batch())),
         jax.tree.leaves(plain(params(), *batch())),

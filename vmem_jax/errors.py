@@ -17,7 +17,8 @@ class BudgetError(VmemError, ValueError):
       lowest_peak: the lowest peak in bytes that was reached.
       compiled: whether that is the compiler's figure, and not a prediction.
       at: the user's layer and source line where that peak stands.
-      lowest_plan: the `Plan` of that peak, where a plan can change it.
+      lowest_plan: the `Plan` of that peak, where a plan can change it; with it as `plan`, the step
+        runs there where that is the compiler's figure.
     """
 
     def __init__(

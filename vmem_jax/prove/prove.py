@@ -260,4 +260,5 @@ def _cannot_fit(
         holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
         compiled=True,
         advice=advice,
+        lowest_plan=dataclasses.replace(lowest.plan, budget=lowest.need),
     )
