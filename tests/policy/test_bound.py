@@ -293,6 +293,24 @@ def test_a_start_drops_what_the_best_plan_drops():
     assert found[0].least == pytest.approx(10.5)
 
 
+def test_a_start_parks_only_what_can_move():
+    program = chain(12, size=10)
+    order = canonical_order(program)
+    budget = between(program, order, 0.3)
+
+    def parked(program):
+        found = starts(program, flop_costs(program, Link(20.0, 20.0, 40.0)), order, budget)
+        return {b for start in found for b, _ in start.parks}
+
+    every = parked(program)
+    fixed = sorted(every)[::2]
+    buffers = list(program.buffers)
+    for b in fixed:
+        buffers[b] = dataclasses.replace(buffers[b], movable=False)
+    some = parked(dataclasses.replace(program, buffers=tuple(buffers)))
+    assert len(every) > 3 and some and not some & {*fixed}
+
+
 def test_explain_shows_the_gap():
     program = chain(5)
     costs = unit_costs(program)

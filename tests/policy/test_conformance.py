@@ -41,6 +41,8 @@ def planned(name, program, budget, costs=None):
         assert budget is not None
         assert error.budget == budget < error.lowest_peak
         assert error.lowest_peak >= program.resident_nbytes
+        if error.lowest_plan is not None:  # is compiled
+            assert violations(program, error.lowest_plan) == []
         return error
     assert violations(program, plan) == []
     timeline = simulate_plan(program, plan, costs)
@@ -82,6 +84,12 @@ def test_plans_that_may_move_and_choose_convolutions(name, specs, share, data):
     rate = data.draw(st.sampled_from([1.0, 10.0]), "bytes a second")
     costs = net.costs({}, rate)
     program, costs = with_algorithms(net.program, costs)
+    fixed = data.draw(st.sets(st.integers(0, len(program.buffers) - 1)), "what cannot move")
+    buffers = (
+        dataclasses.replace(buffer, movable=b not in fixed)
+        for b, buffer in enumerate(program.buffers)
+    )
+    program = dataclasses.replace(program, buffers=tuple(buffers))
     outcome = planned(name, program, between(program, share), costs)
     if isinstance(outcome, BudgetError):
         least = planned(name, program, outcome.lowest_peak, costs)

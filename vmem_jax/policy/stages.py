@@ -190,7 +190,7 @@ class Stages:
             now: dict[int, int] = {}
             sizes = []
             for b, kept in there.items():
-                if kept is None:
+                if kept is None or not self.program.buffers[b].movable:
                     continue
                 v = now[b] = highs.variable(self.price * self._share(b))
                 highs.at_least(0.0, [(kept, 1.0), (v, -1.0)])
