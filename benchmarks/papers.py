@@ -99,7 +99,7 @@ def command_of(like: Case, ways: Iterable[str], out: Path, **more: object) -> li
     }
     if FLAGS.device == "here":
         found["profile"] = FLAGS.profile
-        found["conv"] = FLAGS.conv if any(way.startswith(ON_THE_CARD) for way in ways) else 0
+        found["conv"] = FLAGS.conv
     words = [f"--{name}={value}" for name, value in (found | more).items()]
     return [sys.executable, str(HERE / "run.py"), *words]
 
@@ -255,7 +255,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("rounds", 7, "Blocks of steps of each row.")
     flags.DEFINE_integer("steps", 4, "Steps in a block.")
     flags.DEFINE_float("profile", 40.0, "Seconds to time the steps of a network in, once; 0: none.")
-    flags.DEFINE_float("conv", 120.0, "Seconds to time cuDNN's plans in, where they are asked for.")
+    flags.DEFINE_float("conv", 120.0, "Seconds to time cuDNN's plans for a network in.")
     flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
 
 

@@ -150,9 +150,11 @@ def test_what_was_planned_already_is_not_planned_again():
         ({1: 8, 2: 0}, 2, {1, 2}),  # 32 s are predicted at first and 45 in the end; two take 35
         ({1: 8, 2: 8}, 1, {1, 2}),  # 50
         ({1: 1000, 2: 0}, 2, {1, 2}),  # does not fit
+        ({1: 1000, 2: 1000, 4: 1000, 8: 0, 16: 0, 32: 0}, 32, {1, 2, 4, 32}),  # none of three does
+        ({1: 1000, 2: 0, 4: 0, 8: 0, 16: 0, 32: 0}, 2, {1, 2, 4}),
     ],
 )
-def test_the_next_number_of_sub_batches_where_the_proof_of_one_ends_slowly(excess, expected, tried):
+def test_the_next_number_of_sub_batches_where_the_proof_of_one_ends_badly(excess, expected, tried):
     still = dataclasses.replace(FAST, link=None)
     policy = POLICIES["auto"](allow=("order", "recompute"))
     seen = set()
@@ -166,6 +168,6 @@ def test_the_next_number_of_sub_batches_where_the_proof_of_one_ends_slowly(exces
 
         return Member(PROGRAM, policy, dataclasses.replace(still, seconds=seconds), compile_plan)
 
-    count, found = prove_in_parts(member, (1, 2), BUDGET)
+    count, found = prove_in_parts(member, [*excess], BUDGET)
     assert (count, seen) == (expected, tried)
     assert found[-1].need <= BUDGET

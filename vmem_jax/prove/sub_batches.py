@@ -4,7 +4,8 @@ More of them need less memory and take more time: every kernel is launched once 
 its weights again. For the fastest, the step is planned for more and more of them, as long as what the
 steps take without any recomputation is less than the best plan so far; and what is best by prediction
 is proved. Where its proof ends with a plan that takes much longer than the first, the next is proved,
-too.
+too. Where all that were proved compile to more than the budget, the most sub-batches are, which need
+the least.
 
 The fewest are those of moDNN (Chen et al., DATE 2018, section IV-A, equations 1 to 3): the largest
 sub-batch of which every task fits beside the weights, with the workspace of its fastest algorithm.
@@ -32,7 +33,7 @@ from vmem_jax.policy.convolving import fastest
 from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
-"""Numbers of sub-batches that are compiled, one after another, until one is found."""
+"""Numbers of sub-batches that are compiled, one after another, until one is found; and the largest."""
 
 _WORTH = 0.95
 """Of the seconds of a plan that fits: another number that is not predicted to take less than this is
@@ -80,7 +81,8 @@ def prove_in_parts(
     best: tuple[int, tuple[Attempt, ...]] | None = None
     lowest: BudgetError | None = None
     planned: dict[int, tuple[Plan, float]] = {}
-    for count in _ranked(member, [*counts], budget, planned, splitting)[:MOST_PROVED]:
+    ranked = _ranked(member, [*counts], budget, planned, splitting)
+    for count in (*ranked[:MOST_PROVED], *sorted(ranked[MOST_PROVED:])[-1:]):
         one = member(count)
         first, seconds = planned.get(count, (one.first, one.first_seconds))
         if best is not None:
