@@ -214,7 +214,8 @@ class Planning:
         profile = settings.profile if count == 1 or not settings.profile else None
         device = devices_of(own.avals)[0]
         wanted = settings.allowed, settings.asked
-        means = with_choices(settings.name, program, means, device, target, profile, *wanted)
+        whole = None if count == 1 else (self._traced.captured.program, self._costs)
+        means = with_choices(settings.name, program, means, device, target, profile, *wanted, whole)
         learn = learner(program, device, target, settings.profile)
         if not chosen.chooses_convolutions:
             policy = Convolving(policy)

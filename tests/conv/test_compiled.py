@@ -131,6 +131,8 @@ def test_what_is_learned_takes_the_place_of_what_was_thought(monkeypatch, tmp_pa
     Database(identity_of("NVIDIA H200", "91900")).add({LAYER: timed})
     own, *_ = learn(costs)
     assert (own.workspace, own.seconds) == (3000, 1.5)
+    slower = dataclasses.replace(costs, convolutions={s: (ways[0].longer(1.0), *ways[1:])})
+    assert learn(slower)[0].seconds == 2.0  # by what of the whole batch is known of XLA's own
     # the one that XLA chose, where it is among them, of those that have the epilogue or have not
     same = Entry((Micro(8, 9, (), 3000, 1.7), Micro(8, 8, (), 3000, 1.6)))
     Database(identity_of("NVIDIA H200", "91900")).add({LAYER: same})

@@ -176,6 +176,15 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
         assert got == (
             others if told is costs else [*others, (4000, [3], 1e-3)][: 3 if seconds > 1e-3 else 2]
         )
+    # of a part of a batch XLA's own takes as much more than the fastest as of all of it
+    double = program.steps[s].convolution.with_batch(64)
+    twice = {t: dataclasses.replace(x, convolution=double) for t, x in enumerate(program.steps)}
+    whole = dataclasses.replace(program, steps=tuple(twice.values()))
+    slow = dataclasses.replace(timed, seconds=(3e-4,) * len(costs.seconds))
+    own, *ways = choices_of("step", program, costs, H200, whole=(whole, slow))[s]
+    assert own.is_xlas and own.seconds == pytest.approx(3e-3)  # 0.3 ms for 0.1 there, 1 here
+    assert [m.engine for m in ways[-1].micros] == [3] and ways[-1].seconds < own.seconds
+    assert choices_of("step", program, timed, H200, whole=(whole, slow)) == found
     # the same for one convolution by itself
     monkeypatch.setattr(jax, "devices", lambda: [H200])
     assert [m.engine for m in choose(known, 3000).micros] == [3, 3]

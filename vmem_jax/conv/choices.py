@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.known import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
-from vmem_jax.core.costs import Costs, Source, machine_for
+from vmem_jax.core.costs import Costs, Machine, Source, machine_for
 from vmem_jax.core.program import Program
 from vmem_jax.policy.workspace_division import desirable, front
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
@@ -38,6 +38,7 @@ def choices_of(
     device: jax.Device,
     target: str | None = None,
     profile: bool | None = None,
+    whole: tuple[Program, Costs] | None = None,
 ) -> Choices:
     """For every convolution of `program` its desirable sets on `device`, after XLA's own.
 
@@ -46,6 +47,8 @@ def choices_of(
     On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
     of the whole batch whatever its workspace, since that is what XLA's autotuner takes, until a
     compiled step tells (`learned`); a convolution of which the whole batch was not timed stays XLA's.
+    Not all that cuDNN offers is offered to that autotuner, though: in a part of a batch, where XLA's
+    own was not timed, it takes as much longer than the fastest as it does in the whole.
     Ways that leave out what XLA's own does besides, in the same kernel, take longer by that.
     On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to a
     thirty-second of the batch, with the workspace that the compiler says and the seconds of a
@@ -55,6 +58,7 @@ def choices_of(
       name: of the step, for errors.
       target: a card that is not there, by name.
       profile: whether to time on a GPU what is not known; None takes what is known, False nothing.
+      whole: where `program` runs parts of a batch, the step with all of it, and its costs.
 
     Raises:
       ValueError: there is no convolution that can be divided, or nothing is known of them.
@@ -72,7 +76,9 @@ def choices_of(
     if device.platform == "gpu":
         if profile:
             profile_on(device, [v for c in found.values() for v in c.variants])
-        choices = _of_cudnn(program, costs, device, profile)
+        ways_of = _known(device, profile)
+        longer = {} if whole is None else _longer_by_xla(*whole, ways_of)
+        choices = _of_cudnn(program, costs, machine_for(device.device_kind), ways_of, longer)
     else:
         choices = _of_slices(program, costs)
     if not choices:
@@ -92,11 +98,13 @@ def with_choices(
     profile: bool | None,
     allowed: Sequence[str],
     asked: Sequence[str],
+    whole: tuple[Program, Costs] | None = None,
 ) -> Costs:
     """`costs` with what can do each convolution, where that is asked for, or is allowed and known.
 
     Args:
       allowed, asked: means, as `options.policy_of` has them.
+      whole: as `choices_of` has it.
 
     Raises:
       ValueError, ImportError: as `choices_of`, where "workspace" is asked for.
@@ -105,7 +113,7 @@ def with_choices(
     if "workspace" not in asked and not known:
         return costs
     try:
-        choices = choices_of(name, program, costs, device, target, profile)
+        choices = choices_of(name, program, costs, device, target, profile, whole)
     except (ValueError, ImportError) as error:
         if "workspace" in asked:
             raise
@@ -134,7 +142,7 @@ def learned(program: Program, ways_of: Known, costs: Costs, compiled: Any) -> Co
     """`costs` with what XLA's own convolutions are in a step compiled for a GPU.
 
     A step that was not timed by itself takes as long as what XLA chose, where that was timed there;
-    else as long as the fastest that needs no larger workspace.
+    else as long as was thought, and no less than the fastest that needs no larger workspace.
 
     Args:
       ways_of: what is known of a convolution on that GPU.
@@ -155,8 +163,29 @@ def learned(program: Program, ways_of: Known, costs: Costs, compiled: Any) -> Co
     return dataclasses.replace(costs, convolutions=choices)
 
 
-def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool | None) -> Choices:
-    ways_of, bandwidth = _known(device, profile), machine_for(device.device_kind).bandwidth
+def _longer_by_xla(program: Program, costs: Costs, ways_of: Known) -> dict[Convolution, float]:
+    """For convolutions of any batch what XLA's own takes, as measured, of cuDNN's fastest.
+
+    In strict float32 XLA's take up to 3.5 times as long: that of 3x3 on 14x14 backwards on an H200.
+    """
+    found: dict[Convolution, float] = {}
+    for s, convolution in convolutions_in(program).items():
+        micros = itertools.chain.from_iterable(map(ways_of, convolution.variants))
+        timed = [m.seconds for m in micros if m.batch == convolution.batch]
+        if timed and _was_timed(costs, s):
+            longer = costs.seconds[s] / (min(timed) * program.steps[s].times)
+            of_any = convolution.with_batch(0)
+            found[of_any] = min(longer, found.get(of_any, longer))
+    return found
+
+
+def _of_cudnn(
+    program: Program,
+    costs: Costs,
+    machine: Machine,
+    ways_of: Known,
+    longer: Mapping[Convolution, float],
+) -> Choices:
     choices: Choices = {}
     for s, convolution in convolutions_in(program).items():
         micros_of = {variant: ways_of(variant) for variant in convolution.variants}
@@ -168,7 +197,8 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
         }
         whole: list[tuple[float, int]] = []
         for variant, micros in micros_of.items():
-            besides = 0.0 if variant.epilogue else program.steps[s].epilogue_nbytes / bandwidth
+            left_out = 0 if variant.epilogue else program.steps[s].epilogue_nbytes
+            besides = left_out / machine.bandwidth
             of_all = (m for m in micros if m.batch == convolution.batch)
             whole += ((m.seconds, m.workspace) for m in of_all)
             for sizes, found in ways.items():
@@ -177,8 +207,8 @@ def _of_cudnn(program: Program, costs: Costs, device: jax.Device, profile: bool 
                     found.append(way.scaled(program.steps[s].times))
         if whole:
             fastest, workspace = min(whole)
-            once = fastest * program.steps[s].times
-            seconds = costs.seconds[s] if _was_timed(costs, s) else once
+            own = fastest * program.steps[s].times * longer.get(convolution.with_batch(0), 1.0)
+            seconds = costs.seconds[s] if _was_timed(costs, s) else own
             others = itertools.chain.from_iterable(map(desirable, ways.values()))
             choices[s] = _after_own(convolution, workspace, seconds, dict.fromkeys(others))
     return choices
@@ -207,7 +237,9 @@ def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: flo
     within = [m for m in whole if m.workspace <= own.workspace]
     chosen = own.engine, own.workspace, own.channels
     same = [m for m in within if (m.engine, m.workspace, m.channels) == chosen]
-    return min((m.seconds for m in same or within), default=default)
+    if same:
+        return min(m.seconds for m in same)
+    return max([default, *sorted(m.seconds for m in within)[:1]])
 
 
 def convolutions_in(program: Program) -> dict[int, Convolution]:

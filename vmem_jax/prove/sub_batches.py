@@ -33,7 +33,7 @@ from vmem_jax.policy.convolving import fastest
 from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
-"""Numbers of sub-batches that are compiled, one after another, until one is found; and the largest."""
+"""Numbers of sub-batches that are compiled, one by one, until one is found; and then the largest."""
 
 _WORTH = 0.95
 """Of the seconds of a plan that fits: another number that is not predicted to take less than this is
