@@ -71,9 +71,7 @@ def is_selected(case: Case) -> bool:
 
 
 def unneeded(table: manifest.Table, case: Case, rows: dict[Case, Record]) -> str:
-    """Why there is nothing to compile for `case`; "" where there is."""
-    if case.variant.startswith(ON_THE_CARD):
-        return "it plans with what was timed on the card"
+    """Why `case` says nothing beside plain jit's row in `rows`; "" where it does."""
     plain = rows.get(plain_of(case))
     if plain is None or plain.need is None or not table.below_plain:
         return ""
@@ -149,7 +147,9 @@ def compile_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) ->
         if case in rows and FLAGS.resume:
             continue
         label = f"{table.name}: {case.network} {case.dtype} {case.how}"
-        if why := unneeded(table, case, rows):
+        on_the_card = case.variant.startswith(ON_THE_CARD)
+        why = "it plans with what was timed on the card" if on_the_card else ""
+        if why := why or unneeded(table, case, rows):
             print(f"{label}: not run: {why}", flush=True)
             continue
         row = run(case, rows.get(plain_of(case)))
@@ -174,7 +174,7 @@ def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
     """What has no row yet, in `out` when it is asked for or in the files of `--done`."""
     groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
     known = read(Path(FLAGS.known)) if FLAGS.known else {}
-    done = {case for path in FLAGS.done for case in read(Path(path))}
+    done = {case: row for path in FLAGS.done for case, row in read(Path(path)).items()}
     every = [(table, case) for table in tables for case in table.cases]
     # cores first, since a time may pass
     for table, case in sorted(every, key=lambda each: each[1] not in each[0].core):
@@ -183,10 +183,12 @@ def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
         if cannot_fit(known.get(case)):
             print(f"{case.network} {case.dtype} {case.how}: no plan when it was compiled alone")
             continue
+        if unneeded(table, case, done):
+            continue
         group = groups.setdefault(plain_of(case), {})
         group[case.how] = table.below_plain and group.get(case.how, True)
     for plain, group in groups.items():
-        rows = done.union(read(out)) if FLAGS.resume else set()
+        rows = done.keys() | read(out).keys() if FLAGS.resume else set()
         there = {case.how for case in rows if plain_of(case) == plain}
         ways = [way for way in group if way not in there and way != "plain"]
         if ways or ("plain" in group and "plain" not in there):

@@ -274,3 +274,9 @@ def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch, 
     flags.list, flags.done = False, [flags.known]
     papers.run_groups([table("c@least", "d@least")], out)
     assert "--ways=plain,d@least" in commands[-1] and len(commands) == 3
+    # a size that plain jit does not need says nothing, where the table asks for what does not fit
+    records.write(tmp_path / "plain.jsonl", [record(variant="plain", need=2**20)])
+    flags.done, flags.list = [str(tmp_path / "plain.jsonl")], True
+    capsys.readouterr()
+    papers.run_groups([table("d@1GiB", "d@1KiB"), table("e@1GiB", below_plain=False)], out)
+    assert capsys.readouterr().out.endswith("float32: d@1KiB, e@1GiB\n")
