@@ -147,9 +147,10 @@ def compile_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) ->
         if case in rows and FLAGS.resume:
             continue
         label = f"{table.name}: {case.network} {case.dtype} {case.how}"
-        on_the_card = case.variant.startswith(ON_THE_CARD)
-        why = "it plans with what was timed on the card" if on_the_card else ""
-        if why := why or unneeded(table, case, rows):
+        why = unneeded(table, case, rows)
+        if case.variant.startswith(ON_THE_CARD):
+            why = "it plans with what was timed on the card"
+        if why:
             print(f"{label}: not run: {why}", flush=True)
             continue
         row = run(case, rows.get(plain_of(case)))

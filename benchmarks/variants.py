@@ -245,7 +245,7 @@ def _compiled(
 ) -> tuple[Callable, dict]:
     step = vmem_jax.jit(
         work.step,
-        budget=nbytes if plan is None else None,
+        budget=nbytes,
         policy=policy,
         plan=plan,
         allow=("order", *means.split("+")) if means else None,

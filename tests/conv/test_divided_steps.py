@@ -178,8 +178,8 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
         )
     # of a part of a batch XLA's own takes as much more than the fastest as of all of it
     double = program.steps[s].convolution.with_batch(64)
-    twice = {t: dataclasses.replace(x, convolution=double) for t, x in enumerate(program.steps)}
-    whole = dataclasses.replace(program, steps=tuple(twice.values()))
+    twice = tuple(dataclasses.replace(x, convolution=double) for x in program.steps)
+    whole = dataclasses.replace(program, steps=twice)
     slow = dataclasses.replace(timed, seconds=(3e-4,) * len(costs.seconds))
     own, *ways = choices_of("step", program, costs, H200, whole=(whole, slow))[s]
     assert own.is_xlas and own.seconds == pytest.approx(3e-3)  # 0.3 ms for 0.1 there, 1 here

@@ -177,10 +177,9 @@ def _longer_by_xla(program: Program, costs: Costs, ways_of: Known) -> dict[Convo
     """
     found: dict[Convolution, float] = {}
     for s, convolution in convolutions_in(program).items():
-        micros = itertools.chain.from_iterable(map(ways_of, convolution.variants))
-        timed = [m.seconds for m in micros if m.batch == convolution.batch]
+        timed = _of_whole(convolution, map(ways_of, convolution.variants))
         if timed and _was_timed(costs, s):
-            fastest = min(timed) * program.steps[s].times
+            fastest = min(m.seconds for m in timed) * program.steps[s].times
             is_told = costs.seconds[s] - fastest > _unsure(program, costs, s)
             longer = costs.seconds[s] / fastest if is_told else 1.0
             of_any = convolution.with_batch(0)
@@ -204,18 +203,15 @@ def _of_cudnn(
             frozenset(timed.intersection(batch_sizes(convolution.batch, sizes))): []
             for sizes in BatchSizes
         }
-        whole: list[tuple[float, int]] = []
         for variant, micros in micros_of.items():
             left_out = 0 if variant.epilogue else program.steps[s].epilogue_nbytes
             besides = left_out / machine.bandwidth
-            of_all = (m for m in micros if m.batch == convolution.batch)
-            whole += ((m.seconds, m.workspace) for m in of_all)
             for sizes, found in ways.items():
                 for way in front([m for m in micros if m.batch in sizes], convolution.batch):
                     way = dataclasses.replace(way, epilogue=variant.epilogue).longer(besides)
                     found.append(way.scaled(program.steps[s].times))
-        if whole:
-            fastest, workspace = min(whole)
+        if whole := _of_whole(convolution, micros_of.values()):
+            fastest, workspace = min((m.seconds, m.workspace) for m in whole)
             own = fastest * program.steps[s].times * longer.get(convolution.with_batch(0), 1.0)
             seconds = costs.seconds[s] if _was_timed(costs, s) else own
             others = itertools.chain.from_iterable(map(desirable, ways.values()))
@@ -243,13 +239,18 @@ def _known(device: jax.Device, profile: bool | None) -> Known:
 
 def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: float) -> float:
     variant = convolution.variants[-1 if own.fused else 0]
-    whole = [m for m in ways_of(variant) if m.batch == convolution.batch]
+    whole = _of_whole(convolution, [ways_of(variant)])
     within = [m for m in whole if m.workspace <= own.workspace]
     chosen = own.engine, own.workspace, own.channels
     same = [m for m in within if (m.engine, m.workspace, m.channels) == chosen]
     if same:
         return min(m.seconds for m in same)
-    return max([default, *sorted(m.seconds for m in within)[:1]])
+    return max(default, min((m.seconds for m in within), default=default))
+
+
+def _of_whole(convolution: Convolution, timed: Iterable[Iterable[Micro]]) -> list[Micro]:
+    """Those of `timed` that do all of its batch."""
+    return [m for micros in timed for m in micros if m.batch == convolution.batch]
 
 
 def convolutions_in(program: Program) -> dict[int, Convolution]:
