@@ -71,8 +71,9 @@ def test_nothing_is_written_over_what_a_convolution_made():
     convolved = lambda x, w: jax.lax.conv_general_dilated(
         x, w.reshape(1, 1, 4, 4), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
+    clipped = lambda x, w: jax.nn.relu(convolved(x, w) + 1)  # which the library does as well
     multiplied = lambda x, w: x @ w
-    for make, pairs in ((convolved, 0), (multiplied, 1)):
+    for make, pairs in ((convolved, 0), (clipped, 0), (multiplied, 1)):
         found = program(lambda x, w, make=make: jnp.tanh(make(x, w)), x, w)
         assert len(found.steps) == 2 and len(found.steps[1].in_place) == pairs
 

@@ -179,8 +179,12 @@ def _captured(
         buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
 
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    # the library returns what it convolves in a tuple, whatever is fused behind: XLA writes over no
+    # part of one
+    is_convolution = lambda kernel: eqns[kernel.root].primitive.name == "conv_general_dilated"
+    convolved = {v for kernel in kernels if is_convolution(kernel) for v in kernel.writes}
     steps = [
-        _step(kernel, phase, eqns, index, shards, maker)
+        _step(kernel, phase, eqns, index, shards, maker, convolved)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
     if sub_batches is not None:
@@ -279,6 +283,7 @@ def _step(
     index: dict[Var, int],
     shards: Shards,
     maker: dict[Var, compat.JaxprEqn],
+    convolved: set[Var],
 ) -> Step:
     root = eqns[kernel.root]
     matched = match(root, maker) if shards.device_count == 1 else None
@@ -295,14 +300,14 @@ def _step(
     sizes = {index[v]: nbytes(v.aval) // shards.count(v) for v in values}
     gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
     in_place: list[tuple[int, int]] = []
+    apart = 0  # bytes of what is made before it is added to a total
     mark = root.primitive.name in (BEGIN, END)
     if mark:  # its results are its operands
         outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
         pairs = zip(root.invars, outs, strict=False)
         in_place = [(index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index]
     elif class_of(root) in (Class.FUSIBLE, Class.VIEW):
-        # the library returns what it convolves in a tuple: XLA writes over no part of one
-        given = [index[v] for v in kernel.reads if not _is_convolved(v, maker)]
+        given = [index[v] for v in kernel.reads if v not in convolved]
         in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
@@ -310,6 +315,8 @@ def _step(
         total = lambda v: v in maker and maker[v].primitive.name == BEGIN
         given = [index[v] for v in kernel.reads if total(v)]
         in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
+        # XLA adds it in a kernel of its own, which is timed with this one
+        apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
     return Step(
         reads=reads,
         writes=writes,
@@ -321,7 +328,7 @@ def _step(
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
         nbytes=0 if mark else sum(sizes.values()),
-        workspace=0 if fusible else workspace(root) + gathered,
+        workspace=0 if fusible else workspace(root) + gathered + apart,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root),
@@ -329,10 +336,6 @@ def _step(
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
     )
-
-
-def _is_convolved(v: Var, maker: dict[Var, compat.JaxprEqn]) -> bool:
-    return v in maker and maker[v].primitive.name == "conv_general_dilated"
 
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:
