@@ -96,6 +96,27 @@ def test_traced_order_without_fences_has_the_same_equations():
         assert with_fences[heavy] == plain[heavy]
 
 
+def test_a_barrier_stands_between_a_librarys_clamp_and_its_mask():
+    """XLA would take `max(x, 0) > 0` for `x > 0`, and have the library return x."""
+
+    def clamped(w, x):
+        def loss_of(w):
+            y = jax.nn.relu(x @ w + 1)
+            return jnp.where(y > 0, jnp.sin(y), 0).sum() + (y[:2] * 3).sum()
+
+        return jax.grad(loss_of)(w)
+
+    found, _ = captured(clamped, (jnp.ones((16, 16)), jnp.ones((64, 16))))
+    steps = found.program.steps
+    assert sum(step.epilogue_nbytes > 0 for step in steps) == 1
+    order = tuple(range(len(steps)))
+    plan = Plan(found.program.fingerprint, "test", order, True, None, 0, 0.0)
+    eqns = compat.open_jaxpr(rewrite(found, plan)).eqns
+    maker = {v: eqn.primitive.name for eqn in eqns for v in eqn.outvars}
+    masks = [eqn for eqn in eqns if eqn.primitive.name == "gt"]
+    assert masks and {maker[eqn.invars[0]] for eqn in masks} == {"optimization_barrier"}
+
+
 @pytest.mark.parametrize("share", [0.7, 0.5, 0.35])
 def test_clones_and_barriers_are_those_of_the_plan(share):
     found, _ = captured()

@@ -24,6 +24,8 @@ from vmem_jax.rewrite.sub_batches import looped
 from vmem_jax.rewrite.transfers import Transfers
 from vmem_jax.transfer.transport import AbstractTransport
 
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+
 
 def rewrite(
     captured: Captured,
@@ -86,6 +88,8 @@ class _Rewriter:
         self.calls = Calls(self.equations.append)
         self.configurations = dict(plan.divided)
         self.maker = {v: eqn for eqn in self.opened.eqns for v in eqn.outvars}
+        masks = [eqn for eqn in self.opened.eqns if eqn.primitive.name in _COMPARISONS]
+        self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
         if plan.moves or self.program.hosted:
             calls = self.calls
             self.transfers = Transfers(captured, plan, transport, calls, self.current)
@@ -164,6 +168,11 @@ class _Rewriter:
         for b in step.writes:
             v = self.variables[b]
             self.current[v] = local[v]
+        if self.plan.fenced and step.epilogue_nbytes:
+            # Of a library's clamp and a mask of it XLA would compare what the clamp is given: the
+            # library returns that, and the clamp's result and the mask are written behind it.
+            compared = (b for b in step.writes if self.variables[b] in self.compared)
+            self._fence(tuple(compared), step.equations[-1])
 
     def _behind(self, s: int) -> Behind | None:
         """What the calls of step `s` do after its convolution; None where they do nothing."""
