@@ -285,7 +285,7 @@ def facts_of(compiled: Any, nbytes: int) -> dict[str, Any]:
     return {
         "budget_nbytes": nbytes,
         "need": compiled.need_nbytes,
-        "predicted_need": attempts[0].plan.predicted_peak,
+        "predicted_need": attempts[0].predicted_need,
         "first_need": attempts[0].need,
         "average_nbytes": average_nbytes(compiled.timeline),
         "compiles": len(attempts),

@@ -17,6 +17,7 @@ from vmem_jax.compressing import check_compression, ways_to_compress, with_compr
 from vmem_jax.conv.choices import learner, with_choices
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, LayersError, PlanError, show_nbytes
@@ -293,7 +294,8 @@ class Planning:
         budget, plain_need = self._budget_nbytes()
         plan.check_made_for(one.program)
         compiled = one.compile_plan(plan)
-        attempt = Attempt(plan, compiled, need_nbytes(compiled), one.costs)
+        predicted = predicted_need(one.program, plan)
+        attempt = Attempt(plan, compiled, need_nbytes(compiled), predicted, one.costs)
         limit = budget if budget is not None else plan.budget
         if limit is not None and attempt.need > limit:
             raise PlanError(

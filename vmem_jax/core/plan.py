@@ -70,7 +70,8 @@ class Plan:
         place from what is live there; a buffer dies after the last read before it is made again.
       fenced: false for a program that is left untouched; true where `rewrite` holds XLA to `order`.
       budget: bytes, or None.
-      predicted_peak: bytes, as `simulate` gave it.
+      predicted_peak: bytes live at once, as `simulate` gave it; XLA's heap takes some more, which
+        `core.planned.predicted_need` tells.
       predicted_seconds: seconds of one step, as `simulate` gave it.
       transfers: what waits in host memory, and when.
       looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop

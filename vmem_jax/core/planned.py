@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
@@ -36,6 +37,17 @@ def simulate_plan(program: Program, plan: Plan, costs: Costs) -> Timeline:
     """`simulate` of a whole plan. `program` and `costs` are those that it was made from."""
     costs = planned_costs(program, plan, costs)
     return simulate(planned_program(program, plan), plan.order, costs, plan.transfers)
+
+
+def predicted_need(program: Program, plan: Plan) -> int:
+    """Bytes of device memory that `plan` is predicted to compile to.
+
+    A plan that is not fenced runs in XLA's own order, of which no more is known than what is live in
+    the plan's. `program` is what it was made from.
+    """
+    if not plan.fenced:
+        return plan.predicted_peak
+    return heap_nbytes(planned_program(program, plan), plan.order, plan.transfers)
 
 
 def restated(plan: Plan, costs: Costs) -> Plan:

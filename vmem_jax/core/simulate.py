@@ -215,16 +215,17 @@ def staged_nbytes(
     staged = [0] * len(order)
     if not program.hosted:
         return staged
-    for b, (first, last) in _staged(program, order, transfers).items():
+    for b, (first, last) in staged_spans(program, order, transfers).items():
         for position in range(first, min(last + 1, len(order))):
             staged[position] += program.buffers[b].nbytes
     return staged
 
 
-def _staged(
+def staged_spans(
     program: Program, order: Sequence[int], transfers: Sequence[Transfer]
 ) -> dict[int, tuple[int, int]]:
-    """For each streamed buffer the first and last position at which it is on the device."""
+    """For each streamed buffer the first and last position at which it is on the device; the last may
+    be the end of `order`."""
     streamed = program.streamed_in | program.streamed_out
     spans: dict[int, tuple[int, int]] = {}
     for position, s in enumerate(order):
@@ -256,7 +257,7 @@ def live_at(
             alive.difference_update(dying[p])
     alive.difference_update(t.buffer for t in transfers if t.gone <= position < t.fetch)
     if program.hosted:
-        spans = _staged(program, order, transfers)
+        spans = staged_spans(program, order, transfers)
         alive.update(b for b, (first, last) in spans.items() if first <= position <= last)
     return sorted(alive)
 

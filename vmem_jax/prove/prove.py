@@ -4,6 +4,10 @@ Only the compiler knows the peak. At most four compiles, typically one or two; t
 prediction that fits is kept, and nothing over the budget is ever returned. If plans that move
 buffers or divide convolutions do not fit, the last try does neither.
 
+A policy plans for the bytes that are live at once, and XLA's heap takes more, plan by plan another
+share. It is known before anything is compiled (`core.heap`), so a plan is made anew until its heap is
+within the budget, and that one is compiled.
+
 What XLA's own convolutions take is not known before XLA has chosen their algorithms, so it is read
 from the first compiled step, and the next plan is made with it.
 """
@@ -20,13 +24,19 @@ from absl import logging
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import planned_program, restated, simulate_plan
+from vmem_jax.core.planned import planned_program, predicted_need, restated, simulate_plan
 from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
 from vmem_jax.policy.keep import Keep
 
 MOST_COMPILES = 4
+
+_MOST_PLANS = 5
+"""Plans that are made on paper for one compile."""
+
+_AS_FAST = 1.01
+"""Of the seconds of a plan that does not fit: one that fits and takes less is good enough."""
 
 _FAR = 1.1
 """As many times what was predicted for the lowest plan, and it does not tell how low others get."""
@@ -43,6 +53,7 @@ class Attempt:
       plan: the plan; its `budget` is what it was planned for, at or below the user's.
       compiled: the compiled step.
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
+      predicted_need: bytes that this was predicted to be, with XLA's heap.
       costs: what the plan was made from, with what its compiled step has taught since.
       plan_seconds: seconds that planning took.
     """
@@ -50,6 +61,7 @@ class Attempt:
     plan: Plan
     compiled: Any
     need: int
+    predicted_need: int
     costs: Costs
     plan_seconds: float = 0.0
 
@@ -99,7 +111,7 @@ def prove(
       BudgetError: no attempt fits, or the policy has no plan to try.
     """
     attempts: list[Attempt] = []
-    target, fewer = budget, False  # what is planned for, and with
+    goal, fewer = budget, False  # what is predicted may need so much, and is made with those means
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
         means = _fewer(costs) if fewer else costs
@@ -109,38 +121,35 @@ def prove(
             # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
                 plan = policy.plan(program, _fewer(costs), budget)
-                fewer, target = True, budget
+                fewer, goal, means = True, budget, _fewer(costs)
         try:
-            plan = plan or policy.plan(program, means, target)
+            plan = _placed(program, policy, means, goal, plan)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            lowest = error.lowest_plan
-            if not isinstance(lowest, Plan) or any(_same(a.plan, lowest) for a in attempts):
-                if fewer or not any(map(_uses_more, attempts)):
-                    break
-                fewer, target = True, budget
-                continue
-            plan = lowest
+            plan = error.lowest_plan if isinstance(error.lowest_plan, Plan) else None
+        if plan is None or any(_same(a.plan, plan) for a in attempts):
+            if fewer or not any(map(_uses_more, attempts)):
+                break
+            fewer, goal = True, budget
+            continue
         seconds = time.perf_counter() - start
         seconds += first_seconds if plan is first else 0.0
-        attempt = _attempt(plan, budget, costs, compile_plan, learn, seconds)
+        attempt = _attempt(program, plan, budget, costs, compile_plan, learn, seconds)
         attempts.append(attempt)
         costs = attempt.costs
-        if budget is None or target is None or attempt.need <= budget or not plan.fenced:
+        if budget is None or attempt.need <= budget or not plan.fenced:
             break
         # The compiler's excess over what would now be predicted, taken off what is planned for; a
         # little more each time, since freeing other values moves the peak.
-        predicted = simulate_plan(program, restated(attempt.plan, costs), costs).peak
-        excess = max(attempt.need - predicted, 0)
-        step = attempt.need - budget
-        target = min(budget - excess, predicted - step)
-        target -= (len(attempts) - 1) * (budget // 100)
+        excess = attempt.need - predicted_need(program, restated(attempt.plan, costs))
+        goal = budget - max(excess, 0) - (len(attempts) - 1) * (budget // 100)
     fits = lambda attempt: budget is None or attempt.need <= budget
     # the plain step has what is hosted on the device, and its batch as a whole
     untouched = not program.hosted and program.sub_batches == 1
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
-        attempts.append(_attempt(Keep().plan(program, costs, None), budget, costs, compile_plan))
+        kept = Keep().plan(program, costs, None)
+        attempts.append(_attempt(program, kept, budget, costs, compile_plan))
     if budget is not None and not any(map(fits, attempts)):
         attempts += _less_extreme(program, policy, costs, budget, attempts, compile_plan)
     fitting = [a for a in attempts if fits(a)]
@@ -150,7 +159,61 @@ def prove(
     return (*(a for a in attempts if a is not best), best)
 
 
+def _placed(
+    program: Program,
+    policy: AbstractPolicy,
+    costs: Costs,
+    goal: int | None,
+    first: Plan | None,
+) -> Plan:
+    """The fastest of some plans that are predicted to need at most `goal` bytes as XLA places them,
+    or the one that needs the least.
+
+    What the heap takes beside what is live is taken off what is planned for, until it fits; then
+    halfway back, since another plan may lose less.
+
+    Args:
+      first: what the policy plans for `goal`, where that was asked already.
+
+    Raises:
+      BudgetError: the policy has no plan with so little live at once.
+    """
+    plan = first or policy.plan(program, costs, goal)
+    if goal is None:
+        return plan
+    tried: list[tuple[int, Plan]] = []
+    target, over, within = (
+        goal,
+        None,
+        None,
+    )  # planned for: now, at last too much, at last little enough
+    while True:
+        need = predicted_need(program, plan)
+        tried.append((need, plan))
+        if need <= goal:
+            within, fits = target, plan
+        else:
+            over, fails = target, plan
+        if over is None or len(tried) == _MOST_PLANS:
+            break
+        if within is None:
+            target = goal - (need - plan.predicted_peak)
+        elif fits.predicted_seconds <= _AS_FAST * fails.predicted_seconds:
+            break
+        else:
+            target = (over + within) // 2
+        try:
+            plan = policy.plan(program, costs, target)
+        except BudgetError:
+            break
+    fitting = [plan for need, plan in tried if need <= goal]
+    if fitting:
+        return min(fitting, key=lambda plan: plan.predicted_seconds)
+    return min(tried, key=lambda each: each[0])[1]
+
+
 def _attempt(
+    program: Program,
     plan: Plan,
     budget: int | None,
     costs: Costs,
@@ -160,10 +223,10 @@ def _attempt(
 ) -> Attempt:
     """`plan`, compiled. What it was planned for may be lower; it is proved for the user's budget."""
     compiled = compile_plan(plan)
+    need, predicted = need_nbytes(compiled), predicted_need(program, plan)
     plan = dataclasses.replace(plan, budget=budget)
-    attempt = Attempt(plan, compiled, need_nbytes(compiled), learn(costs, compiled), seconds)
-    logging.info("%s compiled to %s", plan, show_nbytes(attempt.need))
-    return attempt
+    logging.info("%s: %s as placed, compiled to %s", plan, *map(show_nbytes, (predicted, need)))
+    return Attempt(plan, compiled, need, predicted, learn(costs, compiled), seconds)
 
 
 def _fewer(means: Costs) -> Costs:
@@ -221,7 +284,7 @@ def _less_extreme(
         seconds = time.perf_counter() - start
         if any(_same(plan, other) for other in tried):
             continue
-        attempt = _attempt(plan, budget, costs, compile_plan, seconds=seconds)
+        attempt = _attempt(program, plan, budget, costs, compile_plan, seconds=seconds)
         tried.append(plan)
         yield attempt
         best = min(best, attempt, key=lambda a: a.need)

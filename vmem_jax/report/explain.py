@@ -14,7 +14,7 @@ from rich.table import Table
 from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import planned_costs, planned_program, simulate_plan
+from vmem_jax.core.planned import planned_costs, planned_program, predicted_need, simulate_plan
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.tuning import Tuning
@@ -107,9 +107,10 @@ class Explanation:
 
     def summary(self) -> str:
         budget = "none" if self.budget is None else show_nbytes(self.budget)
+        need = show_nbytes(predicted_need(self.program, self.plan))
         return (
             f"peak: plain jit {show_nbytes(self.plain_need)}, budget {budget}, predicted "
-            f"{show_nbytes(self.plan.predicted_peak)}, compiled {show_nbytes(self.compiled_need)} "
+            f"{need}, compiled {show_nbytes(self.compiled_need)} "
             f"({self.compiled_need / max(self.plain_need, 1):.0%} of plain) after "
             f"{self.compiles} compile{'s' if self.compiles > 1 else ''}\n"
             f"predicted peak at {self.peak_at}: {self.holders}\n"

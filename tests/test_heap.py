@@ -1,0 +1,115 @@
+"""The heap: as XLA places buffers, by a slow version of the same; and never below what is live."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from helpers import Builder, programs, unit_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmem_jax.core.heap import best_fit_nbytes, heap_nbytes, lives
+from vmem_jax.core.packing import Interval, pack
+from vmem_jax.core.plan import Transfer
+from vmem_jax.core.simulate import simulate
+
+intervals = st.lists(
+    st.builds(
+        lambda nbytes, first, span: Interval(nbytes, first, first + span),
+        st.integers(0, 9),
+        st.integers(0, 30),
+        st.integers(0, 15),
+    ),
+    max_size=24,
+)
+
+
+def placed_one_by_one(parked, key):
+    """The top of the heap, every address tried for each that follows by `key`."""
+    places = []
+    for one in sorted(parked, key=key):
+        taken = {a for o, at in places if o.meets(one) for a in range(at, at + o.nbytes)}
+        top = max(taken, default=-1) + 1
+        gaps, begin = [], 0
+        for address in range(top + 1):
+            if address in taken or address == top:
+                gaps += [(address - begin, begin)] if address > begin else []
+                begin = address + 1
+        at = min(((n, a) for n, a in gaps if n >= one.nbytes), default=(0, top))[1]
+        places.append((one, at))
+    return max((at + o.nbytes for o, at in places), default=0)
+
+
+@given(intervals.filter(lambda found: all(i.nbytes for i in found)))
+def test_each_goes_into_the_smallest_gap(parked):
+    span = lambda i: i.last - i.first
+    by_size = placed_one_by_one(parked, lambda i: (-i.nbytes, -span(i), i.first))
+    by_span = placed_one_by_one(parked, lambda i: (-span(i), -i.nbytes, i.first))
+    assert best_fit_nbytes(parked) == min(by_size, by_span)
+
+
+def test_lives_in_a_row_leave_a_gap():
+    """Two are live at once. The one that lives longest is placed first, then those from the start:
+    the third meets the second and the last, which lie on both floors."""
+    parked = [Interval(1, 0, 1), Interval(1, 1, 2), Interval(1, 2, 3), Interval(1, 3, 5)]
+    assert pack(parked, alignment=1).nbytes == 2 and best_fit_nbytes(parked) == 3
+
+
+def test_no_lives_take_nothing():
+    assert best_fit_nbytes([]) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(programs())
+def test_no_heap_is_smaller_than_what_is_live(program):
+    order = range(len(program.steps))
+    peak = simulate(program, order, unit_costs(program)).peak
+    assert heap_nbytes(program, order) >= peak
+
+
+def test_what_is_away_leaves_its_place():
+    b = Builder()
+    x = b.input(1)
+    early = b.step([x], 8)
+    late = b.step([x], 8)
+    more = b.step([late], 8)
+    program = b.program([b.step([b.step([more], 1), early], 1)])
+    order = range(5)
+    assert heap_nbytes(program, order) == program.resident_nbytes + 24
+    away = [Transfer(early, 1, 1, 4, 4)]
+    assert heap_nbytes(program, order, away) == program.resident_nbytes + 16
+    assert sorted(i.nbytes for i in lives(program, order, away)) == [1, 8, 8, 8, 8]
+
+
+def test_what_takes_over_memory_has_no_place_of_its_own():
+    for in_place, nbytes in ((True, 8), (False, 16)):
+        b = Builder()
+        made = b.step([b.input(1)], 8)
+        last = b.step([b.step([made], 8, in_place=in_place)], 1)
+        program = b.program([last])
+        assert heap_nbytes(program, range(3)) == program.resident_nbytes + nbytes
+
+
+def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
+    """The copy is there from the convolution to the one that reads it reversed, however often the
+    first of them runs; the reversed filter is no other one."""
+    conv, rev = "conv_general_dilated", "rev"
+    b = Builder()
+    x, w = b.input(1), b.input(8)
+    y = b.step([x, w], 4, op=conv)
+    loss = b.step([y], 2)
+    turned = b.step([w], 8, op=rev)
+    program = b.program([b.step([b.step([loss, turned], 2, op=conv)], 1)])
+    assert sorted(lives(program, range(5)), key=lambda i: -i.nbytes)[0] == Interval(8, 0, 3)
+    assert heap_nbytes(program, range(5)) == program.resident_nbytes + 8 + 4 + 2
+    again = lives(program, (0, 0, 1, 2, 3, 4))
+    assert [i for i in again if i.nbytes == 8] == [Interval(8, 0, 4)]
+
+
+def test_a_hosted_buffer_takes_room_while_it_is_here():
+    b = Builder()
+    x, p = b.input(4), b.input(8)
+    made = b.step([x], 2)
+    out = b.step([made, p], 1)
+    program = dataclasses.replace(b.program([out]), hosted=(p,))
+    assert heap_nbytes(program, range(2)) == program.resident_nbytes + 8 + 2

@@ -1,0 +1,122 @@
+"""heap: the bytes that XLA's heap takes for a plan, before it is compiled.
+
+XLA gives every buffer one place for as long as it lives. It takes them by size, the largest first, or
+by how long they live, whichever heap is smaller, and puts each into the smallest gap that is free all
+that time (GlobalDecreasingSizeBestFitHeap in XLA's heap_simulator.h). Buffers of many sizes whose
+lives cross, as those that leave and come back do, leave gaps: the heap is then up to a third larger
+than what is live at once, which is what `simulate` predicts and policies plan with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vmem_jax.core.packing import Interval
+from vmem_jax.core.plan import Transfer
+from vmem_jax.core.program import Program
+from vmem_jax.core.simulate import last_reads, staged_spans
+
+
+def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()) -> int:
+    """Bytes of device memory that `order` needs as XLA places it, residents included."""
+    return program.resident_nbytes + best_fit_nbytes(lives(program, order, transfers))
+
+
+def lives(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
+) -> list[Interval]:
+    """From which position of `order` to which each place is in use; residents have none.
+
+    What takes over the memory of a dying read has its place; what leaves and comes back has two.
+    """
+    dying, resident = last_reads(program, order), program.is_resident
+    gone: dict[int, list[int]] = {}
+    fetched: dict[int, list[int]] = {}
+    for t in transfers:
+        if t.buffer not in program.hosted:
+            gone.setdefault(t.gone, []).append(t.buffer)
+            fetched.setdefault(t.fetch, []).append(t.buffer)
+    filters = _transposed_filters(program, order)
+    nbytes = [0 if b in filters else buffer.nbytes for b, buffer in enumerate(program.buffers)]
+    since: dict[int, int] = {}  # of what is there the position at which its place was taken
+    found: list[Interval] = []
+
+    def free(b: int, last: int) -> None:
+        found.append(Interval(nbytes[b], since.pop(b), last))
+
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        for b in gone.get(position, ()):
+            free(b, position - 1)
+        since |= dict.fromkeys(fetched.get(position, ()), position)
+        taken: set[int] = set()
+        for r, w in step.in_place:
+            dies = r in dying[position] and r in since and w not in since
+            if dies and not resident[w] and not {r, w} & taken:
+                taken |= {r, w}
+                since[w] = since.pop(r)
+        for w in step.writes:
+            if not resident[w]:
+                since.setdefault(w, position)
+        if step.workspace:
+            found.append(Interval(step.workspace, position, position))
+        for b in dying[position]:
+            if b in since:
+                free(b, position)
+    assert not since, "what is never freed is resident"
+    spans = {**staged_spans(program, order, transfers), **filters}
+    end = len(order) - 1
+    found += [Interval(program.buffers[b].nbytes, i, min(j, end)) for b, (i, j) in spans.items()]
+    return [interval for interval in found if interval.nbytes]
+
+
+def _transposed_filters(program: Program, order: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """From where to where XLA keeps a filter as the library wants it, for each that is reversed.
+
+    The convolution that reads it and the one backwards, which reads it reversed, take the same
+    transposed copy; XLA makes one for both, and keeps it in between.
+    """
+    first: dict[int, int] = {}  # position of the first convolution that reads it
+    last: dict[int, int] = {}
+    reversed_: dict[int, int] = {}
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        last |= dict.fromkeys(step.reads, position)
+        if step.op == "conv_general_dilated":
+            for b in step.reads:
+                first.setdefault(b, position)
+        elif step.op == "rev" and len(step.reads) == len(step.writes) == 1:
+            reversed_[step.writes[0]] = step.reads[0]
+    return {
+        w: (first[r], last[w])
+        for w, r in reversed_.items()
+        if r in first and first[r] < last.get(w, 0)
+    }
+
+
+def best_fit_nbytes(intervals: Sequence[Interval]) -> int:
+    """Bytes of the heap that holds `intervals`, of both orders in which XLA places them."""
+    first = np.array([i.first for i in intervals], np.int64)
+    last = np.array([i.last for i in intervals], np.int64)
+    nbytes = np.array([i.nbytes for i in intervals], np.int64)
+    by_size = np.lexsort((first, first - last, -nbytes))
+    by_span = np.lexsort((first, -nbytes, first - last))
+    place = lambda order: _placed_nbytes(first[order], last[order], nbytes[order])
+    return min(place(by_size), place(by_span))
+
+
+def _placed_nbytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> int:
+    """Bytes of the heap, each put into the smallest gap that holds it, or on top."""
+    begin, end = np.zeros_like(nbytes), np.zeros_like(nbytes)
+    for i in range(len(nbytes)):
+        meets = (first[:i] <= last[i]) & (last[:i] >= first[i])
+        by_place = np.argsort(begin[:i][meets])
+        tops = np.zeros(len(by_place) + 1, np.int64)  # of what lies below each gap
+        np.maximum.accumulate(end[:i][meets][by_place], out=tops[1:])
+        gaps = begin[:i][meets][by_place] - tops[:-1]
+        holding = np.flatnonzero(gaps >= nbytes[i])
+        begin[i] = tops[holding[np.argmin(gaps[holding])] if len(holding) else -1]
+        end[i] = begin[i] + nbytes[i]
+    return int(end.max(initial=0))
