@@ -16,7 +16,7 @@ import numpy as np
 from vmem_jax.core.packing import Interval
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import last_reads, staged_spans
+from vmem_jax.core.simulate import last_reads, staged_spans, taken_over
 
 
 def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()) -> int:
@@ -51,11 +51,8 @@ def lives(
         for b in gone.get(position, ()):
             free(b, position - 1)
         since |= dict.fromkeys(fetched.get(position, ()), position)
-        taken: set[int] = set()
-        for r, w in step.in_place:
-            dies = r in dying[position] and r in since and w not in since
-            if dies and not resident[w] and not {r, w} & taken:
-                taken |= {r, w}
+        for r, w in taken_over(program, step, dying[position]).items():
+            if r in since and w not in since:
                 since[w] = since.pop(r)
         for w in step.writes:
             if not resident[w]:

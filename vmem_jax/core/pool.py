@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import last_reads
+from vmem_jax.core.simulate import last_reads, taken_over
 
 
 class Heuristic(enum.StrEnum):
@@ -159,11 +159,8 @@ def requests_of(
                 for b in fetched:
                     allocate(b, program.buffers[b].nbytes)
                 continue
-            taken: set[int] = set()
-            for r, w in step.in_place:
-                dies = r in dying[position] and r in key and w not in key
-                if dies and not program.is_resident[w] and not {r, w} & taken:
-                    taken |= {r, w}
+            for r, w in taken_over(program, step, dying[position]).items():
+                if r in key and w not in key:
                     key[w] = key.pop(r)
             for w in step.writes:
                 if not program.is_resident[w] and w not in key:

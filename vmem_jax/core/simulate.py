@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.lanes import Copy, Lanes
@@ -92,6 +92,17 @@ def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
     return dying
 
 
+def taken_over(program: Program, step: Step, dying: Collection[int]) -> dict[int, int]:
+    """Which of what `step` reads last hands its memory to which of what it writes."""
+    resident = program.is_resident
+    found: dict[int, int] = {}
+    for r, w in step.in_place:
+        dies = r in dying and not resident[r] and not resident[w]
+        if dies and r not in found and w not in found.values():
+            found[r] = w
+    return found
+
+
 def simulate(
     program: Program, order: Sequence[int], costs: Costs, transfers: Sequence[Transfer] = ()
 ) -> Timeline:
@@ -126,11 +137,7 @@ def simulate(
                 live += buffers[b].nbytes
         saved = 0
         if step.in_place:
-            taken: set[int] = set()
-            for r, w in step.in_place:
-                if r in dead and not resident[w] and not {r, w} & taken:
-                    taken |= {r, w}
-                    saved += buffers[w].nbytes
+            saved = sum(buffers[w].nbytes for w in taken_over(program, step, dead).values())
         during = live - saved + step.workspace + staged[position]
         if during > peak or peak_at < 0:
             peak, peak_at = during, position
@@ -309,11 +316,8 @@ def live_by_kind(program: Program, timeline: Timeline) -> list[dict[str, int]]:
                 alive.add(b)
                 add(b)
         during = dict(now)
-        taken: set[int] = set()
-        for r, w in step.in_place:
-            if r in dead and not resident[w] and not {r, w} & taken:
-                taken |= {r, w}
-                during[buffers[w].kind.value] -= buffers[w].nbytes
+        for w in taken_over(program, step, dead).values():
+            during[buffers[w].kind.value] -= buffers[w].nbytes
         if step.workspace:
             during[WORKSPACE] = step.workspace
         history.append(during)

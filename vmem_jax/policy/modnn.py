@@ -43,7 +43,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import simulate_with, with_convolutions
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, last_reads
+from vmem_jax.core.simulate import Timeline, last_reads, taken_over
 from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.order import lower_order
@@ -121,21 +121,11 @@ def least_nbytes(program: Program, costs: Costs, order: Sequence[int]) -> int:
     most = 0
     for position, s in enumerate(order):
         step = smallest.steps[s]
-        taken = set(_taken_over(program, s, dying[position]).values())
+        taken = set(taken_over(program, step, dying[position]).values())
         blocks = {*step.reads, *step.writes} - taken
         needed = sum(program.buffers[b].nbytes for b in blocks if not program.is_resident[b])
         most = max(most, needed + step.workspace)
     return program.resident_nbytes + most
-
-
-def _taken_over(program: Program, s: int, dying: Collection[int]) -> dict[int, int]:
-    """Which of what step `s` reads last hands its memory to which of what it writes."""
-    found: dict[int, int] = {}
-    for r, w in program.steps[s].in_place:
-        free = r in dying and r not in found and w not in found.values()
-        if free and not program.is_resident[r] and not program.is_resident[w]:
-            found[r] = w
-    return found
 
 
 def schedule(program: Program, costs: Costs, order: Sequence[int], budget: int) -> Found | None:
@@ -263,7 +253,7 @@ class _Schedule:
         for position, s in enumerate(self.order):
             step = self.program.steps[s]
             reads = [b for b in step.reads if self._counts(b)]
-            taken = _taken_over(self.program, s, self.dying[position])
+            taken = taken_over(self.program, step, self.dying[position])
             made = [b for b in step.writes if self._counts(b) and b not in taken.values()]
             self.begins.append(self.now)
             needed = {*reads, *step.writes}

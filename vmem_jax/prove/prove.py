@@ -134,7 +134,7 @@ def prove(
             fewer, goal = True, budget
             continue
         seconds = time.perf_counter() - start
-        seconds += first_seconds if plan is first else 0.0
+        seconds += 0.0 if attempts else first_seconds
         attempt = _attempt(program, plan, budget, costs, compile_plan, learn, seconds)
         attempts.append(attempt)
         costs = attempt.costs
