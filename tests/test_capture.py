@@ -78,6 +78,18 @@ def test_nothing_is_written_over_what_a_convolution_made():
         assert len(found.steps) == 2 and len(found.steps[1].in_place) == pairs
 
 
+@pytest.mark.parametrize("size, nbytes", [(8, 2 * 9 * 9 * 4 * 4), (7, 0)])
+def test_a_convolution_that_pads_one_side_more_has_a_padded_copy(size, nbytes):
+    """Of stride 2 and an even size, as in residual networks, in all three passes."""
+    x = jax.ShapeDtypeStruct((2, size, size, 4), "float32")
+    w = jax.ShapeDtypeStruct((3, 3, 4, 8), "float32")
+    convolved = lambda x, w: jax.lax.conv_general_dilated(
+        x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    found = program(jax.grad(lambda *a: jnp.sin(convolved(*a)).sum(), (0, 1)), x, w)
+    assert [s.workspace for s in found.steps if s.convolution] == [nbytes] * 3
+
+
 def test_the_factor_of_a_derivative_is_computed_where_it_is_read():
     """1 − tanh², a primitive of its own since JAX 0.11, is no residual beside tanh itself."""
     found = program(jax.grad(lambda x, w: jnp.tanh(x @ w).sum()), X, W)

@@ -292,6 +292,7 @@ def _step(
         behind = match_epilogue(matched, kernel.equations, kernel.root, eqns, maker)
         if behind is not None:
             convolution = matched.convolution.with_epilogue(behind.epilogue)
+    padded = 0 if convolution is None else convolution.padded_nbytes
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)
@@ -328,7 +329,7 @@ def _step(
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
         nbytes=0 if mark else sum(sizes.values()),
-        workspace=0 if fusible else workspace(root) + gathered + apart,
+        workspace=0 if fusible else workspace(root) + gathered + apart + padded,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root),

@@ -115,7 +115,24 @@ class Convolution:
     def nbytes(self) -> int:
         """Bytes of both operands and the result, whichever of x, w and y they are."""
         elements = sum(map(math.prod, (self.x_shape, self.w_shape, self.y_shape)))
-        return elements * {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        return elements * self._itemsize
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes of the copy of x, or of its gradient, that XLA makes around its own call; 0 for none.
+
+        That call pads both sides alike. What one side has more is written around a copy before, or
+        cut off behind.
+        """
+        more = [abs(high - low) for low, high in self.padding]
+        if not any(more):
+            return 0
+        padded = (size + extra for size, extra in zip(self.size, more, strict=True))
+        return self.batch * self.features_in * math.prod(padded) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 
     def __str__(self) -> str:
         """For people: "forward 3×3, 64 → 128 channels of 56×56, batch 32, bfloat16"."""

@@ -35,6 +35,9 @@ MOST_COMPILES = 4
 _MOST_PLANS = 5
 """Plans that are made on paper for one compile."""
 
+_LONG = 1_000
+"""Steps of a program for which a plan can take as long as a compile: the first that fits is good."""
+
 _AS_FAST = 1.01
 """Of the seconds of a plan that does not fit: one that fits and takes less is good enough."""
 
@@ -123,7 +126,8 @@ def prove(
                 plan = policy.plan(program, _fewer(costs), budget)
                 fewer, goal, means = True, budget, _fewer(costs)
         try:
-            plan = _placed(program, policy, means, goal, plan)
+            before = attempts[-1].plan if attempts and not fewer else None
+            plan = _placed(program, policy, means, goal, plan, before)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
@@ -164,7 +168,8 @@ def _placed(
     policy: AbstractPolicy,
     costs: Costs,
     goal: int | None,
-    first: Plan | None,
+    first: Plan | None = None,
+    before: Plan | None = None,
 ) -> Plan:
     """The fastest of some plans that are predicted to need at most `goal` bytes as XLA places them,
     or the one that needs the least.
@@ -174,38 +179,43 @@ def _placed(
 
     Args:
       first: what the policy plans for `goal`, where that was asked already.
+      before: a plan that compiled to too much.
 
     Raises:
       BudgetError: the policy has no plan with so little live at once.
     """
-    plan = first or policy.plan(program, costs, goal)
     if goal is None:
-        return plan
-    tried: list[tuple[int, Plan]] = []
+        return first or policy.plan(program, costs, None)
     target, over, within = (
         goal,
         None,
         None,
     )  # planned for: now, at last too much, at last little enough
-    while True:
+    if before is not None:
+        target -= predicted_need(program, before) - before.predicted_peak
+        over, fails = goal, before
+    tried: list[tuple[int, Plan]] = []
+    while len(tried) < _MOST_PLANS:
+        try:
+            plan = first if first and not tried else policy.plan(program, costs, target)
+        except BudgetError:
+            if tried:
+                break
+            raise
         need = predicted_need(program, plan)
         tried.append((need, plan))
         if need <= goal:
             within, fits = target, plan
         else:
             over, fails = target, plan
-        if over is None or len(tried) == _MOST_PLANS:
-            break
         if within is None:
             target = goal - (need - plan.predicted_peak)
+        elif over is None or len(program.steps) > _LONG:
+            break
         elif fits.predicted_seconds <= _AS_FAST * fails.predicted_seconds:
             break
         else:
             target = (over + within) // 2
-        try:
-            plan = policy.plan(program, costs, target)
-        except BudgetError:
-            break
     fitting = [plan for need, plan in tried if need <= goal]
     if fitting:
         return min(fitting, key=lambda plan: plan.predicted_seconds)
