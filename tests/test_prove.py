@@ -14,6 +14,7 @@ from vmem_jax.core.costs import Link
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.convolving import Convolving
+from vmem_jax.prove import prove as proving
 from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
 from vmem_jax.prove.sub_batches import Member, prove_in_parts
 
@@ -54,6 +55,31 @@ def test_the_excess_is_taken_off_what_is_planned_for():
     found = attempts(lambda plan: 3)
     assert 1 < len(found) <= MOST_COMPILES
     assert found[-1].need <= BUDGET and found[-1].plan.budget == BUDGET
+
+
+@pytest.mark.parametrize("lost", [3, lambda plan: 3 if plan.transfers else 9])
+@pytest.mark.parametrize("long", [True, False])
+def test_what_the_heap_takes_is_taken_off_before_anything_is_compiled(monkeypatch, lost, long):
+    """Of a heap that takes more than is live, more of some plans, the first compile fits."""
+    asked = []
+
+    class Recording(POLICIES["auto"]):
+        def plan(self, program, costs, budget):
+            asked.append(super().plan(program, costs, budget))
+            return asked[-1]
+
+    more = lost if callable(lost) else lambda plan: lost
+    need = lambda program, plan: plan.predicted_peak + more(plan)
+    monkeypatch.setattr(proving, "predicted_need", need)
+    monkeypatch.setattr(proving, "_LONG", 0 if long else 1000)
+    compile_plan = lambda plan: compiled(need(PROGRAM, plan))
+    policy = Recording(allow=("order", "recompute", "offload"))
+    (attempt,) = prove(PROGRAM, policy, FAST, BUDGET, compile_plan)
+    assert attempt.need == attempt.predicted_need <= BUDGET
+    assert asked[0].predicted_peak + more(asked[0]) > BUDGET  # the first plan was not it
+    fitting = [plan for plan in asked if need(PROGRAM, plan) <= BUDGET]
+    assert attempt.plan.predicted_seconds == min(plan.predicted_seconds for plan in fitting)
+    assert len(fitting) == 1 or not long
 
 
 def test_plans_that_move_give_way_to_one_that_does_not():
