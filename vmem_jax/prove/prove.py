@@ -186,11 +186,8 @@ def _placed(
     """
     if goal is None:
         return first or policy.plan(program, costs, None)
-    target, over, within = (
-        goal,
-        None,
-        None,
-    )  # planned for: now, at last too much, at last little enough
+    target = goal  # what is planned for
+    over = within = None  # planned for, and at last too much or little enough
     if before is not None:
         target -= predicted_need(program, before) - before.predicted_peak
         over, fails = goal, before
