@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from helpers import Builder, programs, unit_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vmem_jax.core import heap
+from vmem_jax.core.convolution import Convolution, Pass
+from vmem_jax.core.fences import Fence
 from vmem_jax.core.heap import best_fit_nbytes, heap_nbytes, lives
 from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Transfer
@@ -88,6 +92,46 @@ def test_what_takes_over_memory_has_no_place_of_its_own():
         last = b.step([b.step([made], 8, in_place=in_place)], 1)
         program = b.program([last])
         assert heap_nbytes(program, range(3)) == program.resident_nbytes + nbytes
+
+
+@pytest.mark.parametrize("fusible, nbytes", [(True, 16), (False, 8)])
+def test_nothing_is_written_over_what_is_read_through_a_barrier(monkeypatch, fusible, nbytes):
+    """But for what is updated where it lies, a scatter for instance."""
+    b = Builder()
+    made = b.step([b.input(1)], 8)
+    last = b.step([b.step([made], 8, in_place=True, fusible=fusible)], 1)
+    program = b.program([last])
+    monkeypatch.setattr(heap, "fences", lambda program, order: (Fence(1, (made,)),))
+    assert heap_nbytes(program, range(3)) == program.resident_nbytes + nbytes
+
+
+def test_the_barriers_of_a_transfer_hold_what_runs_beside_it():
+    b = Builder()
+    x = b.input(1)
+    parked, made = b.step([x], 4), b.step([x], 8)
+    over = b.step([made], 8, in_place=True, fusible=True)
+    program = b.program([b.step([over, parked], 1)])
+    assert heap_nbytes(program, range(4)) == program.resident_nbytes + 4 + 8
+    away = [Transfer(parked, 1, 2, 3, 3)]  # gone where `made` is read
+    assert heap_nbytes(program, range(4), away) == program.resident_nbytes + 8 + 8
+
+
+def test_an_argument_is_padded_once_for_all_convolutions():
+    """The first and the last have the copy in their workspaces."""
+    convolution = Convolution(
+        Pass.FORWARD, "float32", False, 2, 4, 8, (8, 8), (3, 3), (2, 2), ((0, 1), (0, 1)), (1, 1)
+    )
+    b = Builder()
+    x = b.input(convolution.x_nbytes)
+    first = b.step([x], 3, op="conv_general_dilated")
+    last = b.step([b.step([first], 3), x], 3, op="conv_general_dilated")
+    program = b.program([last])
+    steps = [
+        dataclasses.replace(step, convolution=convolution) if x in step.reads else step
+        for step in program.steps
+    ]
+    program = dataclasses.replace(program, steps=tuple(steps))
+    assert Interval(convolution.padded_nbytes, 1, 1) in lives(program, range(3))
 
 
 def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():

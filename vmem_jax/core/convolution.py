@@ -118,6 +118,11 @@ class Convolution:
         return elements * self._itemsize
 
     @property
+    def x_nbytes(self) -> int:
+        """Bytes of x."""
+        return math.prod(self.x_shape) * self._itemsize
+
+    @property
     def padded_nbytes(self) -> int:
         """Bytes of the copy of x, or of its gradient, that XLA makes around its own call; 0 for none.
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vmem_jax.core.fences import fences, spines
 from vmem_jax.core.packing import Interval
-from vmem_jax.core.plan import Transfer
-from vmem_jax.core.program import Program
+from vmem_jax.core.plan import Transfer, points_at
+from vmem_jax.core.program import BEGIN, END, Program
 from vmem_jax.core.simulate import last_reads, staged_spans, taken_over
 
 
@@ -29,7 +30,9 @@ def lives(
 ) -> list[Interval]:
     """From which position of `order` to which each place is in use; residents have none.
 
-    What takes over the memory of a dying read has its place; what leaves and comes back has two.
+    What takes over the memory of a dying read has its place; what leaves and comes back has two. XLA
+    writes over nothing that it reads through a barrier, so what is fenced or was moved keeps its
+    place, but for the totals of a loop, which have one for all of its iterations.
     """
     dying, resident = last_reads(program, order), program.is_resident
     gone: dict[int, list[int]] = {}
@@ -38,6 +41,9 @@ def lives(
         if t.buffer not in program.hosted:
             gone.setdefault(t.gone, []).append(t.buffer)
             fetched.setdefault(t.fetch, []).append(t.buffer)
+    moved = {t.buffer for t in transfers}
+    barriers = _barriers(program, order, transfers)
+    behind: set[int] = set()  # what is read through a barrier from here on
     filters = _transposed_filters(program, order)
     nbytes = [0 if b in filters else buffer.nbytes for b, buffer in enumerate(program.buffers)]
     since: dict[int, int] = {}  # of what is there the position at which its place was taken
@@ -51,9 +57,13 @@ def lives(
         for b in gone.get(position, ()):
             free(b, position - 1)
         since |= dict.fromkeys(fetched.get(position, ()), position)
+        behind |= barriers.get(position, set())
         for r, w in taken_over(program, step, dying[position]).items():
-            if r in since and w not in since:
+            is_total = program.steps[program.producer[r]].op == BEGIN
+            is_read = step.fusible and step.op != END and (r in behind or r in moved)
+            if r in since and w not in since and (is_total or not is_read):
                 since[w] = since.pop(r)
+        behind.difference_update(step.writes)
         for w in step.writes:
             if not resident[w]:
                 since.setdefault(w, position)
@@ -66,7 +76,41 @@ def lives(
     spans = {**staged_spans(program, order, transfers), **filters}
     end = len(order) - 1
     found += [Interval(program.buffers[b].nbytes, i, min(j, end)) for b, (i, j) in spans.items()]
+    found += _padded_inputs(program, order)
     return [interval for interval in found if interval.nbytes]
+
+
+def _barriers(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer]
+) -> dict[int, set[int]]:
+    """For positions what barriers in front of their steps hold: the fences', and those of transfers
+    with what is on its way."""
+    held = {fence.position: set(fence.buffers) for fence in fences(program, order)}
+    away = {
+        position: {t.buffer for t in transfers if t.start <= position <= t.back}
+        for position in sorted(points_at(program, transfers))
+    }
+    for position, buffers in spines(program, order, away).items():
+        held.setdefault(position, set()).update(buffers)
+    return held
+
+
+def _padded_inputs(program: Program, order: Sequence[int]) -> list[Interval]:
+    """Where XLA keeps the padded copy of an argument between the convolutions that read it.
+
+    No fence stands before an argument, so one copy is made for all. While one of them runs the copy
+    is in its workspace.
+    """
+    used: dict[tuple[int, int], list[int]] = {}
+    for position, s in enumerate(order):
+        convolution = program.steps[s].convolution
+        if convolution is not None and convolution.padded_nbytes:
+            for b in program.steps[s].reads:
+                is_x = program.buffers[b].nbytes == convolution.x_nbytes
+                if is_x and b in program.inputs:
+                    used.setdefault((b, convolution.padded_nbytes), []).append(position)
+    between = [(nbytes, at[0] + 1, at[-1] - 1) for (_, nbytes), at in used.items()]
+    return [Interval(*each) for each in between if each[1] <= each[2]]
 
 
 def _transposed_filters(program: Program, order: Sequence[int]) -> dict[int, tuple[int, int]]:
