@@ -71,7 +71,7 @@ def test_what_the_heap_takes_is_taken_off_before_anything_is_compiled(monkeypatc
     more = lost if callable(lost) else lambda plan: lost
     need = lambda program, plan: plan.predicted_peak + more(plan)
     monkeypatch.setattr(proving, "predicted_need", need)
-    monkeypatch.setattr(proving, "_LONG", 0 if long else 1000)
+    monkeypatch.setattr(proving, "LONG", 0 if long else 1000)
     compile_plan = lambda plan: compiled(need(PROGRAM, plan))
     policy = Recording(allow=("order", "recompute", "offload"))
     (attempt,) = prove(PROGRAM, policy, FAST, BUDGET, compile_plan)

@@ -35,7 +35,7 @@ MOST_COMPILES = 4
 _MOST_PLANS = 5
 """Plans that are made on paper for one compile."""
 
-_LONG = 1_000
+LONG = 1_000
 """Steps of a program for which a plan can take as long as a compile: the first that fits is good."""
 
 _AS_FAST = 1.01
@@ -127,7 +127,7 @@ def prove(
                 fewer, goal, means = True, budget, _fewer(costs)
         try:
             before = attempts[-1].plan if attempts and not fewer else None
-            plan = _placed(program, policy, means, goal, plan, before)
+            plan = placed(program, policy, means, goal, plan, before)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
@@ -163,7 +163,7 @@ def prove(
     return (*(a for a in attempts if a is not best), best)
 
 
-def _placed(
+def placed(
     program: Program,
     policy: AbstractPolicy,
     costs: Costs,
@@ -207,7 +207,7 @@ def _placed(
             over, fails = target, plan
         if within is None:
             target = goal - (need - plan.predicted_peak)
-        elif over is None or len(program.steps) > _LONG:
+        elif over is None or len(program.steps) > LONG:
             break
         elif fits.predicted_seconds <= _AS_FAST * fails.predicted_seconds:
             break

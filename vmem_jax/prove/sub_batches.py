@@ -1,11 +1,11 @@
 """In how many sub-batches a step runs: the fastest number of them that fits, or the fewest.
 
 More of them need less memory and take more time: every kernel is launched once for each, and reads
-its weights again. For the fastest, the step is planned for more and more of them, as long as what the
-steps take without any recomputation is less than the best plan so far; and what is best by prediction
-is proved. Where its proof ends with a plan that takes much longer than the first, the next is proved,
-too. Where all that were proved compile to more than the budget, the most sub-batches are, which need
-the least.
+its weights again. For the fastest, the step is planned for more and more of them, as long as what
+the steps take without any recomputation is less than the best plan so far; and what is best by
+prediction, as XLA will place it, is proved. Where its proof ends with a plan that takes much longer
+than the first, the next is proved, too. Where all that were proved compile to more than the budget,
+the most sub-batches are, which need the least.
 
 The fewest are those of moDNN (Chen et al., DATE 2018, section IV-A, equations 1 to 3): the largest
 sub-batch of which every task fits beside the weights, with the workspace of its fastest algorithm.
@@ -24,13 +24,13 @@ from absl import logging
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import with_convolutions
+from vmem_jax.core.planned import predicted_need, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest
-from vmem_jax.prove.prove import Attempt, prove
+from vmem_jax.prove.prove import LONG, Attempt, placed, prove
 
 MOST_PROVED = 3
 """Numbers of sub-batches that are compiled, one by one, until one is found; and then the largest."""
@@ -153,10 +153,18 @@ def _ranked(
         start = time.perf_counter()
         try:
             plan = one.first or one.policy.plan(one.program, one.costs, budget)
-            planned[count] = plan, one.first_seconds + time.perf_counter() - start
-            fitting.append((plan.predicted_seconds, count))
+            need = plan.predicted_peak
+            if len(one.program.steps) <= LONG:
+                plan = placed(one.program, one.policy, one.costs, budget, plan)
+                need = predicted_need(one.program, plan)
         except BudgetError as error:
             others.append((error.lowest_peak, count))
+            continue
+        planned[count] = plan, one.first_seconds + time.perf_counter() - start
+        if budget is None or need <= budget:
+            fitting.append((plan.predicted_seconds, count))
+        else:
+            others.append((need, count))
     # what is the same for all numbers, a gradient of weights, hides what more of them save
     lowest = sorted(hopeless, key=lambda each: (each[0], -each[1]))[:1]
     return [count for _, count in sorted(fitting) or sorted(others)[:1] or lowest]
