@@ -60,8 +60,9 @@ def lives(
         behind |= barriers.get(position, set())
         for r, w in taken_over(program, step, dying[position]).items():
             is_total = program.steps[program.producer[r]].op == BEGIN
-            is_read = step.fusible and step.op != END and (r in behind or r in moved)
-            if r in since and w not in since and (is_total or not is_read):
+            elementwise = step.fusible and step.op != END  # what is updated where it lies is not
+            apart = elementwise and not is_total and (r in behind or r in moved)
+            if r in since and w not in since and not apart:
                 since[w] = since.pop(r)
         behind.difference_update(step.writes)
         for w in step.writes:
