@@ -20,6 +20,7 @@ from vmem_jax.capture.layouts import Layout, reshaped
 from vmem_jax.conv.choice import slice_by_xla
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import keep_plan
+from vmem_jax.core.program import BEGIN
 from vmem_jax.core.validate import violations
 from vmem_jax.rewrite.rewrite import rewrite
 
@@ -217,6 +218,22 @@ def test_sub_batches_compute_what_the_whole_batch_does(name):
     for a, b in zip(jax.tree.leaves(whole), parts, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_a_product_is_there_beside_the_total_that_it_is_added_to():
+    """XLA adds it in a kernel of its own, so for a moment both exist."""
+    captured, batch, _ = traced(SPLIT["sum"])
+    program = captured.in_sub_batches(batch, 2).program
+    steps, buffers = program.steps, program.buffers
+    of_total = lambda b: (
+        steps[program.producer[b]].op == BEGIN if program.producer[b] >= 0 else False
+    )
+    added = [s for s in steps if s.op == "dot_general" and any(of_total(r) for r, _ in s.in_place)]
+    assert added
+    for step in added:
+        [(_, total)] = step.in_place
+        assert step.workspace == buffers[total].nbytes > 0
+    assert all(s.workspace == 0 for s in steps if s.op == "dot_general" and s not in added)
 
 
 def test_convolutions_in_micro_batches_within_sub_batches():
