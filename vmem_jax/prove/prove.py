@@ -126,12 +126,13 @@ def prove(
                 plan = policy.plan(program, _fewer(costs), budget)
                 fewer, goal, means = True, budget, _fewer(costs)
         try:
-            before = attempts[-1].plan if attempts and not fewer else None
-            plan = placed(program, policy, means, goal, plan, before)
+            before = (attempts[-1].predicted_need, attempts[-1].plan) if attempts else None
+            need, plan = placed(program, policy, means, goal, plan, None if fewer else before)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
             plan = error.lowest_plan if isinstance(error.lowest_plan, Plan) else None
+            need = 0 if plan is None else predicted_need(program, plan)
         if plan is None or any(_same(a.plan, plan) for a in attempts):
             if fewer or not any(map(_uses_more, attempts)):
                 break
@@ -139,7 +140,7 @@ def prove(
             continue
         seconds = time.perf_counter() - start
         seconds += 0.0 if attempts else first_seconds
-        attempt = _attempt(program, plan, budget, costs, compile_plan, learn, seconds)
+        attempt = _attempt((need, plan), budget, costs, compile_plan, learn, seconds)
         attempts.append(attempt)
         costs = attempt.costs
         if budget is None or attempt.need <= budget or not plan.fenced:
@@ -153,7 +154,8 @@ def prove(
     untouched = not program.hosted and program.sub_batches == 1
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
         kept = Keep().plan(program, costs, None)
-        attempts.append(_attempt(program, kept, budget, costs, compile_plan))
+        needed = predicted_need(program, kept), kept
+        attempts.append(_attempt(needed, budget, costs, compile_plan))
     if budget is not None and not any(map(fits, attempts)):
         attempts += _less_extreme(program, policy, costs, budget, attempts, compile_plan)
     fitting = [a for a in attempts if fits(a)]
@@ -169,28 +171,29 @@ def placed(
     costs: Costs,
     goal: int | None,
     first: Plan | None = None,
-    before: Plan | None = None,
-) -> Plan:
+    before: tuple[int, Plan] | None = None,
+) -> tuple[int, Plan]:
     """The fastest of some plans that are predicted to need at most `goal` bytes as XLA places them,
-    or the one that needs the least.
+    or the one that needs the least; and before it those bytes.
 
     What the heap takes beside what is live is taken off what is planned for, until it fits; then
     halfway back, since another plan may lose less.
 
     Args:
       first: what the policy plans for `goal`, where that was asked already.
-      before: a plan that compiled to too much.
+      before: a plan that compiled to too much, behind what it was predicted to need.
 
     Raises:
       BudgetError: the policy has no plan with so little live at once.
     """
     if goal is None:
-        return first or policy.plan(program, costs, None)
+        plan = first or policy.plan(program, costs, None)
+        return predicted_need(program, plan), plan
     target = goal  # what is planned for
     over = within = None  # planned for, and at last too much or little enough
     if before is not None:
-        target -= predicted_need(program, before) - before.predicted_peak
-        over, fails = goal, before
+        need, fails = before
+        over, target = goal, target - (need - fails.predicted_peak)
     tried: list[tuple[int, Plan]] = []
     while len(tried) < _MOST_PLANS:
         try:
@@ -213,24 +216,25 @@ def placed(
             break
         else:
             target = (over + within) // 2
-    fitting = [plan for need, plan in tried if need <= goal]
+    fitting = [(need, plan) for need, plan in tried if need <= goal]
     if fitting:
-        return min(fitting, key=lambda plan: plan.predicted_seconds)
-    return min(tried, key=lambda each: each[0])[1]
+        return min(fitting, key=lambda each: each[1].predicted_seconds)
+    return min(tried, key=lambda each: each[0])
 
 
 def _attempt(
-    program: Program,
-    plan: Plan,
+    needed: tuple[int, Plan],
     budget: int | None,
     costs: Costs,
     compile_plan: Callable[[Plan], Any],
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
     seconds: float = 0.0,
 ) -> Attempt:
-    """`plan`, compiled. What it was planned for may be lower; it is proved for the user's budget."""
+    """A plan, behind what it is predicted to need, compiled. What it was planned for may be lower; it
+    is proved for the user's budget."""
+    predicted, plan = needed
     compiled = compile_plan(plan)
-    need, predicted = need_nbytes(compiled), predicted_need(program, plan)
+    need = need_nbytes(compiled)
     plan = dataclasses.replace(plan, budget=budget)
     logging.info("%s: %s as placed, compiled to %s", plan, *map(show_nbytes, (predicted, need)))
     return Attempt(plan, compiled, need, predicted, learn(costs, compiled), seconds)
@@ -291,7 +295,8 @@ def _less_extreme(
         seconds = time.perf_counter() - start
         if any(_same(plan, other) for other in tried):
             continue
-        attempt = _attempt(program, plan, budget, costs, compile_plan, seconds=seconds)
+        needed = predicted_need(program, plan), plan
+        attempt = _attempt(needed, budget, costs, compile_plan, seconds=seconds)
         tried.append(plan)
         yield attempt
         best = min(best, attempt, key=lambda a: a.need)

@@ -24,7 +24,7 @@ from absl import logging
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import predicted_need, with_convolutions
+from vmem_jax.core.planned import with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.errors import BudgetError
@@ -155,8 +155,7 @@ def _ranked(
             plan = one.first or one.policy.plan(one.program, one.costs, budget)
             need = plan.predicted_peak
             if len(one.program.steps) <= LONG:
-                plan = placed(one.program, one.policy, one.costs, budget, plan)
-                need = predicted_need(one.program, plan)
+                need, plan = placed(one.program, one.policy, one.costs, budget, plan)
         except BudgetError as error:
             others.append((error.lowest_peak, count))
             continue
