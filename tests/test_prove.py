@@ -14,7 +14,8 @@ from vmem_jax.core.costs import Link
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.convolving import Convolving
-from vmem_jax.prove import prove as proving
+from vmem_jax.prove import placed as placing
+from vmem_jax.prove.placed import planned
 from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
 from vmem_jax.prove.sub_batches import Member, prove_in_parts
 
@@ -70,8 +71,8 @@ def test_what_the_heap_takes_is_taken_off_before_anything_is_compiled(monkeypatc
 
     more = lost if callable(lost) else lambda plan: lost
     need = lambda program, plan: plan.predicted_peak + more(plan)
-    monkeypatch.setattr(proving, "predicted_need", need)
-    monkeypatch.setattr(proving, "LONG", 0 if long else 1000)
+    monkeypatch.setattr(placing, "predicted_need", need)
+    monkeypatch.setattr(placing, "LONG", 0 if long else 1000)
     compile_plan = lambda plan: compiled(need(PROGRAM, plan))
     policy = Recording(allow=("order", "recompute", "offload"))
     (attempt,) = prove(PROGRAM, policy, FAST, BUDGET, compile_plan)
@@ -158,14 +159,13 @@ def test_what_was_planned_already_is_not_planned_again():
             asked.append(budget)
             return super().plan(program, costs, budget)
 
-    first = Recording().plan(PROGRAM, FAST, BUDGET)
+    first = dataclasses.replace(planned(PROGRAM, Recording(), FAST, BUDGET), seconds=2.0)
     for excess, plans in ((0, 0), (3, 1)):  # the next attempt is planned for less
         asked.clear()
         compile_plan = lambda plan, excess=excess: compiled(plan.predicted_peak + excess)
-        given = {"first": first, "first_seconds": 2.0}
-        found = prove(PROGRAM, Recording(), FAST, BUDGET, compile_plan, **given)
+        found = prove(PROGRAM, Recording(), FAST, BUDGET, compile_plan, first=first)
         attempt = min(found, key=lambda attempt: -attempt.plan_seconds)
-        assert attempt.plan.order == first.order and attempt.plan_seconds >= 2.0
+        assert attempt.plan.order == first.plan.order and attempt.plan_seconds >= 2.0
         assert (len(asked) > 0) == plans == (len(found) > 1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, limit_nbytes
+from vmem_jax.prove.placed import placed
 from vmem_jax.prove.prove import Attempt, need_nbytes
 from vmem_jax.prove.sub_batches import Member, prove_in_parts
 from vmem_jax.rewrite.compression import compressible, sites
@@ -177,13 +177,11 @@ class Planning:
             hopeless = budget is not None and least_nbytes(one.program) > budget
             if one.costs.link is None or hopeless:
                 break
-            start = time.perf_counter()
             # a step without layers, or without a backward pass, is nothing for them
             with contextlib.suppress(BudgetError, LayersError):
-                plan = one.policy.plan(one.program, one.costs, budget)
-                seconds = time.perf_counter() - start
-                one = dataclasses.replace(one, first=plan, first_seconds=seconds)
-                found.append((plan.predicted_seconds, traced, one))
+                first = placed(one.program, one.policy, one.costs, budget)
+                one = dataclasses.replace(one, first=first)
+                found.append((first.plan.predicted_seconds, traced, one))
         return [(traced, one) for _, traced, one in sorted(found, key=lambda each: each[0])]
 
     def _member(
@@ -352,19 +350,18 @@ class Planning:
 
     def _planned(self, traced: Traced, one: Member, budget: int | None) -> tuple[_Variant, Plan]:
         """`traced`, which `one` plans, with its plan; the lowest, if none is within `budget`."""
-        start = time.perf_counter()
         try:
-            plan = one.policy.plan(one.program, one.costs, budget)
+            first = placed(one.program, one.policy, one.costs, budget)
         except BudgetError as error:
             if not isinstance(error.lowest_plan, Plan):
                 raise
             return _Variant(traced, one, (True, error.lowest_peak)), error.lowest_plan
-        seconds = time.perf_counter() - start
-        one = dataclasses.replace(one, first=plan, first_seconds=seconds)
-        limit = self._settings.host_budget
+        one, plan = dataclasses.replace(one, first=first), first.plan
         pinned = layout_of(one.program, plan).nbytes if plan.moves else 0
-        fits = limit is None or pinned <= limit
-        rank = (False, plan.predicted_seconds) if fits else (True, pinned)
+        rank: tuple[bool, float] = (False, plan.predicted_seconds)
+        for need, limit in ((first.need, budget), (pinned, self._settings.host_budget)):
+            if limit is not None and need > limit:
+                rank = (True, need)
         return _Variant(traced, one, rank), plan
 
     def _with_compressed(self, ways: Sequence[tuple[int, int]]) -> Planning:

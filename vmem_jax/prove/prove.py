@@ -4,9 +4,7 @@ Only the compiler knows the peak. At most four compiles, typically one or two; t
 prediction that fits is kept, and nothing over the budget is ever returned. If plans that move
 buffers or divide convolutions do not fit, the last try does neither.
 
-A policy plans for the bytes that are live at once, and XLA's heap takes more, plan by plan another
-share. It is known before anything is compiled (`core.heap`), so a plan is made anew until its heap is
-within the budget, and that one is compiled.
+What is compiled is a plan that fits as XLA's heap is predicted to place it (`prove.placed`).
 
 What XLA's own convolutions take is not known before XLA has chosen their algorithms, so it is read
 from the first compiled step, and the next plan is made with it.
@@ -29,17 +27,9 @@ from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
 from vmem_jax.policy.keep import Keep
+from vmem_jax.prove.placed import Placed, placed, planned
 
 MOST_COMPILES = 4
-
-_MOST_PLANS = 5
-"""Plans that are made on paper for one compile."""
-
-LONG = 1_000
-"""Steps of a program for which a plan can take as long as a compile: the first that fits is good."""
-
-_AS_FAST = 1.01
-"""Of the seconds of a plan that does not fit: one that fits and takes less is good enough."""
 
 _FAR = 1.1
 """As many times what was predicted for the lowest plan, and it does not tell how low others get."""
@@ -97,8 +87,7 @@ def prove(
     compile_plan: Callable[[Plan], Any],
     plain_need: int | None = None,
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
-    first: Plan | None = None,
-    first_seconds: float = 0.0,
+    first: Placed | None = None,
 ) -> tuple[Attempt, ...]:
     """Returns the attempts, the best last: it fits, by the compiler's own figures.
 
@@ -107,8 +96,7 @@ def prove(
       compile_plan: Plan -> compiled step; called at most `MOST_COMPILES` times.
       plain_need: bytes that the untouched program needs, where that is known.
       learn: what a compiled step teaches about what convolutions take.
-      first, first_seconds: what the policy plans for the budget, where that was asked already, and
-        how long it took.
+      first: what is planned for the budget, where that was asked already.
 
     Raises:
       BudgetError: no attempt fits, or the policy has no plan to try.
@@ -119,31 +107,33 @@ def prove(
         start = time.perf_counter()
         means = _fewer(costs) if fewer else costs
         last = len(attempts) == MOST_COMPILES - 1
-        plan = None if attempts else first
+        one = None if attempts else first
         if last and not fewer and any(map(_uses_more, attempts)):
             # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
-                plan = policy.plan(program, _fewer(costs), budget)
+                one = planned(program, policy, _fewer(costs), budget)
                 fewer, goal, means = True, budget, _fewer(costs)
+        before = None
+        if attempts and not fewer:
+            before = Placed(attempts[-1].plan, attempts[-1].predicted_need)
         try:
-            before = (attempts[-1].predicted_need, attempts[-1].plan) if attempts else None
-            need, plan = placed(program, policy, means, goal, plan, None if fewer else before)
+            one = placed(program, policy, means, goal, first=one, before=before)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            plan = error.lowest_plan if isinstance(error.lowest_plan, Plan) else None
-            need = 0 if plan is None else predicted_need(program, plan)
-        if plan is None or any(_same(a.plan, plan) for a in attempts):
+            one = None
+            if isinstance(plan := error.lowest_plan, Plan):
+                seconds = time.perf_counter() - start
+                one = Placed(plan, predicted_need(program, plan), seconds)
+        if one is None or any(_same(a.plan, one.plan) for a in attempts):
             if fewer or not any(map(_uses_more, attempts)):
                 break
             fewer, goal = True, budget
             continue
-        seconds = time.perf_counter() - start
-        seconds += 0.0 if attempts else first_seconds
-        attempt = _attempt((need, plan), budget, costs, compile_plan, learn, seconds)
+        attempt = _attempt(one, budget, costs, compile_plan, learn)
         attempts.append(attempt)
         costs = attempt.costs
-        if budget is None or attempt.need <= budget or not plan.fenced:
+        if budget is None or attempt.need <= budget or not one.plan.fenced:
             break
         # The compiler's excess over what would now be predicted, taken off what is planned for; a
         # little more each time, since freeing other values moves the peak.
@@ -153,9 +143,8 @@ def prove(
     # the plain step has what is hosted on the device, and its batch as a whole
     untouched = not program.hosted and program.sub_batches == 1
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
-        kept = Keep().plan(program, costs, None)
-        needed = predicted_need(program, kept), kept
-        attempts.append(_attempt(needed, budget, costs, compile_plan))
+        kept = planned(program, Keep(), costs, None)
+        attempts.append(_attempt(kept, budget, costs, compile_plan))
     if budget is not None and not any(map(fits, attempts)):
         attempts += _less_extreme(program, policy, costs, budget, attempts, compile_plan)
     fitting = [a for a in attempts if fits(a)]
@@ -165,79 +154,19 @@ def prove(
     return (*(a for a in attempts if a is not best), best)
 
 
-def placed(
-    program: Program,
-    policy: AbstractPolicy,
-    costs: Costs,
-    goal: int | None,
-    first: Plan | None = None,
-    before: tuple[int, Plan] | None = None,
-) -> tuple[int, Plan]:
-    """The fastest of some plans that are predicted to need at most `goal` bytes as XLA places them,
-    or the one that needs the least; and before it those bytes.
-
-    What the heap takes beside what is live is taken off what is planned for, until it fits; then
-    halfway back, since another plan may lose less.
-
-    Args:
-      first: what the policy plans for `goal`, where that was asked already.
-      before: a plan that compiled to too much, behind what it was predicted to need.
-
-    Raises:
-      BudgetError: the policy has no plan with so little live at once.
-    """
-    if goal is None:
-        plan = first or policy.plan(program, costs, None)
-        return predicted_need(program, plan), plan
-    target = goal  # what is planned for
-    over = within = None  # planned for, and at last too much or little enough
-    if before is not None:
-        need, fails = before
-        over, target = goal, target - (need - fails.predicted_peak)
-    tried: list[tuple[int, Plan]] = []
-    while len(tried) < _MOST_PLANS:
-        try:
-            plan = first if first and not tried else policy.plan(program, costs, target)
-        except BudgetError:
-            if tried:
-                break
-            raise
-        need = predicted_need(program, plan)
-        tried.append((need, plan))
-        if need <= goal:
-            within, fits = target, plan
-        else:
-            over, fails = target, plan
-        if within is None:
-            target = goal - (need - plan.predicted_peak)
-        elif over is None or len(program.steps) > LONG:
-            break
-        elif fits.predicted_seconds <= _AS_FAST * fails.predicted_seconds:
-            break
-        else:
-            target = (over + within) // 2
-    fitting = [(need, plan) for need, plan in tried if need <= goal]
-    if fitting:
-        return min(fitting, key=lambda each: each[1].predicted_seconds)
-    return min(tried, key=lambda each: each[0])
-
-
 def _attempt(
-    needed: tuple[int, Plan],
+    one: Placed,
     budget: int | None,
     costs: Costs,
     compile_plan: Callable[[Plan], Any],
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
-    seconds: float = 0.0,
 ) -> Attempt:
-    """A plan, behind what it is predicted to need, compiled. What it was planned for may be lower; it
-    is proved for the user's budget."""
-    predicted, plan = needed
-    compiled = compile_plan(plan)
+    """A plan, compiled. What it was planned for may be lower; it is proved for the user's budget."""
+    compiled = compile_plan(one.plan)
     need = need_nbytes(compiled)
-    plan = dataclasses.replace(plan, budget=budget)
-    logging.info("%s: %s as placed, compiled to %s", plan, *map(show_nbytes, (predicted, need)))
-    return Attempt(plan, compiled, need, predicted, learn(costs, compiled), seconds)
+    plan = dataclasses.replace(one.plan, budget=budget)
+    logging.info("%s: %s as placed, compiled to %s", plan, *map(show_nbytes, (one.need, need)))
+    return Attempt(plan, compiled, need, one.need, learn(costs, compiled), one.seconds)
 
 
 def _fewer(means: Costs) -> Costs:
@@ -287,17 +216,14 @@ def _less_extreme(
     for factor in _LESS_EXTREME[: MOST_COMPILES - len(attempts)]:
         if best.need <= _FAR * best.plan.predicted_peak:
             return
-        start = time.perf_counter()
         try:
-            plan = policy.plan(program, costs, int(factor * least))
+            one = planned(program, policy, costs, int(factor * least))
         except BudgetError:
             continue
-        seconds = time.perf_counter() - start
-        if any(_same(plan, other) for other in tried):
+        if any(_same(one.plan, other) for other in tried):
             continue
-        needed = predicted_need(program, plan), plan
-        attempt = _attempt(needed, budget, costs, compile_plan, seconds=seconds)
-        tried.append(plan)
+        attempt = _attempt(one, budget, costs, compile_plan)
+        tried.append(one.plan)
         yield attempt
         best = min(best, attempt, key=lambda a: a.need)
 

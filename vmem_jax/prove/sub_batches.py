@@ -16,7 +16,6 @@ are tried in rising order. Of these, the first with a plan that fits is taken.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,7 +29,8 @@ from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest
-from vmem_jax.prove.prove import LONG, Attempt, placed, prove
+from vmem_jax.prove.placed import LONG, Placed, placed, planned
+from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
 """Numbers of sub-batches that are compiled, one by one, until one is found; and then the largest."""
@@ -46,8 +46,7 @@ class Member:
     that teaches.
 
     Attributes:
-      first: what the policy plans for the budget, where that was asked already.
-      first_seconds: how long that took.
+      first: what is planned for the budget, where that was asked already.
     """
 
     program: Program
@@ -55,8 +54,7 @@ class Member:
     costs: Costs
     compile_plan: Callable[[Plan], Any]
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs
-    first: Plan | None = None
-    first_seconds: float = 0.0
+    first: Placed | None = None
 
 
 def prove_in_parts(
@@ -80,27 +78,18 @@ def prove_in_parts(
     """
     best: tuple[int, tuple[Attempt, ...]] | None = None
     lowest: BudgetError | None = None
-    planned: dict[int, tuple[Plan, float]] = {}
-    ranked = _ranked(member, [*counts], budget, planned, splitting)
+    plans: dict[int, Placed] = {}
+    ranked = _ranked(member, [*counts], budget, plans, splitting)
     for count in (*ranked[:MOST_PROVED], *sorted(ranked[MOST_PROVED:])[-1:]):
         one = member(count)
-        first, seconds = planned.get(count, (one.first, one.first_seconds))
+        first = plans.get(count, one.first)
         if best is not None:
-            least = sum(one.costs.seconds) if first is None else first.predicted_seconds
+            least = sum(one.costs.seconds) if first is None else first.plan.predicted_seconds
             if least >= _WORTH * _seconds(best):
                 break
         try:
-            attempts = prove(
-                one.program,
-                one.policy,
-                one.costs,
-                budget,
-                one.compile_plan,
-                plain_need,
-                one.learn,
-                first,
-                seconds,
-            )
+            means = one.program, one.policy, one.costs, budget
+            attempts = prove(*means, one.compile_plan, plain_need, one.learn, first)
         except BudgetError as error:
             logging.info("in %d sub-batches: %s", count, error)
             if lowest is None or error.lowest_peak < lowest.lowest_peak:
@@ -125,14 +114,14 @@ def _ranked(
     member: Callable[[int], Member],
     counts: Sequence[int],
     budget: int | None,
-    planned: dict[int, tuple[Plan, float]],
+    plans: dict[int, Placed],
     splitting: Splitting,
 ) -> list[int]:
     """`counts` in the order in which they are worth a try: what fits, the fastest or the fewest
     first, and then what takes longer in any case; where nothing fits, the one with the lowest peak.
 
     Args:
-      planned: gets the plans of those that fit, and the seconds that planning took.
+      plans: gets those that there are.
     """
     if len(counts) == 1:
         return [*counts]
@@ -150,18 +139,17 @@ def _ranked(
         if budget is not None and (least := least_nbytes(program)) > budget:
             hopeless.append((least, count))
             continue
-        start = time.perf_counter()
         try:
-            plan = one.first or one.policy.plan(one.program, one.costs, budget)
-            need = plan.predicted_peak
-            if len(one.program.steps) <= LONG:
-                need, plan = placed(one.program, one.policy, one.costs, budget, plan)
+            means = one.program, one.policy, one.costs, budget
+            short = len(one.program.steps) <= LONG
+            first = placed(*means, first=one.first) if short else one.first or planned(*means)
         except BudgetError as error:
             others.append((error.lowest_peak, count))
             continue
-        planned[count] = plan, one.first_seconds + time.perf_counter() - start
+        plans[count] = first
+        need = first.need if short else first.plan.predicted_peak
         if budget is None or need <= budget:
-            fitting.append((plan.predicted_seconds, count))
+            fitting.append((first.plan.predicted_seconds, count))
         else:
             others.append((need, count))
     # what is the same for all numbers, a gradient of weights, hides what more of them save
