@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmem_jax.core.fences import Fence, fences, spines
-from vmem_jax.core.simulate import last_reads
+from vmem_jax.core.liveness import last_reads
 from vmem_jax.policy.executor import Execution
 
 

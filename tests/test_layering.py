@@ -28,7 +28,11 @@ EDGES = {
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "core/": (set(), {"core", "errors"}),
     "core/heap.py": ({"numpy"}, {"core"}),  # thousands of places at once
+    "core/touched.py": ({"numpy"}, {"core"}),  # the same steps a hundred times
+    "core/liveness.py": ({"numpy"}, {"core"}),
+    "core/simulate.py": ({"numpy"}, {"core"}),
     "policy/": (set(), {"core", "policy", "errors"}),
+    "policy/placement.py": ({"numpy"}, {"core", "policy"}),
     "policy/stages.py": ({"scipy"}, {"core"}),
     "policy/workspace_division.py": ({"scipy"}, {"core", "policy", "errors"}),
     "errors.py": (set(), set()),

@@ -13,7 +13,7 @@ from vmem_jax import POLICIES, BudgetError
 from vmem_jax.core.costs import Link
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.simulate import live_at, simulate
-from vmem_jax.core.validate import peak_by_definition, violations
+from vmem_jax.core.validate import live_by_definition, violations
 from vmem_jax.policy import Auto
 from vmem_jax.policy.executor import Execution, Remaking
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
@@ -129,7 +129,8 @@ def test_placed_transfers_are_valid_and_the_peak_is_the_definitions(data, link):
     timeline = place(program, run.order, run.away, costs, limit)
     plan = plan_of(program, timeline.order, transfers=timeline.transfers)
     assert violations(program, plan) == []
-    assert timeline.peak == peak_by_definition(program, timeline.order, timeline.transfers)
+    live = live_by_definition(program, timeline.order, timeline.transfers)
+    assert list(timeline.live_nbytes) == live
     assert timeline.peak <= high
     lighter = without_idle_moves(program, timeline, costs, limit)
     assert lighter.peak <= max(timeline.peak, limit)
@@ -148,9 +149,10 @@ def test_a_fast_link_hides_and_a_slow_one_does_not():
 
 def test_what_hides_is_less_on_a_slower_link():
     counts = []
+    remaking = Remaking(CHAIN, ORDER)
     for link in (1000.0, 8.0, 0.5):
         costs = costs_of(CHAIN, link)
-        counts.append(len(hidden(CHAIN, costs, ORDER, candidates(CHAIN, costs, ORDER, 0))))
+        counts.append(len(hidden(remaking, costs, candidates(remaking, costs, 0))))
     assert counts[0] > counts[1] > counts[2] == 0
 
 
@@ -187,7 +189,7 @@ def test_auto_with_a_fast_link_is_never_slower_than_without(shape):
 def test_auto_waits_for_a_slow_link_where_nothing_else_fits():
     """Every value is read again before it can be back, and the budget asks for moves all the same."""
     slow = costs_of(CHAIN, 0.1)
-    assert not candidates(CHAIN, slow, ORDER, 0)
+    assert not candidates(Remaking(CHAIN, ORDER), slow, 0)
     budget = simulate(CHAIN, ORDER, slow).peak - 20
     plan = POLICIES["auto"](allow=("order", "offload")).plan(CHAIN, slow, budget)
     assert violations(CHAIN, plan) == [] and plan.predicted_peak <= budget and plan.transfers

@@ -16,8 +16,8 @@ from steps import arrays_of, normal
 
 import vmem_jax
 from vmem_jax import VDNN, BudgetError, Plan, PlanError
+from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Transfer
-from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy.base import Splitting

@@ -15,9 +15,9 @@ from vmem_jax.compiling import compile_jaxpr
 from vmem_jax.compressing import check_compression, ways_to_compress, with_compressed
 from vmem_jax.conv.choices import learner, with_choices
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
+from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, LayersError, PlanError, show_nbytes
 from vmem_jax.jax_compat import ClosedJaxpr

@@ -286,7 +286,7 @@ def test_a_start_drops_what_the_best_plan_drops():
     program = chain(5)
     seconds = tuple(0.25 if s == 1 else 1.0 for s in range(11))
     costs = Costs("one cheap layer", seconds)
-    found = list(starts(program, costs, tuple(range(11)), 7))
+    found = list(starts(Remaking(program, range(11)), costs, 7))
     assert found and all(start.parks == frozenset() for start in found)
     dropped = program.steps[1].writes[0]
     assert found[0].drops == {(dropped, 1)}  # after its use by the next layer
@@ -299,7 +299,9 @@ def test_a_start_parks_only_what_can_move():
     budget = between(program, order, 0.3)
 
     def parked(program):
-        found = starts(program, flop_costs(program, Link(20.0, 20.0, 40.0)), order, budget)
+        found = starts(
+            Remaking(program, order), flop_costs(program, Link(20.0, 20.0, 40.0)), budget
+        )
         return {b for start in found for b, _ in start.parks}
 
     every = parked(program)

@@ -6,7 +6,8 @@ import pytest
 from helpers import SHAPES, Builder, chain, programs, unit_costs
 from hypothesis import given, settings
 
-from vmem_jax.core.simulate import least_nbytes, simulate
+from vmem_jax.core.liveness import least_nbytes
+from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.lowest import lowest
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from helpers import chain, programs
+from helpers import Builder, chain, programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vmem_jax.core.program import BEGIN
 from vmem_jax.policy.stretches import Stretches
 
 
@@ -54,3 +55,15 @@ def test_a_kept_residual_ends_a_stretch():
     assert stretches.exceeds(values[3], 6) and not stretches.exceeds(values[3], 7)  # it joins both
     stretches.drop(values[3])
     assert stretches.exceeds(values[0], 6) and not stretches.exceeds(values[0], 7)
+
+
+def test_a_mark_of_sub_batches_ends_a_stretch():
+    for op, nbytes in (("op", 20), (BEGIN, 10)):
+        b = Builder()
+        x = b.input(1)
+        before = b.step([x], 10)
+        begun = b.step([before], 10, op=op)
+        program = b.program([b.step([begun], 1)])
+        stretches = Stretches(program, [True] * len(program.buffers))
+        stretches.drop(before)
+        assert stretches.exceeds(begun, nbytes - 1) and not stretches.exceeds(begun, nbytes)

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from vmem_jax.core.fences import fences, spines
+from vmem_jax.core.liveness import last_reads, taken_over
 from vmem_jax.core.packing import Interval
 from vmem_jax.core.plan import Transfer, points_at
 from vmem_jax.core.program import BEGIN, END, Program
-from vmem_jax.core.simulate import last_reads, staged_spans, taken_over
+from vmem_jax.core.simulate import staged_spans
 
 
 def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()) -> int:

@@ -32,6 +32,7 @@ class Lanes:
         }  # [key, bytes left]
         self.copies: dict[tuple[str, int], Copy] = {}
         self._begun: dict[tuple[str, int], float] = {}
+        self._busy_until = 0.0  # at least
 
     def submit(self, lane: str, key: int, nbytes: int, at: float) -> None:
         """A copy of `nbytes` begins at `at` seconds, or when the lane is free."""
@@ -49,8 +50,10 @@ class Lanes:
 
     def is_busy(self, at: float) -> bool:
         """Whether something is copied at `at` seconds, which is not before any earlier call's."""
-        self._advance(at)
-        return any(self._waiting.values())
+        if at >= self._busy_until:
+            self._advance(at)
+            self._busy_until = self._next_end() if any(self._waiting.values()) else at
+        return at < self._busy_until
 
     def finish(self) -> None:
         """Runs both lanes until they are empty."""

@@ -15,9 +15,9 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
+from vmem_jax.core.liveness import last_reads, taken_over
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import last_reads, taken_over
 
 
 class Heuristic(enum.StrEnum):

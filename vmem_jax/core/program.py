@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 
 from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.touched import Touched
 
 
 class Kind(enum.StrEnum):
@@ -173,6 +174,11 @@ class Program:
         """For every buffer: an input or output, so no plan can drop or park it."""
         held = set(self.inputs) | set(self.outputs)
         return tuple(b in held for b in range(len(self.buffers)))
+
+    @functools.cached_property
+    def touched(self) -> Touched:
+        """What the steps read and write, in arrays."""
+        return Touched.of(self)
 
     @functools.cached_property
     def uncompressed_nbytes(self) -> tuple[int, ...]:

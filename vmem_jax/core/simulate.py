@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.lanes import Copy, Lanes
+from vmem_jax.core.liveness import last_reads, live_nbytes, lives, taken_over
 from vmem_jax.core.plan import Transfer, points_at
-from vmem_jax.core.program import Kind, Program, Step
+from vmem_jax.core.program import Kind, Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,51 +61,6 @@ class Timeline:
     waits: tuple[Stall, ...] = ()
 
 
-def step_nbytes(program: Program, step: Step) -> int:
-    """Bytes that `step` takes beside the residents, the least that they can be."""
-    resident, buffers = program.is_resident, program.buffers
-    used = {b for b in (*step.reads, *step.writes) if not resident[b]}
-    over = {w for r, w in step.in_place if not resident[r] and not resident[w]}
-    size = lambda ids: sum(buffers[b].nbytes for b in ids)
-    return size(used) - size(over) + step.workspace
-
-
-def least_nbytes(program: Program) -> int:
-    """Bytes below which no order of `program` goes: the residents and the largest step."""
-    largest = max((step_nbytes(program, step) for step in program.steps), default=0)
-    return program.resident_nbytes + largest
-
-
-def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
-    """For each position the buffers that die after it: read there and not again before remade."""
-    dying: list[list[int]] = [[] for _ in order]
-    needed: set[int] = set()
-    resident, steps = program.is_resident, program.steps
-    for position in range(len(order) - 1, -1, -1):
-        step = steps[order[position]]
-        for b in step.writes:
-            if b in needed:
-                needed.discard(b)
-            elif not resident[b]:
-                dying[position].append(b)  # written and never read: dead on arrival
-        for b in step.reads:
-            if not resident[b] and b not in needed:
-                needed.add(b)
-                dying[position].append(b)
-    return dying
-
-
-def taken_over(program: Program, step: Step, dying: Collection[int]) -> dict[int, int]:
-    """Which of what `step` reads last hands its memory to which of what it writes."""
-    resident = program.is_resident
-    found: dict[int, int] = {}
-    for r, w in step.in_place:
-        dies = r in dying and not resident[r] and not resident[w]
-        if dies and r not in found and w not in found.values():
-            found[r] = w
-    return found
-
-
 def simulate(
     program: Program, order: Sequence[int], costs: Costs, transfers: Sequence[Transfer] = ()
 ) -> Timeline:
@@ -114,45 +72,42 @@ def simulate(
     transfer is there while it is used, and takes no time. Beside a copy each step takes `Link.delay`
     more.
     """
-    steps, buffers, resident = program.steps, program.buffers, program.is_resident
-    dying = last_reads(program, order)
-    moves = _Moves(program, costs, transfers) if transfers else None
-    staged = staged_nbytes(program, order, transfers)
-    base = live = program.resident_nbytes
-    now, peak, peak_at = 0.0, base, -1
-    start, history = [], []
-    alive: set[int] = set()
+    live = program.resident_nbytes + live_nbytes(program, order)
+    live += staged_nbytes(program, order, transfers)
+    if not transfers:
+        start, now = _starts(order, costs)
+        return _timeline(order, start, live, now, program.resident_nbytes)
+    away = np.zeros(len(live) + 1, np.int64)
+    for t in transfers:
+        if t.buffer not in program.hosted:
+            away[t.gone] += program.buffers[t.buffer].nbytes
+            away[t.fetch] -= program.buffers[t.buffer].nbytes
+    live -= np.cumsum(away)[:-1]
+    moves, start, now = _Moves(program, costs, transfers), list[float](), 0.0
     for position, s in enumerate(order):
-        step = steps[s]
-        dead = dying[position]
-        if moves is not None and position in moves.at:
-            now, freed, taken_again = moves.pass_(position, now)
-            alive.difference_update(freed)
-            alive.update(taken_again)
-            live += sum(buffers[b].nbytes for b in taken_again)
-            live -= sum(buffers[b].nbytes for b in freed)
-        for b in step.writes:
-            if not resident[b] and b not in alive:
-                alive.add(b)
-                live += buffers[b].nbytes
-        saved = 0
-        if step.in_place:
-            saved = sum(buffers[w].nbytes for w in taken_over(program, step, dead).values())
-        during = live - saved + step.workspace + staged[position]
-        if during > peak or peak_at < 0:
-            peak, peak_at = during, position
-        if moves is not None:
-            now += moves.delay(now)
+        if position in moves.at:
+            now = moves.pass_(position, now)
+        now += moves.delay(now)
         start.append(now)
-        history.append(during)
         now += costs.seconds[s]
-        for b in dead:
-            alive.discard(b)
-            live -= buffers[b].nbytes
-    if moves is not None and len(order) in moves.at:  # hosted outputs that leave at the end
-        now, _, _ = moves.pass_(len(order), now)
-    timeline = Timeline(tuple(order), tuple(start), tuple(history), now, peak, peak_at)
-    return timeline if moves is None else moves.finish(timeline)
+    if len(order) in moves.at:  # hosted outputs that leave at the end
+        now = moves.pass_(len(order), now)
+    return moves.finish(_timeline(order, start, live, now, program.resident_nbytes))
+
+
+def _starts(order: Sequence[int], costs: Costs) -> tuple[list[float], float]:
+    """When each step of `order` begins if none waits, and when the last ends."""
+    seconds = np.array(costs.seconds)[np.asarray(order, np.int64)]
+    ends = np.cumsum(seconds).tolist()
+    return [0.0, *ends][: len(ends)], ends[-1] if ends else 0.0
+
+
+def _timeline(
+    order: Sequence[int], start: Sequence[float], live: np.ndarray, end: float, resident: int
+) -> Timeline:
+    at = int(live.argmax()) if len(live) else -1
+    peak = int(live[at]) if len(live) else resident
+    return Timeline(tuple(order), tuple(start), tuple(live.tolist()), end, peak, at)
 
 
 class _Moves:
@@ -166,23 +121,13 @@ class _Moves:
         self.link, self.lanes = costs.link, Lanes(costs.link)
         self.stalls = [0.0] * len(transfers)
         self.waits: list[Stall] = []
-        self.hosted = frozenset(program.hosted)
         self.at = points_at(program, transfers)
 
-    def pass_(self, position: int, now: float) -> tuple[float, list[int], list[int]]:
-        """(seconds after the waits, buffers that are gone, buffers that take memory again).
-
-        Hosted ones are left out: `staged_nbytes` counts them.
-        """
-        freed: list[int] = []
-        taken: list[int] = []
+    def pass_(self, position: int, now: float) -> float:
+        """Seconds after the waits."""
         for point, i in self.at[position]:
-            b = self.transfers[i].buffer
-            if point == 0:
-                self.lanes.submit("out", i, self.nbytes[i], now)
-            elif point == 2:
-                taken.append(b)
-                self.lanes.submit("into", i, self.nbytes[i], now)
+            if point in (0, 2):
+                self.lanes.submit("into" if point else "out", i, self.nbytes[i], now)
             else:
                 way = "out" if point == 1 else "into"
                 then = self.lanes.wait(way, i, now)
@@ -190,10 +135,7 @@ class _Moves:
                     self.stalls[i] += then - now
                     self.waits.append(Stall(i, way, now, then))
                 now = then
-                if point == 1:
-                    freed.append(b)
-        here = lambda buffers: [b for b in buffers if b not in self.hosted]
-        return now, here(freed), here(taken)
+        return now
 
     def delay(self, now: float) -> float:
         """Seconds by which the step that begins now starts later, beside what is copied."""
@@ -217,14 +159,12 @@ class _Moves:
 
 def staged_nbytes(
     program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
-) -> list[int]:
+) -> np.ndarray:
     """For each position the bytes of hosted buffers that are on the device while its step runs."""
-    staged = [0] * len(order)
-    if not program.hosted:
-        return staged
-    for b, (first, last) in staged_spans(program, order, transfers).items():
-        for position in range(first, min(last + 1, len(order))):
-            staged[position] += program.buffers[b].nbytes
+    staged = np.zeros(len(order), np.int64)
+    if program.hosted:
+        for b, (first, last) in staged_spans(program, order, transfers).items():
+            staged[first : last + 1] += program.buffers[b].nbytes
     return staged
 
 
@@ -256,12 +196,8 @@ def live_at(
 
     Hosted buffers that are on the device there are among them.
     """
-    dying = last_reads(program, order)
-    alive: set[int] = set()
-    for p in range(position + 1):
-        alive.update(b for b in program.steps[order[p]].writes if not program.is_resident[b])
-        if p < position:
-            alive.difference_update(dying[p])
+    found = lives(program, order)
+    alive = {*found.buffer[(found.first <= position) & (position <= found.last)].tolist()}
     alive.difference_update(t.buffer for t in transfers if t.gone <= position < t.fetch)
     if program.hosted:
         spans = staged_spans(program, order, transfers)

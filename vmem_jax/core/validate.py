@@ -215,13 +215,21 @@ def _broken_streams(program: Program, plan: Plan) -> list[str]:
 def peak_by_definition(
     program: Program, order: tuple[int, ...], transfers: tuple[Transfer, ...] = ()
 ) -> int:
-    """The peak in bytes, straight from the definition: O(n²), for tests.
+    """The peak in bytes, straight from the definition."""
+    live = live_by_definition(program, order, transfers)
+    return max(live, default=program.resident_nbytes)
+
+
+def live_by_definition(
+    program: Program, order: tuple[int, ...], transfers: tuple[Transfer, ...] = ()
+) -> list[int]:
+    """Bytes live at each position, straight from the definition: O(n²), for tests.
 
     A version of a buffer is live at a position if it was made at or before it and is read at or
     after it, with no other version made in between, and it is not away at that position.
     """
     away = lambda b, p: any(t.buffer == b and t.gone <= p < t.fetch for t in transfers)
-    peak = program.resident_nbytes
+    found: list[int] = []
     uses: dict[int, list[tuple[int, bool]]] = {}
     for position, s in enumerate(order):
         for b in program.steps[s].reads:
@@ -269,5 +277,5 @@ def peak_by_definition(
             if dies and not program.is_resident[w] and not {r, w} & used:
                 used |= {r, w}
                 total -= program.buffers[w].nbytes
-        peak = max(peak, total)
-    return peak
+        found.append(total)
+    return found

@@ -29,10 +29,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs, Link
+from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.looped import costs_with_looped, stacks, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, least_nbytes, live_at, simulate
+from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.bound import starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
@@ -125,21 +126,20 @@ class Auto(AbstractPolicy):
         best = simulate(program, base, costs)
         if budget is None or best.peak <= budget or least_nbytes(program) > budget:
             return best
-        attempt = lambda parks, share: self._attempt(program, costs, base, budget, parks, share)
-        begun = lambda costs, start: _under_limit(
-            program, costs, base, start.drops, budget, start.parks
-        )
+        remaking = Remaking(program, base)
+        attempt = lambda parks, share: self._attempt(remaking, costs, budget, parks, share)
+        begun = lambda costs, start: _under_limit(remaking, costs, start.drops, budget, start.parks)
         shares: Sequence[float] = self.shares
         if "recompute" in self.allow:
-            best = _better(best, _under_limit(program, costs, base, (), budget), budget)
+            best = _better(best, _under_limit(remaking, costs, (), budget), budget)
             for order in dict.fromkeys((base, canonical)):
-                remaking = Remaking(program, order)
-                if len(remaking.idle()) <= self.exhaustive:
-                    for timeline in _every_choice(program, costs, order, remaking):
+                of_order = remaking if order == base else Remaking(program, order)
+                if len(of_order.idle()) <= self.exhaustive:
+                    for timeline in _every_choice(of_order, costs):
                         best = _better(best, timeline, budget)
             linkless = dataclasses.replace(costs, link=None)
             proven = False
-            for start in starts(program, linkless, base, budget):
+            for start in starts(remaking, linkless, budget):
                 best = _better(best, begun(linkless, start), budget)
                 fits = best.peak <= budget
                 proven = proven or (fits and best.seconds <= self.close * start.least)
@@ -151,33 +151,33 @@ class Auto(AbstractPolicy):
                 best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
             still = best
-            every = candidates(program, costs, base, self.least_move)
-            unseen = hidden(program, costs, base, every)
+            every = candidates(remaking, costs, self.least_move)
+            unseen = hidden(remaking, costs, every)
             counts = {round(len(unseen) * part) for part in self.parts} - {0}
             for parks in [unseen[:count] for count in sorted(counts)]:
                 for share in shares[:2]:
                     best = _better(best, attempt(parks, share), budget)
             if "recompute" in self.allow:
-                for start in starts(program, costs, base, budget):
+                for start in starts(remaking, costs, budget):
                     best = _better(best, begun(costs, start), budget)
-            best = _better(best, _moved(program, costs, base, budget, every), budget)
+            best = _better(best, _moved(remaking, costs, budget, every), budget)
             if best.peak > budget and "recompute" not in self.allow:  # then also what makes it wait
-                every = candidates(program, costs, base, self.least_move, waiting=True)
-                best = _better(best, _moved(program, costs, base, budget, every), budget)
+                every = candidates(remaking, costs, self.least_move, waiting=True)
+                best = _better(best, _moved(remaking, costs, budget, every), budget)
             if best.transfers and not self._is_worth_moving(best, still, budget):
                 best = still
         return best
 
     def _lowest(self, program: Program, costs: Costs) -> Iterator[Timeline]:
         """The lowest peaks that recomputation alone reaches, and with all moved that may be."""
-        base = lower_order(program, costs, canonical_order(program))
-        keeps, recomputes = simulate(program, base, costs), "recompute" in self.allow
+        remaking = Remaking(program, lower_order(program, costs, canonical_order(program)))
+        keeps, recomputes = simulate(program, remaking.base, costs), "recompute" in self.allow
         if recomputes:
-            yield lowest(program, keeps, lambda n: _under_limit(program, costs, base, (), n))
+            yield lowest(program, keeps, lambda n: _under_limit(remaking, costs, (), n))
         if "offload" in self.allow and costs.link is not None:
-            every = candidates(program, costs, base, self.least_move, waiting=not recomputes)
-            limited = lambda n: _under_limit(program, costs, base, (), n, every)
-            moved = lambda n: _moved(program, costs, base, n, every)
+            every = candidates(remaking, costs, self.least_move, waiting=not recomputes)
+            limited = lambda n: _under_limit(remaking, costs, (), n, every)
+            moved = lambda n: _moved(remaking, costs, n, every)
             yield lowest(program, keeps, limited if recomputes else moved)
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
@@ -188,38 +188,37 @@ class Auto(AbstractPolicy):
 
     def _attempt(
         self,
-        program: Program,
+        remaking: Remaking,
         costs: Costs,
-        base: Sequence[int],
         budget: int,
         parks: Sequence[Drop],
         share: float,
     ) -> Timeline:
         """The greedy search behind `parks`, placed in time."""
-        search = _Search(program, costs, base, budget, share, parks)
+        search = _Search(remaking, costs, budget, share, parks)
         if "recompute" in self.allow:
             search.run()
             if search.timeline.peak <= budget:
-                offers = self._offers(program)
+                offers = self._offers(remaking.program)
                 search.offer_back(offers // 4 if parks else offers)
             elif not parks:
-                limited = _under_limit(program, costs, base, search.drops, budget)
+                limited = _under_limit(remaking, costs, search.drops, budget)
                 return _better(search.timeline, limited, budget)
         if not parks:
             return search.timeline
-        return _moved(program, costs, base, budget, parks, search.drops)
+        return _moved(remaking, costs, budget, parks, search.drops)
 
 
 def _moved(
-    program: Program,
+    remaking: Remaking,
     costs: Costs,
-    base: Sequence[int],
     budget: int,
     parks: Sequence[Drop],
     drops: Collection[Drop] = (),
 ) -> Timeline:
     """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
-    run = Execution(program, costs, base, drops, parks=parks)
+    program = remaking.program
+    run = Execution(program, costs, remaking.base, drops, remaking=remaking, parks=parks)
     timeline = place(program, run.order, run.away, costs, budget)
     return without_idle_moves(program, timeline, costs, budget)
 
@@ -241,26 +240,24 @@ def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, .
     return [ranked[:count] for count in sorted(counts)]
 
 
-def _every_choice(
-    program: Program, costs: Costs, base: Sequence[int], remaking: Remaking
-) -> Iterator[Timeline]:
-    idle = remaking.idle()
+def _every_choice(remaking: Remaking, costs: Costs) -> Iterator[Timeline]:
+    program, idle = remaking.program, remaking.idle()
     for kept in itertools.product((True, False), repeat=len(idle)):
         drops = {drop for drop, keeps in zip(idle, kept, strict=True) if not keeps}
-        order = Execution(program, costs, base, drops, remaking=remaking).order
+        order = Execution(program, costs, remaking.base, drops, remaking=remaking).order
         yield simulate(program, order, costs)
 
 
 def _under_limit(
-    program: Program,
+    remaking: Remaking,
     costs: Costs,
-    base: Sequence[int],
     drops: Collection[Drop],
     limit: int,
     parks: Collection[Drop] = (),
 ) -> Timeline:
-    """The run of `base` under the executor's limit, with what is parked placed in time."""
-    run = Execution(program, costs, base, drops, limit, parks=parks)
+    """The run of the base under the executor's limit, with what is parked placed in time."""
+    program = remaking.program
+    run = Execution(program, costs, remaking.base, drops, limit, remaking, parks)
     timeline = place(program, run.order, run.away, costs, limit)
     return without_idle_moves(program, timeline, costs, limit)
 
@@ -275,24 +272,22 @@ class _Search:
 
     def __init__(
         self,
-        program: Program,
+        remaking: Remaking,
         costs: Costs,
-        base: Sequence[int],
         budget: int,
         share: float,
         parks: Sequence[Drop] = (),
     ) -> None:
-        self.program, self.base, self.budget = program, base, budget
+        self.program, self.base, self.budget = remaking.program, remaking.base, budget
         # here a link takes no time: what is parked was chosen to hide, and is placed afterwards
         self.costs = dataclasses.replace(costs, link=Link(1e18, 1e18, 2e18))
         self.parks = frozenset(parks)
-        self.stretch = share * max(budget - program.resident_nbytes, 0)
+        self.stretch = share * max(budget - self.program.resident_nbytes, 0)
         self.drops: set[Drop] = set()
-        self.remaking = Remaking(program, base)
-        self.uses = self.remaking.uses
+        self.remaking, self.uses = remaking, remaking.uses
         crosses = [bool(uses) and self._crosses(uses) for uses in self.uses]
-        self.stretches = Stretches(program, crosses)
-        self.timeline = simulate(program, base, costs)
+        self.stretches = Stretches(self.program, crosses)
+        self.timeline = simulate(self.program, self.base, costs)
         if self.parks:
             self._execute()
 

@@ -18,8 +18,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.liveness import least_nbytes, step_nbytes
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, least_nbytes, simulate, step_nbytes
+from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Drop, Remaking
 from vmem_jax.policy.stages import Stages
 
@@ -106,10 +107,10 @@ class Start:
     parks: frozenset[Drop]
 
 
-def starts(program: Program, costs: Costs, base: Sequence[int], budget: int) -> Iterator[Start]:
+def starts(remaking: Remaking, costs: Costs, budget: int) -> Iterator[Start]:
     """What the programs of the fewest rows choose to drop and to park."""
+    program, base = remaking.program, remaking.base
     needs = [step_nbytes(program, program.steps[s]) for s in base]
-    remaking = Remaking(program, base)
     # what is on its way takes memory too, which the rows do not see
     target = budget if costs.link is None else int(_PARKING_TARGET * budget)
     for rows in _choices(simulate(program, base, costs), needs)[:_STARTS]:

@@ -72,6 +72,8 @@ class Execution:
         self._costs = costs
         self._drops = drops if isinstance(drops, set | frozenset) else frozenset(drops)
         self._parks = parks if isinstance(parks, set | frozenset) else frozenset(parks)
+        self._leaving = {b for some in (self._drops, self._parks) for b, _ in some}
+        self._absent: set[int] = set()  # what was there and is not
         self._parked: dict[int, int] = {}  # buffer -> position of the order since which it is away
         self.away: list[Away] = []
         self._limit = limit
@@ -96,27 +98,29 @@ class Execution:
     # -- one step of the base order
 
     def _run_base(self, s: int) -> None:
-        program = self._program
-        step = program.steps[s]
-        pinned = set(step.reads)
-        self._bring(step.reads)
-        missing = [b for b in step.reads if not self._present[b]]
-        if missing:
-            self._recompute(missing, pinned)
-        self._emit(s, pinned)
-        for b in (*step.reads, *step.writes):
-            self._next[b] += 1
-            if program.is_resident[b]:
-                continue
+        step = self._program.steps[s]
+        if not self._absent.isdisjoint(step.reads):
+            self._bring(step.reads)
+            missing = [b for b in step.reads if not self._present[b]]
+            if missing:
+                self._recompute(missing, step.reads)
+        self._emit(s, step.reads)
+        for b in self._remaking.touched[s]:
+            following = self._next[b] = self._next[b] + 1
             if self._victims is not None:
                 self._victims.used(b)
-            uses, following = self._uses[b], self._next[b]
-            if following >= len(uses):
+            if following >= len(self._uses[b]):
                 self._free(b)
-            elif (b, following - 1) in self._parks:
-                self._free(b)
-                self._parked[b] = len(self.order)
-            elif (b, following - 1) in self._drops and self._remaking.may_drop(b, uses[following]):
+            elif b in self._leaving:
+                self._leave(b, following)
+
+    def _leave(self, b: int, following: int) -> None:
+        """`b`, of which the use before its `following` one has passed, is gone now if it is to be."""
+        if (b, following - 1) in self._parks:
+            self._free(b)
+            self._parked[b] = len(self.order)
+        elif (b, following - 1) in self._drops:
+            if self._remaking.may_drop(b, self._uses[b][following]):
                 self._free(b)
 
     def _bring(self, buffers: Sequence[int]) -> None:
@@ -128,7 +132,7 @@ class Execution:
 
     # -- recomputation
 
-    def _recompute(self, wanted: Sequence[int], pinned: set[int]) -> None:
+    def _recompute(self, wanted: Sequence[int], pinned: Collection[int]) -> None:
         """Makes `wanted` present by running their producers, inputs first."""
         program = self._program
         steps: set[int] = set()
@@ -144,7 +148,7 @@ class Execution:
         for s in steps:
             for r in program.steps[s].reads:
                 pending[r] = pending.get(r, 0) + 1
-        held = pinned | set(wanted)
+        held = {*pinned, *wanted}
         for s in sorted(steps):
             step = program.steps[s]
             gone = [r for r in step.reads if not self._present[r]]
@@ -168,25 +172,23 @@ class Execution:
 
     # -- memory
 
-    def _emit(self, s: int, pinned: set[int]) -> None:
+    def _emit(self, s: int, pinned: Collection[int]) -> None:
         program = self._program
         step = program.steps[s]
         fresh = [w for w in step.writes if not program.is_resident[w] and w not in self._live]
-        need = sum(program.buffers[w].nbytes for w in fresh) + step.workspace
-        if len(self.order) > self._most:
-            self._limit, self.fits = None, False  # finish the order, over the limit
         if self._limit is not None:
+            if len(self.order) > self._most:
+                self._limit, self.fits = None, False  # finish the order, over the limit
+            need = sum(program.buffers[w].nbytes for w in fresh) + step.workspace
             need -= self._reused(s, fresh)
-            while self._nbytes + need > self._limit:
-                victim = self._victim(pinned | set(step.writes))
+            while self._limit is not None and self._nbytes + need > self._limit:
+                victim = self._victim({*pinned, *step.writes})
                 if victim is None:
                     self.fits = False
                     break
                 self._free(victim)
         for w in fresh:
             self._hold(w)
-        for w in step.writes:
-            self._present[w] = True
         self.order.append(s)
 
     def _reused(self, s: int, fresh: list[int]) -> int:
@@ -201,6 +203,7 @@ class Execution:
         self._live[b] = self._came
         self._came += 1
         self._present[b] = True
+        self._absent.discard(b)
         self._nbytes += self._program.buffers[b].nbytes
         if self._victims is not None:
             self._victims.came(b)
@@ -209,6 +212,7 @@ class Execution:
         if b in self._live:
             del self._live[b]
             self._present[b] = False
+            self._absent.add(b)
             self._nbytes -= self._program.buffers[b].nbytes
             if self._victims is not None:
                 self._victims.went(b)
@@ -231,22 +235,29 @@ class Remaking:
     """Which values may be dropped: what a later recomputation would read is there, or remakable.
 
     Attributes:
+      program, base: of which, and in which order everything first runs.
       uses: for every buffer the positions in the base order that write or read it.
+      touched: for every step what it reads and writes that is no resident.
     """
 
     def __init__(self, program: Program, base: Sequence[int]) -> None:
-        self._program = program
+        self.program, self.base = program, base
         rank = {s: p for p, s in enumerate(base)}
         self._gone_after = {i: rank[by] for i, by in program.overwritten_by.items()}
         self.uses: list[list[int]] = [[] for _ in program.buffers]
         for position, s in enumerate(base):
             for b in (*program.steps[s].reads, *program.steps[s].writes):
                 self.uses[b].append(position)
+        resident = program.is_resident
+        self.touched = [
+            tuple(b for b in (*step.reads, *step.writes) if not resident[b])
+            for step in program.steps
+        ]
         self._known: dict[tuple[int, int], bool] = {}
 
     def idle(self) -> list[Drop]:
         """Every interval between two uses that are not neighbours, of what may be made again."""
-        program = self._program
+        program = self.program
         return [
             (b, n)
             for b, uses in enumerate(self.uses)
@@ -268,7 +279,7 @@ class Remaking:
         return self._known[key]
 
     def _decide(self, b: int, need: int, depth: int) -> bool:
-        program = self._program
+        program = self.program
         s = program.producer[b]
         if s < 0 or not program.steps[s].pure or not program.steps[s].reads:
             return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, least_nbytes
+from vmem_jax.core.simulate import Timeline
 
 _CLOSE = 1.02
 """The limits that are met and missed end this near to each other."""

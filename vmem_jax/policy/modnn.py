@@ -40,10 +40,11 @@ from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.liveness import last_reads, taken_over
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import simulate_with, with_convolutions
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, last_reads, taken_over
+from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.order import lower_order

@@ -21,7 +21,7 @@ _MOST_TRIES = 24
 
 
 def candidates(
-    program: Program, costs: Costs, base: Sequence[int], share: float, *, waiting: bool = False
+    remaking: Remaking, costs: Costs, share: float, *, waiting: bool = False
 ) -> list[Drop]:
     """Idle intervals worth a transfer, dearest to recompute for each byte first.
 
@@ -30,7 +30,7 @@ def candidates(
       waiting: also those that end before the value can have gone and come back.
     """
     assert costs.link is not None
-    remaking = Remaking(program, base)
+    program, base = remaking.program, remaking.base
     resident = program.is_resident
     stands_for = _stands_for(program)
     least = max(share * sum(n for b, n in enumerate(stands_for) if not resident[b]), 1)
@@ -64,15 +64,14 @@ def _stands_for(program: Program) -> list[int]:
     return found
 
 
-def hidden(
-    program: Program, costs: Costs, base: Sequence[int], parks: Sequence[Drop]
-) -> list[Drop]:
+def hidden(remaking: Remaking, costs: Costs, parks: Sequence[Drop]) -> list[Drop]:
     """As many of `parks` as move without a wait, those in front first."""
+    program = remaking.program
     unlimited = sum(b.nbytes for b in program.buffers)
     tries = _MOST_TRIES
 
     def hides(wanted: Sequence[Drop]) -> bool:
-        run = Execution(program, costs, base, parks=wanted)
+        run = Execution(program, costs, remaking.base, remaking=remaking, parks=wanted)
         timeline = place(program, run.order, run.away, costs, unlimited)
         waits = sum(timeline.stalls) > 1e-3 * timeline.seconds
         return len(timeline.transfers) == len(wanted) and not waits

@@ -13,6 +13,8 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
@@ -134,32 +136,29 @@ def _within(
     heavy: Sequence[int],
 ) -> Timeline:
     """The timeline of `transfers`, hurried at the places where memory is over `limit`."""
-    transfers = list(transfers)
-    live = list(simulate(program, order, costs, transfers).live_nbytes)
+    live = np.array(simulate(program, order, costs, transfers).live_nbytes)
     nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
-
-    def free(i: int, first: int, end: int) -> None:
-        for p in range(first, end):
-            live[p] -= nbytes[i]
-
+    start, gone, fetch, back = (
+        np.array([(t.start, t.gone, t.fetch, t.back) for t in transfers], np.int64).reshape(-1, 4).T
+    )
     # the first that left are nearest to the host, and those needed last can come last
-    by_start = sorted(range(len(transfers)), key=lambda i: transfers[i].start)
-    by_back = sorted(range(len(transfers)), key=lambda i: -transfers[i].back)
-    for position in range(len(live)):
-        if live[position] <= limit:
-            continue
-        for i in by_back:
-            t = transfers[i]
-            later = _heavy_from(heavy, position + 1, t.back)
-            if live[position] > limit and t.fetch <= position < later:
-                free(i, t.fetch, later)
-                transfers[i] = dataclasses.replace(t, fetch=later)
-        for i in by_start:
-            t = transfers[i]
-            earlier = _heavy_until(heavy, position, t.start)
-            if live[position] > limit and earlier <= position < t.gone:
-                free(i, earlier, t.gone)
-                transfers[i] = dataclasses.replace(t, gone=earlier)
+    by_start = np.argsort(start, kind="stable")
+    by_back = np.argsort(-back, kind="stable")
+    for p in np.flatnonzero(live > limit).tolist():  # elsewhere it only falls
+        for i in by_back[(fetch[by_back] <= p) & (p < back[by_back])].tolist():
+            if live[p] > limit:
+                later = _heavy_from(heavy, p + 1, int(back[i]))
+                live[fetch[i] : later] -= nbytes[i]
+                fetch[i] = later
+        for i in by_start[(start[by_start] <= p) & (p < gone[by_start])].tolist():
+            if live[p] > limit:
+                earlier = _heavy_until(heavy, p, int(start[i]))
+                live[earlier : gone[i]] -= nbytes[i]
+                gone[i] = earlier
+    hurried = [
+        dataclasses.replace(t, gone=g, fetch=f)
+        for t, g, f in zip(transfers, gone.tolist(), fetch.tolist(), strict=True)
+    ]
     streamed = program.streamed_in | program.streamed_out
-    kept = [t for t in transfers if t.gone < t.fetch or t.buffer in streamed]
+    kept = [t for t in hurried if t.gone < t.fetch or t.buffer in streamed]
     return simulate(program, order, costs, kept)

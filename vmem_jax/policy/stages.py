@@ -31,8 +31,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.liveness import step_nbytes
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import step_nbytes
 
 _MOST_INTEGERS = 20_000
 """Of a program with more variables only the linear relaxation is solved."""

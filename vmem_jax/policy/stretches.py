@@ -1,7 +1,8 @@
 """stretches: how many bytes come back together, where neighbours are dropped.
 
 A value that is made again takes what it is made from along. So dropped values that are made from one
-another, through steps of one phase, come back as one *stretch*; a residual that is kept ends it. The
+another, through steps of one phase, come back as one *stretch*; a residual that is kept ends it, and
+so does a mark of sub-batches, across which nothing is made again. The
 stretches of a phase are the connected parts of a graph to which values are only ever added, held as a
 forest of disjoint sets (Tarjan, "Efficiency of a good but not linear set union algorithm", JACM 1975,
 section 2), so that asking for one does not walk through it.
@@ -89,7 +90,7 @@ class Stretches:
         program, phase = self._program, self._phase(b)
         yield from (r for r in self._read(b) if self._phase(r) is phase)
         for s in program.readers[b]:
-            if program.steps[s].phase is phase:
+            if program.steps[s].phase is phase and not program.steps[s].is_mark:
                 yield from (w for w in program.steps[s].writes if not program.is_resident[w])
 
     def _other(self, b: int) -> Iterator[int]:
@@ -99,7 +100,7 @@ class Stretches:
 
     def _read(self, b: int) -> list[int]:
         program = self._program
-        if program.producer[b] < 0:
+        s = program.producer[b]
+        if s < 0 or program.steps[s].is_mark:
             return []
-        reads = program.steps[program.producer[b]].reads
-        return [r for r in reads if not program.is_resident[r]]
+        return [r for r in program.steps[s].reads if not program.is_resident[r]]

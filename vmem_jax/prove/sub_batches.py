@@ -22,10 +22,10 @@ from typing import Any
 from absl import logging
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import with_convolutions
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import least_nbytes
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest

@@ -1,0 +1,110 @@
+"""liveness: from where to where in an order each value exists, and the bytes of all that does.
+
+A value lives from the step that writes it to its last read before it is written again. A search asks
+for this a hundred times for one plan, of tens of thousands of steps, so it is reckoned in arrays
+(`core.touched`): what an order touches, sorted by buffer, falls into lives where a write begins one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from vmem_jax.core.program import Program, Step
+from vmem_jax.core.touched import parts
+
+
+def step_nbytes(program: Program, step: Step) -> int:
+    """Bytes that `step` takes beside the residents, the least that they can be."""
+    resident, buffers = program.is_resident, program.buffers
+    used = {b for b in (*step.reads, *step.writes) if not resident[b]}
+    over = {w for r, w in step.in_place if not resident[r] and not resident[w]}
+    size = lambda ids: sum(buffers[b].nbytes for b in ids)
+    return size(used) - size(over) + step.workspace
+
+
+def least_nbytes(program: Program) -> int:
+    """Bytes below which no order of `program` goes: the residents and the largest step."""
+    largest = max((step_nbytes(program, step) for step in program.steps), default=0)
+    return program.resident_nbytes + largest
+
+
+def taken_over(program: Program, step: Step, dying: Collection[int]) -> dict[int, int]:
+    """Which of what `step` reads last hands its memory to which of what it writes."""
+    resident = program.is_resident
+    found: dict[int, int] = {}
+    for r, w in step.in_place:
+        dies = r in dying and not resident[r] and not resident[w]
+        if dies and r not in found and w not in found.values():
+            found[r] = w
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Lives:
+    """The lives of what is no resident, in one order.
+
+    Attributes:
+      buffer: of each life.
+      first, last: positions of the order: of the write, and of the last read.
+      dying: for everything that the steps of the order touch, in turn, whether it dies there.
+    """
+
+    buffer: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    dying: np.ndarray
+
+
+def lives(program: Program, order: Sequence[int]) -> Lives:
+    """The lives of what is no resident in `order`, by buffer and position."""
+    touched = program.touched
+    entry, position = parts(touched.begin, order)
+    by_buffer = np.argsort(touched.buffer[entry], kind="stable")
+    buffer, writes = touched.buffer[entry][by_buffer], touched.writes[entry][by_buffer]
+    ends = np.ones(len(entry), bool)
+    ends[:-1] = (buffer[1:] != buffer[:-1]) | writes[1:]
+    dying = np.empty_like(ends)
+    dying[by_buffer] = ends
+    position = position[by_buffer]
+    begun, ended = np.flatnonzero(writes), np.flatnonzero(ends)
+    last = position[ended[np.searchsorted(ended, begun)]]
+    return Lives(buffer[begun], position[begun], last, dying)
+
+
+def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
+    """For each position the buffers that die after it: read there and not again before remade."""
+    touched, dying = program.touched, lives(program, order).dying
+    entry, position = parts(touched.begin, order)
+    found: list[list[int]] = [[] for _ in order]
+    for at, b in zip(position[dying].tolist(), touched.buffer[entry[dying]].tolist(), strict=True):
+        found[at].append(b)
+    return found
+
+
+def live_nbytes(program: Program, order: Sequence[int]) -> np.ndarray:
+    """For each position the bytes of what lives there and of the step's workspace, less what is
+    written over what dies; without the residents."""
+    touched, found = program.touched, lives(program, order)
+    steps = np.asarray(order, np.int64)
+    change = np.zeros(len(steps) + 1, np.int64)
+    np.add.at(change, found.first, touched.nbytes[found.buffer])
+    np.subtract.at(change, found.last + 1, touched.nbytes[found.buffer])
+    live = np.cumsum(change)[:-1] + touched.workspace[steps]
+    counts = touched.begin[steps + 1] - touched.begin[steps]
+    begin = np.cumsum(counts) - counts
+    pair, position = parts(touched.over_begin, steps)
+    dies = found.dying[begin[position] + touched.over_read[pair]]
+    dies &= ~touched.has_choice[steps[position]]
+    written = np.stack([position[dies], touched.over_write[pair[dies]]])
+    position, over = np.unique(written, axis=1)  # over one of what dies, where there are several
+    np.subtract.at(live, position, touched.nbytes[over])
+    for p in np.flatnonzero(touched.has_choice[steps]).tolist():
+        s = order[p]
+        dying = found.dying[begin[p] : begin[p] + counts[p]]
+        dead = touched.buffer[touched.begin[s] : touched.begin[s + 1]][dying].tolist()
+        taken = taken_over(program, program.steps[s], dead).values()
+        live[p] -= touched.nbytes[[*taken]].sum()
+    return live
