@@ -197,3 +197,36 @@ def test_the_next_number_of_sub_batches_where_the_proof_of_one_ends_badly(excess
     count, found = prove_in_parts(member, [*excess], BUDGET)
     assert (count, seen) == (expected, tried)
     assert found[-1].need <= BUDGET
+
+
+def test_numbers_that_a_bound_rules_out_are_not_planned():
+    """One sub-batch takes some 32 s; of two the bound says so much more, of four it does not."""
+    still = dataclasses.replace(FAST, link=None)
+    asked = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Recording(POLICIES["auto"]):
+        count: int = 1
+        bound: float = 0.0
+
+        def least_seconds(self, program, costs, budget):
+            return self.bound
+
+        def plan(self, program, costs, budget):
+            asked.append(self.count)
+            return super().plan(program, costs, budget)
+
+    def members(bounds, excess):
+        compile_plan = lambda count, plan: compiled(plan.predicted_peak + excess[count])
+        return lambda count: Member(
+            PROGRAM,
+            Recording(allow=("order", "recompute"), count=count, bound=bounds[count]),
+            still,
+            lambda plan: compile_plan(count, plan),
+        )
+
+    bounds, fits = {1: 0.0, 2: 1000.0, 4: 0.0}, {1: 0, 2: 0, 4: 0}
+    assert prove_in_parts(members(bounds, fits), [1, 2, 4], BUDGET)[0] == 1
+    assert {*asked} == {1, 4}
+    count, _ = prove_in_parts(members(bounds, {1: 1000, 2: 0, 4: 1000}), [1, 2, 4], BUDGET)
+    assert count == 2  # and where nothing else fits, it is proved all the same

@@ -12,11 +12,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vmem_jax import POLICIES, BudgetError
+from vmem_jax.core.convolution import XLA, Configuration, Micro
 from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import violations
-from vmem_jax.policy.bound import lower_bound, starts
+from vmem_jax.policy import auto
+from vmem_jax.policy.auto import Auto
+from vmem_jax.policy.bound import lower_bound, quick_bound, starts
+from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.executor import Execution, Remaking
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.placement import place
@@ -101,6 +105,8 @@ def test_no_order_is_faster_than_its_bound():
         assert timeline.peak <= budget  # the search itself is right
         assert bound.peak <= timeline.peak
         assert bound.seconds <= timeline.seconds * TOLERANCE
+        quick = quick_bound(program, costs, base, budget)
+        assert sum(costs.seconds) <= quick <= bound.seconds * TOLERANCE
         if len(order) > len(base):
             found[program, budget] = bound.gap(timeline.seconds)
 
@@ -211,6 +217,30 @@ def test_what_fits_has_no_gap():
     assert lower_bound(program, costs, base, 7).seconds == pytest.approx(12.0)
 
 
+@pytest.mark.parametrize("link, searched", [(0.01, False), (10.0, True)])
+def test_moves_are_searched_only_where_they_could_gain(monkeypatch, link, searched):
+    """One second more without moves, of 11; on the slow link one value takes two hundred."""
+    program, asked = chain(5), []
+    monkeypatch.setattr(auto, "hidden", lambda *args: asked.append(args) or [])
+    costs = dataclasses.replace(unit_costs(program), link=Link(link, link, 2 * link))
+    plan = Auto().plan(program, costs, 7)
+    assert bool(asked) == searched == bool(plan.transfers)
+    assert plan.predicted_seconds == pytest.approx(11.0 if searched else 12.0)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_least_that_a_policy_says_of_itself(moves):
+    """Of convolutions, as if each were the fastest in the memory of the smallest."""
+    program = chain(5)
+    costs = dataclasses.replace(unit_costs(program), link=Link(10.0, 10.0, 20.0))
+    policy = Auto(allow=("order", "recompute", "offload") if moves else ("order", "recompute"))
+    assert policy.least_seconds(program, costs, None) == 11.0
+    assert policy.least_seconds(program, costs, 7) == pytest.approx(11.0 if moves else 12.0)
+    ways = tuple(Configuration((Micro(1, *each),)) for each in ((XLA, (), 3, 1.0), (0, (), 5, 0.5)))
+    quick = dataclasses.replace(costs, convolutions={10: ways})
+    assert Convolving(policy).least_seconds(program, quick, None) == 10.5
+
+
 @pytest.mark.parametrize("cheap", range(3))
 def test_one_dropped_value_costs_its_producer(cheap):
     program = chain(5)
@@ -250,6 +280,8 @@ def test_a_link_takes_its_bytes_over_its_rate():
     assert lower_bound(program, costs, base, 7).seconds == pytest.approx(drawn.seconds)
     fast = dataclasses.replace(costs, link=Link(10.0, 10.0, 20.0))
     assert lower_bound(program, fast, base, 7).seconds == pytest.approx(11.0)
+    assert quick_bound(program, costs, base, 7) == pytest.approx(drawn.seconds - 1)  # of one row
+    assert quick_bound(program, fast, base, 7) == 11.0
     still = dataclasses.replace(costs, link=None)
     assert lower_bound(program, still, base, 7).seconds == float("inf")
 

@@ -9,7 +9,8 @@ offered back, dearest first. Where few values can be dropped at all, every choic
 
 Where values can be moved, the same search also runs behind what hides under compute (`parking`),
 and once with everything moved, which is what is left where nothing else fits. A mixed-integer program
-gives further plans to choose from, and a bound that spares the search where it is reached (`bound`).
+gives further plans to choose from, and a bound that spares the search where it is reached, or where
+no plan that moves could be enough faster (`bound`).
 And all of that is done again with more and more stacks looped (`core.looped`), those that hide in
 their loops first. The best of all is taken by `simulate`. Where none is within the budget, `lowest`
 says how low one gets: what a search for the impossible comes to is no sign of that. Where none fits
@@ -35,7 +36,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
-from vmem_jax.policy.bound import starts
+from vmem_jax.policy.bound import quick_bound, starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.lowest import lowest
 from vmem_jax.policy.modnn import MoDNN
@@ -89,6 +90,13 @@ class Auto(AbstractPolicy):
         recomputation needs, at several times the seconds."""
         both = {"recompute", "offload"} <= {*self.allow}
         return (SuperNeurons(), MoDNN(), VDNN()) if both else ()
+
+    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+        moves = "offload" in self.allow and costs.link is not None
+        if moves and stacks(program):
+            return super().least_seconds(program, costs, budget)  # looped, it needs less
+        means = costs if moves else dataclasses.replace(costs, link=None)
+        return quick_bound(program, means, lower_order(program, costs), budget)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         best = self._timeline(program, costs, budget)
@@ -151,6 +159,8 @@ class Auto(AbstractPolicy):
                 best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
             still = best
+            if still.peak <= budget and not self._may_gain(remaking, costs, budget, still):
+                return still
             every = candidates(remaking, costs, self.least_move)
             unseen = hidden(remaking, costs, every)
             counts = {round(len(unseen) * part) for part in self.parts} - {0}
@@ -179,6 +189,11 @@ class Auto(AbstractPolicy):
             limited = lambda n: _under_limit(remaking, costs, (), n, every)
             moved = lambda n: _moved(remaking, costs, n, every)
             yield lowest(program, keeps, limited if recomputes else moved)
+
+    def _may_gain(self, remaking: Remaking, costs: Costs, budget: int, still: Timeline) -> bool:
+        """Whether a plan that moves may be enough faster than `still`."""
+        least = quick_bound(remaking.program, costs, remaking.base, budget)
+        return least < (1 - self.gain) * still.seconds
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
         """Whether `moving` is better than `still`, and by more than what is predicted is off."""

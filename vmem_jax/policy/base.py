@@ -64,6 +64,10 @@ class AbstractPolicy(abc.ABC):
         """What of its search it leaves out for so long a program, for people; "" for nothing."""
         return ""
 
+    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+        """Seconds that no plan of its own goes below, as far as is known without one."""
+        return sum(costs.seconds)
+
     @abc.abstractmethod
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan for `program` within `budget` bytes (None: no limit)."""

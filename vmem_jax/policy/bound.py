@@ -91,6 +91,15 @@ def lower_bound(
     return best
 
 
+def quick_bound(program: Program, costs: Costs, base: Sequence[int], budget: int | None) -> float:
+    """Seconds of `lower_bound` as far as one linear program tells: a hundredth of a plan's time."""
+    timeline = simulate(program, base, costs)
+    if budget is None or timeline.peak <= budget:
+        return timeline.seconds
+    stages = Stages(program, costs, base, budget, [timeline.peak_at])
+    return max(stages.solve(relaxed=True).seconds, timeline.seconds)
+
+
 @dataclasses.dataclass(frozen=True)
 class Start:
     """Where a search may start: the choices of the program of some rows.

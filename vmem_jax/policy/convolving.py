@@ -56,6 +56,12 @@ class Convolving(AbstractPolicy):
     def spared(self, program: Program) -> str:
         return self.inner.spared(program)
 
+    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+        """As if every convolution were as fast as it can be in the least memory that it can take."""
+        program = with_convolutions(program, least(costs.convolutions).items())
+        costs = costs_with_convolutions(fastest(costs.convolutions).items(), costs)
+        return self.inner.least_seconds(program, costs, budget)
+
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
         ways = costs.convolutions
@@ -75,7 +81,7 @@ class Convolving(AbstractPolicy):
         found = planned((*xlas.items(),))
         own = None if isinstance(found, BudgetError) else _with(program, costs, found, xlas)
         enough = 0.0 if own is None else (1 - self.gain) * own.predicted_seconds
-        if own and enough <= sum(costs_with_convolutions(fastest(ways).items(), costs).seconds):
+        if own and enough <= self.least_seconds(program, costs, budget):
             return own
         best: Plan | None = None
         least: float | None = None

@@ -34,8 +34,9 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import step_nbytes
 from vmem_jax.core.program import Program
 
-_MOST_INTEGERS = 20_000
-"""Of a program with more variables only the linear relaxation is solved."""
+_MOST_INTEGERS = 5_000
+"""Of a program with more variables only the linear relaxation is solved: of VGG-416 in four
+sub-batches, of 5,910, in 0.07 s and not 1.25, with a bound of 364.3 ms and not 365.5."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +109,10 @@ class Stages:
             away = [(v, -self._share(b)) for b, v in parked.items()]
             self.highs.at_most(free / budget, [*held, *away])
 
-    def solve(self, **limits: float) -> Solution:
-        """Solves it within `limits`, HiGHS's: `time_limit` in seconds, `node_limit`."""
-        added, solved, values = self.highs.solve(limits)
+    def solve(self, *, relaxed: bool = False, **limits: float) -> Solution:
+        """Solves it, or its linear relaxation, within `limits`, HiGHS's: `time_limit` in seconds,
+        `node_limit`."""
+        added, solved, values = self.highs.solve(limits, relaxed)
         seconds = self.elapsed[-1] + self.unit * added
         if not values:
             return Solution(seconds, solved)
@@ -272,7 +274,9 @@ class _Highs:
         self._low.append(low)
         self._high.append(high)
 
-    def solve(self, limits: Mapping[str, float]) -> tuple[float, bool, list[float]]:
+    def solve(
+        self, limits: Mapping[str, float], relaxed: bool = False
+    ) -> tuple[float, bool, list[float]]:
         """(The dual bound of the least cost, at least 0; whether it is the least; the variables).
 
         The cost is infinite where nothing fulfils the constraints; without variables none were found.
@@ -281,7 +285,7 @@ class _Highs:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
-        integers = len(self._cost) <= _MOST_INTEGERS
+        integers = not relaxed and len(self._cost) <= _MOST_INTEGERS
         matrix = csr_array(
             (self._factors, self._columns, self._ends), shape=(len(self._low), len(self._cost))
         )

@@ -79,14 +79,15 @@ def prove_in_parts(
     best: tuple[int, tuple[Attempt, ...]] | None = None
     lowest: BudgetError | None = None
     plans: dict[int, Placed] = {}
-    ranked = _ranked(member, [*counts], budget, plans, splitting)
+    seconds: dict[int, float] = {}
+    ranked = _ranked(member, [*counts], budget, plans, seconds, splitting)
     for count in (*ranked[:MOST_PROVED], *sorted(ranked[MOST_PROVED:])[-1:]):
+        if best is not None and seconds.get(count, 0.0) >= _WORTH * _seconds(best):
+            break
         one = member(count)
+        if best is not None and sum(one.costs.seconds) >= _WORTH * _seconds(best):
+            break
         first = plans.get(count, one.first)
-        if best is not None:
-            least = sum(one.costs.seconds) if first is None else first.plan.predicted_seconds
-            if least >= _WORTH * _seconds(best):
-                break
         try:
             means = one.program, one.policy, one.costs, budget
             attempts = prove(*means, one.compile_plan, plain_need, one.learn, first)
@@ -115,6 +116,7 @@ def _ranked(
     counts: Sequence[int],
     budget: int | None,
     plans: dict[int, Placed],
+    seconds: dict[int, float],
     splitting: Splitting,
 ) -> list[int]:
     """`counts` in the order in which they are worth a try: what fits, the fastest or the fewest
@@ -122,25 +124,32 @@ def _ranked(
 
     Args:
       plans: gets those that there are.
+      seconds: gets those of a plan that fits, or those that none goes below.
     """
     if len(counts) == 1:
         return [*counts]
-    fitting: list[tuple[float, int]] = []
+    fitting, slower = list[int](), list[int]()
     others: list[tuple[float, int]] = []
     hopeless: list[tuple[float, int]] = []
     for i, count in enumerate(counts):
         one = member(count)
         fewest = splitting is Splitting.FEWEST
-        if fitting and (fewest or sum(one.costs.seconds) >= min(fitting)[0]):
-            return [count for _, count in sorted(fitting)] + [*counts[i:]]
+        if fitting and (fewest or sum(one.costs.seconds) >= seconds[fitting[0]]):
+            return fitting + slower + [*counts[i:]]
         program = one.program
         if fewest:
             program = with_convolutions(program, fastest(one.costs.convolutions).items())
         if budget is not None and (least := least_nbytes(program)) > budget:
             hopeless.append((least, count))
             continue
+        means = one.program, one.policy, one.costs, budget
+        if fitting:
+            bound = one.policy.least_seconds(one.program, one.costs, budget)
+            if bound >= seconds[fitting[0]]:
+                seconds[count] = bound
+                slower.append(count)
+                continue
         try:
-            means = one.program, one.policy, one.costs, budget
             short = len(one.program.steps) <= LONG
             first = placed(*means, first=one.first) if short else one.first or planned(*means)
         except BudgetError as error:
@@ -149,9 +158,10 @@ def _ranked(
         plans[count] = first
         need = first.need if short else first.plan.predicted_peak
         if budget is None or need <= budget:
-            fitting.append((first.plan.predicted_seconds, count))
+            seconds[count] = first.plan.predicted_seconds
+            fitting = sorted((*fitting, count), key=lambda count: (seconds[count], count))
         else:
             others.append((need, count))
     # what is the same for all numbers, a gradient of weights, hides what more of them save
     lowest = sorted(hopeless, key=lambda each: (each[0], -each[1]))[:1]
-    return [count for _, count in sorted(fitting) or sorted(others)[:1] or lowest]
+    return fitting + slower or [count for _, count in sorted(others)[:1] or lowest]
