@@ -120,6 +120,14 @@ def test_an_operand_split_by_the_axis_of_the_batch_is_gathered():
     assert shards.gathered(product) == [jaxpr.invars[1]]
 
 
+def test_a_step_may_split_what_it_is_given_whole():
+    split = NamedSharding(MESH, P("data"))
+    fun = lambda x: jnp.tanh(lax.with_sharding_constraint(x + 1, split))
+    closed = flatten(jax.jit(fun).trace(jax.ShapeDtypeStruct((8, 6), jnp.float32)).jaxpr)
+    shards = follow_shards(closed, [None])
+    assert shards.count(compat.open_jaxpr(closed).outvars[0]) == 4
+
+
 def test_one_device_has_everything_whole():
     closed = jax.jit(lambda x: x @ x).trace(jnp.ones((4, 4))).jaxpr
     assert follow_shards(closed, [None]).splits == {}

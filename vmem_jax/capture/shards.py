@@ -110,8 +110,9 @@ def follow_shards(flat: ClosedJaxpr, shardings: Sequence[Any]) -> Shards:
         if any(split):
             known[v] = split
     told = {*opened.invars, *opened.constvars}
-    _follow(opened, known, told, sizes)
     spread = [s for s in shardings if s is not None and s.num_devices > 1]
+    if spread or any(map(_may_split, opened.eqns)):  # else all is whole, in half a capture's time
+        _follow(opened, known, told, sizes)
     meshes = {getattr(getattr(s, "mesh", None), "abstract_mesh", None) for s in spread}
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is not None and len(set(mesh.axis_types)) > 1:
@@ -173,6 +174,12 @@ def _follow(opened: Any, known: dict[Var, Split], told: set[Var], sizes: dict[st
                         known[a] = split
                         if elementwise and len(split) == _rank(eqn.outvars[0]):
                             told.add(a)
+
+
+def _may_split(eqn: JaxprEqn) -> bool:
+    """Whether results of `eqn` may be split where no operand is."""
+    name = eqn.primitive.name
+    return name in _STATED or name in _NESTED or any(_is_explicit(v.aval) for v in eqn.outvars)
 
 
 def _is_explicit(aval: Any) -> bool:
