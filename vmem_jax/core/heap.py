@@ -152,14 +152,16 @@ def best_fit_nbytes(intervals: Sequence[Interval]) -> int:
 
 def _placed_nbytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> int:
     """Bytes of the heap, each put into the smallest gap that holds it, or on top."""
-    begin, end = np.zeros_like(nbytes), np.zeros_like(nbytes)
+    placed = np.zeros((4, len(nbytes)), np.int64)  # from the bottom up
     for i in range(len(nbytes)):
-        meets = (first[:i] <= last[i]) & (last[:i] >= first[i])
-        by_place = np.argsort(begin[:i][meets])
-        tops = np.zeros(len(by_place) + 1, np.int64)  # of what lies below each gap
-        np.maximum.accumulate(end[:i][meets][by_place], out=tops[1:])
-        gaps = begin[:i][meets][by_place] - tops[:-1]
+        since, until, begin, end = placed[:, :i]
+        meets = (since <= last[i]) & (until >= first[i])
+        tops = np.zeros(np.count_nonzero(meets) + 1, np.int64)  # of what lies below each gap
+        np.maximum.accumulate(end[meets], out=tops[1:])
+        gaps = begin[meets] - tops[:-1]
         holding = np.flatnonzero(gaps >= nbytes[i])
-        begin[i] = tops[holding[np.argmin(gaps[holding])] if len(holding) else -1]
-        end[i] = begin[i] + nbytes[i]
-    return int(end.max(initial=0))
+        here = tops[holding[np.argmin(gaps[holding])] if len(holding) else -1]
+        at = np.searchsorted(begin, here)
+        placed[:, at + 1 : i + 1] = placed[:, at:i]
+        placed[:, at] = first[i], last[i], here, here + nbytes[i]
+    return int(placed[3].max(initial=0))
