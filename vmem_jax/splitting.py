@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.places import place_of
-from vmem_jax.core.costs import Costs, Machine, calibrated, machine_for
+from vmem_jax.core.costs import Costs, Machine, machine_for, of_parts
 from vmem_jax.entry import Traced
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -67,9 +67,9 @@ def counts_of(size: int) -> tuple[int, ...]:
 def part_costs(
     parts: Traced, whole: Traced, costs: Costs, machine: Machine | None, target: str | None
 ) -> Costs:
-    """Costs of a step in sub-batches: the roofline, as much above it as the whole batch's are.
+    """Costs of a step in sub-batches, from those of its batch as a whole.
 
-    What was measured of the whole batch says nothing of the shapes of a part. What moves within the
+    What moves within the
     loop does so for each part, as its steps run for each: so the link is slower by their number.
 
     Args:
@@ -78,7 +78,7 @@ def part_costs(
       machine: what to reckon with; by default the one of the device or `target`, by its name.
     """
     machine = machine or machine_for(target or devices_of(whole.avals)[0].device_kind)
-    found = calibrated(parts.captured.program, machine, whole.captured.program, costs)
+    found = of_parts(parts.captured.program, machine, whole.captured.program, costs)
     link, count = costs.link, parts.captured.program.sub_batches
     if link is not None and not parts.hosted:
         slower = {way: getattr(link, way) / count for way in ("out", "into", "both")}

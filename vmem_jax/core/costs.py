@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Mapping
@@ -124,20 +125,40 @@ def analytic(program: Program, machine: Machine) -> Costs:
     return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps), link)
 
 
-def calibrated(program: Program, machine: Machine, like: Program, costs: Costs) -> Costs:
-    """Costs of `program` by the roofline of `machine`, as much above it as `costs` of `like` are.
+def of_parts(program: Program, machine: Machine, whole: Program, costs: Costs) -> Costs:
+    """Costs of `program`, which runs in sub-batches: each step is as much above the roofline of
+    `machine` as the same step of the whole batch, and what is none of these as much as all of them.
+
+    The same step is the n-th of its layer, phase and operation in either.
 
     Args:
-      like: the same step in another number of sub-batches.
+      whole: with the batch as a whole.
+      costs: of that.
     """
-    roofline, own = analytic(program, machine), sum(analytic(like, machine).seconds)
-    factor = sum(costs.seconds) / own if own else 1.0
+    mine, theirs = analytic(program, machine), analytic(whole, machine).seconds
+    all_together = sum(costs.seconds) / sum(theirs) if sum(theirs) else 1.0
+    known = dict(zip(_keys(whole), zip(costs.seconds, theirs, strict=True), strict=True))
+    seconds = []
+    for key, roofline in zip(_keys(program), mine.seconds, strict=True):
+        measured, predicted = known.get(key, (all_together, 1.0))
+        seconds.append(roofline * (measured / predicted if predicted else all_together))
     return dataclasses.replace(
-        roofline,
+        mine,
         machine=costs.machine,
-        seconds=tuple(factor * s for s in roofline.seconds),
+        seconds=tuple(seconds),
         sources=(Source.CALIBRATED,) * len(program.steps) if costs.sources else (),
     )
+
+
+def _keys(program: Program) -> list[tuple[object, ...]]:
+    """What each step is, whatever the size of its batch."""
+    seen: collections.Counter[tuple[object, ...]] = collections.Counter()
+    found = []
+    for step in program.steps:
+        key = step.layer, step.phase, step.op
+        found.append((*key, seen[key]))
+        seen[key] += 1
+    return found
 
 
 # An H200 as `vmem-jax profile` measured it (JAX 0.11.2, cuDNN 9.19). Its convolutions run at 710

@@ -85,7 +85,7 @@ def prove_in_parts(
         if best is not None and seconds.get(count, 0.0) >= _WORTH * _seconds(best):
             break
         one = member(count)
-        if best is not None and sum(one.costs.seconds) >= _WORTH * _seconds(best):
+        if best is not None and _least(one) >= _WORTH * _seconds(best):
             break
         first = plans.get(count, one.first)
         try:
@@ -111,6 +111,11 @@ def _seconds(found: tuple[int, tuple[Attempt, ...]]) -> float:
     return found[1][-1].plan.predicted_seconds
 
 
+def _least(one: Member, budget: int | None = None) -> float:
+    """Seconds that no plan of `one` goes below."""
+    return one.policy.least_seconds(one.program, one.costs, budget)
+
+
 def _ranked(
     member: Callable[[int], Member],
     counts: Sequence[int],
@@ -134,7 +139,7 @@ def _ranked(
     for i, count in enumerate(counts):
         one = member(count)
         fewest = splitting is Splitting.FEWEST
-        if fitting and (fewest or sum(one.costs.seconds) >= seconds[fitting[0]]):
+        if fitting and (fewest or _least(one) >= seconds[fitting[0]]):
             return fitting + slower + [*counts[i:]]
         program = one.program
         if fewest:
@@ -144,7 +149,7 @@ def _ranked(
             continue
         means = one.program, one.policy, one.costs, budget
         if fitting:
-            bound = one.policy.least_seconds(one.program, one.costs, budget)
+            bound = _least(one, budget)
             if bound >= seconds[fitting[0]]:
                 seconds[count] = bound
                 slower.append(count)

@@ -1,0 +1,58 @@
+"""Costs of a step in sub-batches, from those of its batch as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers import BACKWARD, FORWARD, Builder
+
+from vmem_jax.core.costs import MACHINES, Costs, Source, analytic, of_parts
+from vmem_jax.core.program import BEGIN
+
+H200 = MACHINES["h200"]
+LARGE = 2**30  # bytes, of which launches are no part
+
+
+def program(kernels, nbytes=LARGE, sub_batches=1):
+    """A step for each (layer, phase, op) of `kernels`, each reading what the one before it writes."""
+    b = Builder()
+    value = b.input(8)
+    for layer, phase, op in kernels:
+        value = b.step([value], nbytes, phase, op=op, fusible=True)
+        times = 1 if op == BEGIN else sub_batches
+        b.steps[-1] = dataclasses.replace(b.steps[-1], layer=layer, times=times)
+    return b.program([value])
+
+
+WHOLE = [
+    ("a", FORWARD, "max"),
+    ("b", FORWARD, "max"),
+    ("b", FORWARD, "max"),
+    ("b", BACKWARD, "max"),
+]
+
+
+def test_each_step_of_a_part_is_above_its_roofline_as_in_the_whole_batch():
+    whole = program(WHOLE)
+    factors = (2.0, 3.0, 5.0, 0.5)
+    seconds = tuple(f * s for f, s in zip(factors, analytic(whole, H200).seconds, strict=True))
+    measured = Costs("a card", seconds, sources=(Source.MEASURED,) * 4)
+    # its first kernels changed places, and a mark and a sum are new
+    parts = program(
+        [WHOLE[1], WHOLE[0], WHOLE[2], ("", FORWARD, BEGIN), WHOLE[3], ("b", BACKWARD, "add")],
+        LARGE // 4,
+        sub_batches=4,
+    )
+    found = of_parts(parts, H200, whole, measured)
+    rooflines = analytic(parts, H200).seconds
+    got = [s / roofline for s, roofline in zip(found.seconds, rooflines, strict=True)]
+    together = sum(seconds) / sum(analytic(whole, H200).seconds)
+    assert got == pytest.approx([3.0, 2.0, 5.0, together, 0.5, together])
+    assert found.machine == "a card" and {*found.sources} == {Source.CALIBRATED}
+
+
+def test_what_was_not_measured_is_the_roofline():
+    whole, parts = program(WHOLE), program(WHOLE, LARGE // 2, sub_batches=2)
+    found = of_parts(parts, H200, whole, analytic(whole, H200))
+    assert found.seconds == pytest.approx(analytic(parts, H200).seconds) and found.sources == ()
