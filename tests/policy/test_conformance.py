@@ -52,6 +52,7 @@ def planned(name, program, budget, costs=None):
     )
     assert budget is None or plan.predicted_peak <= budget
     assert (plan.program, plan.policy, plan.budget) == (program.fingerprint, name, budget)
+    assert policy.least_seconds(program, costs, budget) <= plan.predicted_seconds * (1 + 1e-6)
     assert POLICIES[name]().plan(program, costs, budget) == plan  # and nothing but its arguments
     return plan
 

@@ -88,6 +88,8 @@ def test_the_budget_holds_with_what_is_on_its_way(name):
             break
         check(program, plan, FAST)
         assert plan.predicted_peak <= budget == plan.budget
+        least = Streaming(POLICIES[name](), FAST).least_seconds(program, costs(program), budget)
+        assert least <= plan.predicted_seconds * (1 + 1e-6)
         lowest = plan.predicted_peak
     # the moments would not all have fitted
     assert lowest is not None and lowest < program.resident_nbytes + 8 * 16

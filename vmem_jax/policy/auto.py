@@ -96,7 +96,9 @@ class Auto(AbstractPolicy):
         if moves and stacks(program):
             return super().least_seconds(program, costs, budget)  # looped, it needs less
         means = costs if moves else dataclasses.replace(costs, link=None)
-        return quick_bound(program, means, lower_order(program, costs), budget)
+        canonical = canonical_order(program)
+        orders = {canonical, lower_order(program, costs, canonical)}
+        return min(quick_bound(program, means, order, budget) for order in orders)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         best = self._timeline(program, costs, budget)

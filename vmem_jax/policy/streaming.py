@@ -48,11 +48,19 @@ class Streaming(AbstractPolicy):
     def spared(self, program: Program) -> str:
         return self.inner.spared(program)
 
+    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+        """Without what is hosted, which takes more memory and no less time."""
+        return self.inner.least_seconds(program, self._means(costs), budget)
+
+    def _means(self, costs: Costs) -> Costs:
+        """What `inner` plans with."""
+        return costs if self.moves else dataclasses.replace(costs, link=None)
+
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
         """The plan of `inner` with the transfers of what is hosted; its name is `inner`'s."""
         if not program.hosted:
             return self.inner.plan(program, costs, budget)
-        means = costs if self.moves else dataclasses.replace(costs, link=None)
+        means = self._means(costs)
         target = budget
         for _ in range(_TRIES):
             try:
