@@ -210,7 +210,7 @@ def test_numbers_that_a_bound_rules_out_are_not_planned():
         bound: float = 0.0
 
         def least_seconds(self, program, costs, budget):
-            return self.bound
+            return self.bound if budget else 0.0
 
         def plan(self, program, costs, budget):
             asked.append(self.count)

@@ -57,6 +57,20 @@ class Member:
     first: Placed | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """A number of sub-batches, and what is known of it.
+
+    Attributes:
+      seconds: of its plan, or that no plan of it goes below.
+      first: its plan, where one was made.
+    """
+
+    count: int
+    seconds: float = 0.0
+    first: Placed | None = None
+
+
 def prove_in_parts(
     member: Callable[[int], Member],
     counts: Iterable[int],
@@ -78,25 +92,24 @@ def prove_in_parts(
     """
     best: tuple[int, tuple[Attempt, ...]] | None = None
     lowest: BudgetError | None = None
-    plans: dict[int, Placed] = {}
-    seconds: dict[int, float] = {}
-    ranked = _ranked(member, [*counts], budget, plans, seconds, splitting)
-    for count in (*ranked[:MOST_PROVED], *sorted(ranked[MOST_PROVED:])[-1:]):
-        if best is not None and seconds.get(count, 0.0) >= _WORTH * _seconds(best):
+    ranked = _ranked(member, [*counts], budget, splitting)
+    most = sorted(ranked[MOST_PROVED:], key=lambda candidate: candidate.count)[-1:]
+    for candidate in (*ranked[:MOST_PROVED], *most):
+        if best is not None and candidate.seconds >= _WORTH * _seconds(best):
             break
-        one = member(count)
+        one = member(candidate.count)
         if best is not None and _least(one) >= _WORTH * _seconds(best):
             break
-        first = plans.get(count, one.first)
+        first = candidate.first or one.first
         try:
             means = one.program, one.policy, one.costs, budget
             attempts = prove(*means, one.compile_plan, plain_need, one.learn, first)
         except BudgetError as error:
-            logging.info("in %d sub-batches: %s", count, error)
+            logging.info("in %d sub-batches: %s", candidate.count, error)
             if lowest is None or error.lowest_peak < lowest.lowest_peak:
                 lowest = error
             continue
-        found = count, attempts
+        found = candidate.count, attempts
         if splitting is not Splitting.FASTEST:
             return found
         best = found if best is None else min(best, found, key=_seconds)
@@ -120,53 +133,43 @@ def _ranked(
     member: Callable[[int], Member],
     counts: Sequence[int],
     budget: int | None,
-    plans: dict[int, Placed],
-    seconds: dict[int, float],
     splitting: Splitting,
-) -> list[int]:
+) -> list[_Candidate]:
     """`counts` in the order in which they are worth a try: what fits, the fastest or the fewest
     first, and then what takes longer in any case; where nothing fits, the one with the lowest peak.
-
-    Args:
-      plans: gets those that there are.
-      seconds: gets those of a plan that fits, or those that none goes below.
     """
     if len(counts) == 1:
-        return [*counts]
-    fitting, slower = list[int](), list[int]()
-    others: list[tuple[float, int]] = []
-    hopeless: list[tuple[float, int]] = []
+        return [_Candidate(counts[0])]
+    fitting, slower = list[_Candidate](), list[_Candidate]()
+    others, hopeless = list[tuple[int, _Candidate]](), list[tuple[int, _Candidate]]()  # with needs
     for i, count in enumerate(counts):
         one = member(count)
         fewest = splitting is Splitting.FEWEST
-        if fitting and (fewest or _least(one) >= seconds[fitting[0]]):
-            return fitting + slower + [*counts[i:]]
+        if fitting and (fewest or _least(one) >= fitting[0].seconds):
+            return fitting + slower + [*map(_Candidate, counts[i:])]
         program = one.program
         if fewest:
             program = with_convolutions(program, fastest(one.costs.convolutions).items())
         if budget is not None and (least := least_nbytes(program)) > budget:
-            hopeless.append((least, count))
+            hopeless.append((least, _Candidate(count)))
+            continue
+        if fitting and (bound := _least(one, budget)) >= fitting[0].seconds:
+            slower.append(_Candidate(count, bound))
             continue
         means = one.program, one.policy, one.costs, budget
-        if fitting:
-            bound = _least(one, budget)
-            if bound >= seconds[fitting[0]]:
-                seconds[count] = bound
-                slower.append(count)
-                continue
+        short = len(one.program.steps) <= LONG
         try:
-            short = len(one.program.steps) <= LONG
             first = placed(*means, first=one.first) if short else one.first or planned(*means)
         except BudgetError as error:
-            others.append((error.lowest_peak, count))
+            others.append((error.lowest_peak, _Candidate(count)))
             continue
-        plans[count] = first
+        candidate = _Candidate(count, first.plan.predicted_seconds, first)
         need = first.need if short else first.plan.predicted_peak
         if budget is None or need <= budget:
-            seconds[count] = first.plan.predicted_seconds
-            fitting = sorted((*fitting, count), key=lambda count: (seconds[count], count))
+            fitting = sorted((*fitting, candidate), key=lambda each: (each.seconds, each.count))
         else:
-            others.append((need, count))
+            others.append((need, candidate))
     # what is the same for all numbers, a gradient of weights, hides what more of them save
-    lowest = sorted(hopeless, key=lambda each: (each[0], -each[1]))[:1]
-    return fitting + slower or [count for _, count in sorted(others)[:1] or lowest]
+    lowest = sorted(hopeless, key=lambda each: (each[0], -each[1].count))[:1]
+    lowest = sorted(others, key=lambda each: (each[0], each[1].count))[:1] or lowest
+    return fitting + slower or [candidate for _, candidate in lowest]
