@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vmem_jax.core import heap
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.fences import Fence
-from vmem_jax.core.heap import best_fit_nbytes, heap_nbytes, lives
+from vmem_jax.core.heap import best_fit_nbytes, heap_nbytes, places
 from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
@@ -82,7 +82,7 @@ def test_what_is_away_leaves_its_place():
     assert heap_nbytes(program, order) == program.resident_nbytes + 24
     away = [Transfer(early, 1, 1, 4, 4)]
     assert heap_nbytes(program, order, away) == program.resident_nbytes + 16
-    assert sorted(i.nbytes for i in lives(program, order, away)) == [1, 8, 8, 8, 8]
+    assert sorted(i.nbytes for i in places(program, order, away)) == [1, 8, 8, 8, 8]
 
 
 def test_what_takes_over_memory_has_no_place_of_its_own():
@@ -131,7 +131,7 @@ def test_an_argument_is_padded_once_for_all_convolutions():
         for step in program.steps
     ]
     program = dataclasses.replace(program, steps=tuple(steps))
-    assert Interval(convolution.padded_nbytes, 1, 1) in lives(program, range(3))
+    assert Interval(convolution.padded_nbytes, 1, 1) in places(program, range(3))
 
 
 def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
@@ -144,9 +144,9 @@ def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
     loss = b.step([y], 2)
     turned = b.step([w], 8, op=rev)
     program = b.program([b.step([b.step([loss, turned], 2, op=conv)], 1)])
-    assert sorted(lives(program, range(5)), key=lambda i: -i.nbytes)[0] == Interval(8, 0, 3)
+    assert sorted(places(program, range(5)), key=lambda i: -i.nbytes)[0] == Interval(8, 0, 3)
     assert heap_nbytes(program, range(5)) == program.resident_nbytes + 8 + 4 + 2
-    again = lives(program, (0, 0, 1, 2, 3, 4))
+    again = places(program, (0, 0, 1, 2, 3, 4))
     assert [i for i in again if i.nbytes == 8] == [Interval(8, 0, 4)]
 
 

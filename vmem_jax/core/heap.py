@@ -23,10 +23,10 @@ from vmem_jax.core.simulate import staged_spans
 
 def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()) -> int:
     """Bytes of device memory that `order` needs as XLA places it, residents included."""
-    return program.resident_nbytes + best_fit_nbytes(lives(program, order, transfers))
+    return program.resident_nbytes + best_fit_nbytes(places(program, order, transfers))
 
 
-def lives(
+def places(
     program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
 ) -> list[Interval]:
     """From which position of `order` to which each place is in use; residents have none.
