@@ -72,7 +72,7 @@ def test_what_the_heap_takes_is_taken_off_before_anything_is_compiled(monkeypatc
     more = lost if callable(lost) else lambda plan: lost
     need = lambda program, plan: plan.predicted_peak + more(plan)
     monkeypatch.setattr(placing, "predicted_need", need)
-    monkeypatch.setattr(placing, "LONG", 0 if long else 1000)
+    monkeypatch.setattr(placing, "_LONG", 0 if long else 1000)
     compile_plan = lambda plan: compiled(need(PROGRAM, plan))
     policy = Recording(allow=("order", "recompute", "offload"))
     (attempt,) = prove(PROGRAM, policy, FAST, BUDGET, compile_plan)
@@ -230,3 +230,26 @@ def test_numbers_that_a_bound_rules_out_are_not_planned():
     assert {*asked} == {1, 4}
     count, _ = prove_in_parts(members(bounds, {1: 1000, 2: 0, 4: 1000}), [1, 2, 4], BUDGET)
     assert count == 2  # and where nothing else fits, it is proved all the same
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_numbers_are_ranked_by_what_fits_as_placed(monkeypatch, long):
+    """Two are predicted to be faster, but whatever is planned for them the heap loses too much."""
+    still = dataclasses.replace(FAST, link=None)
+
+    class Lossy(POLICIES["auto"]):
+        name = "lossy"
+
+    need = lambda program, plan: plan.predicted_peak + 1000 * (plan.policy == "lossy")
+    monkeypatch.setattr(placing, "predicted_need", need)
+    monkeypatch.setattr(placing, "_LONG", 0 if long else 1000)
+    seen = []
+
+    def member(count):
+        policy = (Lossy if count == 2 else POLICIES["auto"])(allow=("order", "recompute"))
+        costs = dataclasses.replace(still, seconds=tuple(s / count for s in still.seconds))
+        compile_plan = lambda plan: seen.append(count) or compiled(need(PROGRAM, plan))
+        return Member(PROGRAM, policy, costs, compile_plan)
+
+    count, found = prove_in_parts(member, [1, 2], BUDGET)
+    assert (count, seen) == (1, [1]) and found[-1].need <= BUDGET

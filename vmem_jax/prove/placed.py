@@ -19,11 +19,11 @@ from vmem_jax.policy.base import AbstractPolicy
 _MOST_PLANS = 5
 """Plans that are made on paper for one compile."""
 
-LONG = 1_000
-"""Steps of a program for which a plan can take as long as a compile: the first that fits is good."""
-
 _AS_FAST = 1.01
 """Of the seconds of a plan that does not fit: one that fits and takes less is good enough."""
+
+_LONG, _LONG_AS_FAST = 1_000, 1.1
+"""The same for programs of more steps, of which a plan takes seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,7 @@ def placed(
     """
     if goal is None:
         return first or planned(program, policy, costs, None)
+    near = _AS_FAST if len(program.steps) <= _LONG else _LONG_AS_FAST
     target = goal  # what is planned for
     over = within = None  # planned for, and at last too much or little enough
     if before is not None:
@@ -97,9 +98,7 @@ def placed(
             over, fails = target, one.plan
         if within is None:
             target = goal - (one.need - one.plan.predicted_peak)
-        elif over is None or len(program.steps) > LONG:
-            break
-        elif fits.predicted_seconds <= _AS_FAST * fails.predicted_seconds:
+        elif over is None or fits.predicted_seconds <= near * fails.predicted_seconds:
             break
         else:
             target = (over + within) // 2

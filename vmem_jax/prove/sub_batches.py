@@ -29,7 +29,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest
-from vmem_jax.prove.placed import LONG, Placed, placed, planned
+from vmem_jax.prove.placed import Placed, placed
 from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
@@ -157,18 +157,16 @@ def _ranked(
             slower.append(_Candidate(count, bound))
             continue
         means = one.program, one.policy, one.costs, budget
-        short = len(one.program.steps) <= LONG
         try:
-            first = placed(*means, first=one.first) if short else one.first or planned(*means)
+            first = placed(*means, first=one.first)
         except BudgetError as error:
             others.append((error.lowest_peak, _Candidate(count)))
             continue
         candidate = _Candidate(count, first.plan.predicted_seconds, first)
-        need = first.need if short else first.plan.predicted_peak
-        if budget is None or need <= budget:
+        if budget is None or first.need <= budget:
             fitting = sorted((*fitting, candidate), key=lambda each: (each.seconds, each.count))
         else:
-            others.append((need, candidate))
+            others.append((first.need, candidate))
     # what is the same for all numbers, a gradient of weights, hides what more of them save
     lowest = sorted(hopeless, key=lambda each: (each[0], -each[1].count))[:1]
     lowest = sorted(others, key=lambda each: (each[0], each[1].count))[:1] or lowest
