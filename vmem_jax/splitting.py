@@ -69,8 +69,8 @@ def part_costs(
 ) -> Costs:
     """Costs of a step in sub-batches, from those of its batch as a whole.
 
-    What moves within the
-    loop does so for each part, as its steps run for each: so the link is slower by their number.
+    What moves within the loop does so for each part, as its steps run for each: so the link is slower
+    by their number.
 
     Args:
       parts, whole: the step in sub-batches, and with its batch as a whole.

@@ -93,8 +93,8 @@ class Auto(AbstractPolicy):
 
     def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         moves = "offload" in self.allow and costs.link is not None
-        if moves and stacks(program):
-            return super().least_seconds(program, costs, budget)  # looped, it needs less
+        if budget is None or (moves and stacks(program)):  # looped, it needs less memory
+            return super().least_seconds(program, costs, budget)
         means = costs if moves else dataclasses.replace(costs, link=None)
         canonical = canonical_order(program)
         orders = {canonical, lower_order(program, costs, canonical)}
