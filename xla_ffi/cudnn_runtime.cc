@@ -82,42 +82,4 @@ std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device,
   return FindPlans(geometry, ConvDevice::Here(lease.handle()), banned, compiling);
 }
 
-ConvTimer::ConvTimer(const ConvGeometry& geometry, const ConvWay& way, int device,
-                     std::vector<ConvBuffers> sets, std::int64_t workspace)
-    : device_(device), sets_(std::move(sets)), padding_(geometry, way.channels) {
-  CudaBackend::DeviceGuard guard(device);
-  {
-    CudnnLease lease(device);
-    plan_ = MakePlan(padding_.geometry(), ConvDevice::Here(lease.handle()), way.engine, way.knobs);
-  }
-  const std::int64_t needs = padding_.nbytes() + plan_.workspace;
-  if (sets_.empty()) throw Error(Code::kInvalidArgument, "there are no buffers");
-  if (needs > workspace) {
-    throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(needs) +
-                                            " bytes of workspace. Got " +
-                                            std::to_string(workspace) + ".");
-  }
-  VMEM_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-}
-
-ConvTimer::~ConvTimer() { cudaStreamDestroy(stream_); }
-
-std::vector<double> ConvTimer::Run(int times) {
-  CudaBackend::DeviceGuard guard(device_);
-  CudnnLease lease(device_);
-  std::vector<CudaBackend::Mark> marks{CudaBackend::NewMark(stream_)};
-  for (int i = 0; i < times; ++i) {
-    lease.Run(plan_, padding_, sets_.at(runs_++ % sets_.size()), stream_);
-    marks.push_back(CudaBackend::NewMark(stream_));
-  }
-  VMEM_CHECK_CUDA(cudaStreamSynchronize(stream_));
-  std::vector<double> seconds;
-  for (int i = 0; i < times; ++i) {
-    float milliseconds = 0.0F;
-    VMEM_CHECK_CUDA(cudaEventElapsedTime(&milliseconds, marks[i]->get(), marks[i + 1]->get()));
-    seconds.push_back(milliseconds * 1e-3);
-  }
-  return seconds;
-}
-
 }  // namespace vmem

@@ -42,29 +42,4 @@ class CudnnLease {
 std::vector<PlanInfo> FindPlansHere(const ConvGeometry& geometry, int device,
                                     const std::vector<std::int64_t>& banned, bool compiling);
 
-// Times a way, padding included, on a stream of its own. Runs take the sets of buffers in turn, so
-// that none finds its own in the cache. Their contents matter: a device is faster on zeros than on
-// anything else.
-class ConvTimer {
- public:
-  // Makes a plan of its own: not one of those that calls use, which are kept. `workspace` is the
-  // bytes that are there.
-  ConvTimer(const ConvGeometry& geometry, const ConvWay& way, int device,
-            std::vector<ConvBuffers> sets, std::int64_t workspace);
-  ~ConvTimer();
-  ConvTimer(const ConvTimer&) = delete;
-  ConvTimer& operator=(const ConvTimer&) = delete;
-
-  // The seconds of each of so many runs, one right after the other.
-  std::vector<double> Run(int times);
-
- private:
-  int device_;
-  std::vector<ConvBuffers> sets_;
-  ConvPadding padding_;
-  Plan plan_;
-  cudaStream_t stream_ = nullptr;
-  std::size_t runs_ = 0;
-};
-
 }  // namespace vmem

@@ -31,6 +31,7 @@
 #ifdef VMEM_JAX_CUDNN
 #include "cuda_channels.h"
 #include "cudnn_runtime.h"
+#include "cudnn_trial.h"
 #endif
 
 namespace nb = nanobind;
@@ -231,9 +232,9 @@ nb::list ConvPlans(const std::string& which, const std::string& epilogue,
   return result;
 }
 
-// Constructs a timer in `self`. `sets` are the addresses of x, w, y, the workspace and the bias (0:
+// Constructs a trial in `self`. `sets` are the addresses of x, w, y, the workspace and the bias (0:
 // none), each; what is computed is overwritten.
-void InitTimer(ConvTimer* self, const std::string& which, const std::string& epilogue,
+void InitTrial(ConvTrial* self, const std::string& which, const std::string& epilogue,
                const std::string& dtype, bool channels_last,
                const std::tuple<Dims, Dims, Dims>& shapes,
                const std::tuple<Dims, Dims, Dims, Dims>& window, int device, std::int64_t engine,
@@ -244,7 +245,7 @@ void InitTimer(ConvTimer* self, const std::string& which, const std::string& epi
   for (const auto& [x, w, y, scratch, bias] : sets) {
     buffers.push_back({at(x), at(w), at(y), at(scratch), at(bias)});
   }
-  new (self) ConvTimer(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
+  new (self) ConvTrial(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
                        {engine, channels, knobs}, device, std::move(buffers), workspace);
 }
 #endif
@@ -347,11 +348,12 @@ NB_MODULE(_xla_ffi, m) {
   m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
         "shapes"_a, "window"_a, "device"_a, "banned"_a, "compiling"_a,
         "channels"_a);
-  nb::class_<ConvTimer>(m, "ConvTimer")
-      .def("__init__", &InitTimer, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
+  nb::class_<ConvTrial>(m, "ConvTrial")
+      .def("__init__", &InitTrial, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
            "shapes"_a, "window"_a, "device"_a, "engine"_a, "channels"_a, "knobs"_a, "sets"_a,
            "workspace"_a, unlocked)
-      .def("run", &ConvTimer::Run, "times"_a, unlocked);
+      .def("run", &ConvTrial::Run, "times"_a, unlocked)
+      .def("deviation", &ConvTrial::Deviation, unlocked);
 #endif
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);
 }

@@ -1,4 +1,4 @@
-"""cudnn: the plans that cuDNN has for a convolution, and how long they take."""
+"""cudnn: the plans that it has for a convolution, how long they take, and whether they are right."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from vmem_jax.transfer import extension
 _RUNTIME_COMPILATION = 0  # among cuDNN's behaviour notes
 _MOST_SETS = 11
 """Of buffers to time a plan in: as many as there are runs."""
+
+_MOST_OFF = 0.1
+"""Of a result's root mean square: what a plan may be off. FFT, Winograd and sums in 16 bits are off
+by a hundredth, a kernel that takes other padding than it was told by more than one."""
 
 _INSTALL = 'pip install "vmem_jax[gpu-compile]"'
 
@@ -123,20 +127,25 @@ def seconds(
 ) -> tuple[float, ...]:
     """What each run of a plan takes on `device`, on random data; padding included.
 
+    A plan that is faster than its rival is also held against sums of products: cuDNN 9.19 lists plans
+    that compute something else. On an H200 those for gradients to w of strided convolutions with
+    unequal padding, as "SAME" has it, shift x by one.
+
     Args:
       rival, loaded: as `conv/racing.py` has them; how often the plan is run follows from them.
       scratch: memory to use; by default some is taken for this call.
 
     Raises:
       ValueError: the device is no GPU, or JAX has the dtype turned off.
-      RuntimeError: the plan does not run there, or there is too little memory.
+      RuntimeError: the plan does not run there, what it computes is not `convolution`, or there is
+        too little memory.
       ImportError: as `plans`.
     """
     where, module = _ordinal(device), _open()
     if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
         raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
     scratch = Scratch(device) if scratch is None else scratch
-    timer = module.ConvTimer(
+    trial = module.ConvTrial(
         *_arguments(convolution),
         device=where,
         engine=plan.engine,
@@ -145,7 +154,26 @@ def seconds(
         sets=scratch.sets(convolution, plan.workspace, _MOST_SETS),
         workspace=max(plan.workspace, 1),
     )
-    return race(timer.run, rival, loaded)
+    times = race(trial.run, rival, loaded)
+    if statistics.median(times) < rival:
+        _check(convolution, plan, trial.deviation())
+    return times
+
+
+def _check(convolution: Convolution, plan: Plan, deviation: float) -> None:
+    """Refuses a plan whose result is off by `deviation` of its root mean square, if that is much.
+
+    Without the kernel that tells it is nan, and the plans that are known to be wrong are refused.
+    """
+    if math.isnan(deviation) and any(low != high for low, high in convolution.padding):
+        raise RuntimeError(
+            "unequal padding, and nothing to check the result by: built without nvcc"
+        )
+    if deviation > _MOST_OFF:
+        raise RuntimeError(
+            f"engine {plan.engine} computes something else: off by {deviation:.2g} times the root "
+            "mean square"
+        )
 
 
 class Cudnn:

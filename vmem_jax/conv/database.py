@@ -47,7 +47,7 @@ class Database(Kept[Entries]):
     """The file of one device and version of cuDNN. Any number of processes may use it at once."""
 
     kind = "database of convolutions"
-    schema = 3
+    schema = 4  # of 3 no result was held against anything
     folder = "convolutions"
 
     def nothing(self) -> Entries:

@@ -3,10 +3,12 @@
 #include "host_threads.h"
 // after it
 #include "channels_kernels.h"
+#include "sums_kernels.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <random>
@@ -17,9 +19,11 @@
 
 #include "cuda_backend.h"
 #include "cuda_channels.h"
+#include "cuda_sums.h"
 #include "cudnn_geometry.h"
 #include "cudnn_library.h"
 #include "cudnn_runtime.h"
+#include "cudnn_trial.h"
 #include "expect.h"
 #include "targets.h"
 
@@ -31,6 +35,18 @@ extern "C" {
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned int) { return cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaMallocHost(void** data, std::size_t nbytes) {
+  *data = std::malloc(nbytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int byte, std::size_t nbytes, cudaStream_t) {
+  std::memset(data, byte, nbytes);
+  return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) { return cudaSuccess; }
 }
 
@@ -56,6 +72,14 @@ void CopyChannels(cudaStream_t, const void* from, std::int64_t given, void* to, 
            static_cast<std::uint16_t*>(to), static_cast<unsigned>(made),
            static_cast<std::uint64_t>(rows));
   });
+}
+
+void AddProductsOf(cudaStream_t, cudnnDataType_t dtype, const ConvSums& sums,
+                   const std::int64_t* places, std::size_t count, double* found) {
+  auto* kernel = AddProducts<float>;
+  if (dtype == CUDNN_DATA_DOUBLE) kernel = AddProducts<double>;
+  if (dtype == CUDNN_DATA_BFLOAT16) kernel = AddProducts<Bf16>;
+  HostBlock::the_block->Launch(static_cast<unsigned>(count), [&] { kernel(sums, places, found); });
 }
 
 namespace {
@@ -417,8 +441,8 @@ void TestPaddedChannels() {
   }
 }
 
-// A timer runs a way, padding included, on its sets of buffers in turn.
-void TestTimer() {
+// A trial runs a way, padding included, on its sets of buffers in turn.
+void TestTrial() {
   const Dims x{2, 3, 4, 4};
   const Dims w{2, 3, 1, 1};
   const Dims y{2, 2, 4, 4};
@@ -438,15 +462,54 @@ void TestTimer() {
     sets.push_back({ones.data(), ones.data(), result.data(), workspace.data(), nullptr});
   }
   const ConvWay way{1, 8, {}};
-  ConvTimer timer(geometry, way, 0, sets, needs);
+  ConvTrial trial(geometry, way, 0, sets, needs);
   LoadChannels();
-  EXPECT(timer.Run(1).size() == 1);
+  EXPECT(trial.Run(1).size() == 1);
   EXPECT(results[0][0] == 0x4040 && results[1][0] == 0);  // 3, of three channels
-  EXPECT(timer.Run(3).size() == 3);
+  EXPECT(trial.Run(3).size() == 3);
   EXPECT(results[1] == results[0]);
   const std::string less = "needs " + std::to_string(needs) + " bytes of workspace. Got ";
-  EXPECT(Throws([&] { ConvTimer(geometry, way, 0, sets, needs - 1); }, less));
-  EXPECT(Throws([&] { ConvTimer(geometry, way, 0, {}, needs); }, "no buffers"));
+  EXPECT(Throws([&] { ConvTrial(geometry, way, 0, sets, needs - 1); }, less));
+  EXPECT(Throws([&] { ConvTrial(geometry, way, 0, {}, needs); }, "no buffers"));
+}
+
+// What is wrong is far off; what is right is not, whatever the layer.
+void TestDeviation(XLA_FFI_DataType dtype, const std::vector<Layer>& layers) {
+  for (const Layer& layer : layers) {
+    for (const char* which : {"forward", "backward data", "backward filter"}) {
+      ConvGeometry geometry;
+      geometry.pass = ConvPassOf(which);
+      geometry.dtype = dtype == XLA_FFI_DataType_F64   ? CUDNN_DATA_DOUBLE
+                       : dtype == XLA_FFI_DataType_F32 ? CUDNN_DATA_FLOAT
+                                                       : CUDNN_DATA_BFLOAT16;
+      const Attributes& window = layer.attributes;
+      geometry.channels_last = window.channels_last;
+      std::vector<char> memory[3];
+      Dims* shapes[] = {&geometry.x, &geometry.w, &geometry.y};
+      const Dims* given[] = {&layer.x, &layer.w, &layer.y};
+      for (int i = 0; i < 3; ++i) {
+        *shapes[i] = *given[i];
+        if (window.channels_last) {
+          std::rotate(shapes[i]->begin() + 1, shapes[i]->end() - 1, shapes[i]->end());
+        }
+        memory[i] = Pack(Random(dtype, *given[i]));
+      }
+      std::tie(geometry.strides, geometry.padding_low, geometry.padding_high, geometry.dilation) =
+          std::tie(window.strides, window.padding_low, window.padding_high, window.dilation);
+      geometry.Check();
+      std::vector<char> workspace(40 * kBatch);
+      const ConvBuffers set{memory[0].data(), memory[1].data(), memory[2].data(),
+                            workspace.data(), nullptr};
+      auto deviation = [&](std::int64_t engine) {
+        const auto nbytes = static_cast<std::int64_t>(workspace.size());
+        return ConvTrial(geometry, {engine, 0, {}}, 0, {set}, nbytes).Deviation();
+      };
+      EXPECT(deviation(1) < 0.01);
+      if (layers.size() == 1) continue;
+      EXPECT(deviation(3) > 0.1);
+      EXPECT(std::isinf(deviation(4)));
+    }
+  }
 }
 
 // Devices are shared by executions, so several threads ask for one handle and the same plans.
@@ -542,11 +605,15 @@ void TestMisuse() {
 
 int main(int, char** argv) {
   EXPECT(vmem::OpenCudnn(argv[1]) == CUDNN_VERSION);
-  vmem::HostBlock block(vmem::kChannelThreads);
+  static_assert(vmem::kChannelThreads == vmem::kSumThreads);
+  vmem::HostBlock block(vmem::kSumThreads);
   vmem::TestOneOutput();
   vmem::TestEpilogues();
   vmem::TestPaddedChannels();
-  vmem::TestTimer();
+  vmem::TestTrial();
+  vmem::TestDeviation(XLA_FFI_DataType_F32, vmem::Layers());
+  vmem::TestDeviation(XLA_FFI_DataType_F64, {vmem::Layers()[0]});
+  vmem::TestDeviation(XLA_FFI_DataType_BF16, {vmem::Layers()[0]});
   vmem::TestPasses(XLA_FFI_DataType_F32);
   vmem::TestPasses(XLA_FFI_DataType_F64);
   vmem::TestPasses(XLA_FFI_DataType_BF16);

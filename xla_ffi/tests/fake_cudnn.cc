@@ -1,7 +1,9 @@
 // A cuDNN for conv_test: the part of the backend API that the convolution call uses, on the CPU.
 // What it computes follows from the descriptors that it was given, so that they are tested, too.
 //
-// It has kEngines engines; each wants a workspace of its own size, and writes all of it.
+// It has kEngines engines; each wants a workspace of its own size, and writes all of it. The last two
+// are wrong, as some of cuDNN's are: kShifting pads one more before x than it was told, and kIdle
+// computes nothing.
 #include <cudnn.h>
 
 #include <cstdint>
@@ -13,7 +15,9 @@
 
 namespace {
 
-constexpr std::int64_t kEngines = 3;
+constexpr std::int64_t kEngines = 5;
+constexpr std::int64_t kShifting = 3;
+constexpr std::int64_t kIdle = 4;
 
 struct Object;
 struct Value {
@@ -186,7 +190,7 @@ double Finished(const Object& graph, const Object& pack, std::int64_t channel, d
 }
 
 void Convolve(const Object& graph, const Object& pack, const Tensor& x, const Tensor& w,
-              const Tensor& y) {
+              const Tensor& y, std::int64_t shift) {
   const Object& operation = graph.Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
   const Names names = NamesOf(operation.type);
   const Object& convolution = operation.Child(names.convolution);
@@ -207,7 +211,7 @@ void Convolve(const Object& graph, const Object& pack, const Tensor& x, const Te
       std::vector<std::int64_t> in = out;
       in[1] = out[1] / outputs_of_group * w.dims[1] + tap[1];
       for (std::size_t i = 2; i < in.size(); ++i) {
-        in[i] = out[i] * strides[i - 2] + tap[i] * dilation[i - 2] - padding[i - 2];
+        in[i] = out[i] * strides[i - 2] + tap[i] * dilation[i - 2] - padding[i - 2] - shift;
         if (in[i] < 0 || in[i] >= x.dims[i]) return;
       }
       const std::int64_t xi = x.Offset(in);
@@ -304,6 +308,7 @@ FAKE cudnnStatus_t cudnnBackendExecute(cudnnHandle_t, cudnnBackendDescriptor_t r
       TensorOf(last.Child(alone ? names.y : CUDNN_ATTR_OPERATION_POINTWISE_YDESC), pack);
   if (x.data == nullptr || w.data == nullptr || y.data == nullptr) return CUDNN_STATUS_BAD_PARAM;
   std::memset(pack.One<char*>(CUDNN_ATTR_VARIANT_PACK_WORKSPACE), 0xFF, WorkspaceOf(plan));
-  Convolve(graph, pack, x, w, y);
+  const auto engine = EngineOf(plan).One<std::int64_t>(CUDNN_ATTR_ENGINE_GLOBAL_INDEX);
+  if (engine != kIdle) Convolve(graph, pack, x, w, y, engine == kShifting ? 1 : 0);
   return CUDNN_STATUS_SUCCESS;
 }
