@@ -253,3 +253,27 @@ def test_numbers_are_ranked_by_what_fits_as_placed(monkeypatch, long):
 
     count, found = prove_in_parts(member, [1, 2], BUDGET)
     assert (count, seen) == (1, [1]) and found[-1].need <= BUDGET
+
+
+def test_where_no_number_fits_the_one_that_needs_the_least_as_placed_is_proved(monkeypatch):
+    """Of one sub-batch nearly the budget is live at the least, and the heap loses much of it; what
+    is planned for two is predicted to need a little more than the budget, and packed better."""
+    still = dataclasses.replace(FAST, link=None)
+    low = POLICIES["auto"](allow=("order", "recompute")).plan(PROGRAM, still, BUDGET)
+
+    class Short(POLICIES["auto"]):
+        name = "short"
+
+        def plan(self, program, costs, budget):
+            lowest = dataclasses.replace(low, policy="short")
+            means = {"policy": self.name, "budget": BUDGET, "lowest_peak": BUDGET + 1}
+            raise BudgetError(**means, at="here", lowest_plan=lowest)
+
+    need = lambda program, plan: BUDGET + (1000 if plan.policy == "short" else 3)
+    monkeypatch.setattr(placing, "predicted_need", need)
+
+    def member(count):
+        policy = (Short if count == 1 else POLICIES["auto"])(allow=("order", "recompute"))
+        return Member(PROGRAM, policy, still, lambda plan: compiled(plan.predicted_peak))
+
+    assert prove_in_parts(member, [1, 2], BUDGET)[0] == 2

@@ -53,6 +53,13 @@ def planned(program: Program, policy: AbstractPolicy, costs: Costs, goal: int | 
     return Placed(plan, need, time.perf_counter() - start)
 
 
+def lowest_of(program: Program, error: BudgetError) -> Placed | None:
+    """The lowest plan that a policy has, by its error; None where nothing can be planned at all."""
+    if not isinstance(plan := error.lowest_plan, Plan):
+        return None
+    return Placed(plan, predicted_need(program, plan))
+
+
 def placed(
     program: Program,
     policy: AbstractPolicy,

@@ -27,7 +27,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import AbstractPolicy, what_holds, where_peak
 from vmem_jax.policy.keep import Keep
-from vmem_jax.prove.placed import Placed, placed, planned
+from vmem_jax.prove.placed import Placed, lowest_of, placed, planned
 
 MOST_COMPILES = 4
 
@@ -121,10 +121,9 @@ def prove(
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            one = None
-            if isinstance(plan := error.lowest_plan, Plan):
-                seconds = time.perf_counter() - start
-                one = Placed(plan, predicted_need(program, plan), seconds)
+            one = lowest_of(program, error)
+            if one is not None:
+                one = dataclasses.replace(one, seconds=time.perf_counter() - start)
         if one is None or any(_same(a.plan, one.plan) for a in attempts):
             if fewer or not any(map(_uses_more, attempts)):
                 break

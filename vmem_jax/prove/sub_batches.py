@@ -29,7 +29,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.errors import BudgetError
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 from vmem_jax.policy.convolving import fastest
-from vmem_jax.prove.placed import Placed, placed
+from vmem_jax.prove.placed import Placed, lowest_of, placed
 from vmem_jax.prove.prove import Attempt, prove
 
 MOST_PROVED = 3
@@ -136,7 +136,7 @@ def _ranked(
     splitting: Splitting,
 ) -> list[_Candidate]:
     """`counts` in the order in which they are worth a try: what fits, the fastest or the fewest
-    first, and then what takes longer in any case; where nothing fits, the one with the lowest peak.
+    first, and then what takes longer in any case; where nothing fits, the one that needs the least.
     """
     if len(counts) == 1:
         return [_Candidate(counts[0])]
@@ -160,7 +160,8 @@ def _ranked(
         try:
             first = placed(*means, first=one.first)
         except BudgetError as error:
-            others.append((error.lowest_peak, _Candidate(count)))
+            low = lowest_of(program, error)
+            others.append((low.need if low else error.lowest_peak, _Candidate(count)))
             continue
         candidate = _Candidate(count, first.plan.predicted_seconds, first)
         if budget is None or first.need <= budget:
