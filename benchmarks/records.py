@@ -52,6 +52,8 @@ class Record:
       recomputed: steps that run again.
       predicted_seconds: seconds a step by the simulator.
       loss: after the timed steps, to see that all variants compute the same.
+      plain_loss: plain jit's after as many from the same state; networks of thousands of layers are
+        chaotic, all others end within a hundredth of it.
     """
 
     model: str
@@ -86,6 +88,7 @@ class Record:
     recomputed: int | None = None
     predicted_seconds: float | None = None
     loss: float | None = None
+    plain_loss: float | None = None
     machine: str = ""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     commit: str = ""

@@ -215,6 +215,7 @@ def records_of(work: Job, chosen: list[Variant]) -> list[Record]:
             plain_seconds=v.plain_seconds,
             compile_seconds=v.compile_seconds,
             loss=v.loss,
+            plain_loss=v.plain_loss,
             **origin,
             **v.facts,
         )

@@ -160,4 +160,5 @@ class Turns:
             if blocks := variant.seconds[first:]:
                 variant.plain_seconds = statistics.median(variant.seconds)
                 for each in some:
-                    each.plain_seconds = statistics.median(blocks) if each.seconds else None
+                    if each.seconds:
+                        each.compare(statistics.median(blocks), variant.loss)

@@ -31,6 +31,9 @@ WRAPPED = ("checkpoint", "offload")
 REFUSALS = (vmem_jax.BudgetError, LayersError, SubBatchError, WorkspaceError)
 """What a policy says of a step that it cannot plan."""
 
+_AS_LOW = 0.02
+"""Of plain jit's loss: what rounding does to one in another order, after some twenty steps."""
+
 
 def is_size(asked: str) -> bool:
     """Whether a budget in words is so many bytes, as 12GiB."""
@@ -127,6 +130,7 @@ class Variant:
       seconds: a step, of each timed block.
       warm_seconds: of the last step that was not kept; 0 before.
       plain_seconds: the median of plain jit's blocks, which took turns with these.
+      plain_loss: plain jit's after as many steps from the same state.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class Variant:
         self.seconds: list[float] = []
         self.warm_seconds = 0.0
         self.plain_seconds: float | None = None
+        self.plain_loss: float | None = None
         self.outcome = "ok"
         self.run: Callable | None = None
         start = time.perf_counter()
@@ -172,6 +177,14 @@ class Variant:
         else:
             self.warm_seconds = seconds
         self.loss = float(metrics["loss"])
+
+    def compare(self, seconds: float, loss: float | None) -> None:
+        """Keeps what plain jit took and came to, and warns of what came to something else."""
+        self.plain_seconds, self.plain_loss = seconds, loss
+        if self.loss is None or loss is None or abs(self.loss - loss) <= _AS_LOW * abs(loss):
+            return
+        text = "%s@%s has a loss of %.4f after steps after which plain jit's is %.4f"
+        logging.warning(text, self.name, self.asked, self.loss, loss)
 
 
 def plain(work: Job, place: Place) -> Callable[[], Any]:

@@ -88,6 +88,26 @@ def test_they_take_turns_block_by_block():
     assert log[-12:] == ["plain", "plain", "a", "a", "b", "b"] * 2
 
 
+@pytest.mark.parametrize("scale, warned", [(1.0, False), (1.01, False), (1.1, True)])
+def test_what_computes_something_else_is_told(scale, warned, caplog):
+    def wrong(way):
+        made = variant(way)
+        run = made.run
+
+        def scaled(state, batch):
+            state, metrics = run(state, batch)
+            return state, {**metrics, "loss": metrics["loss"] * scale}
+
+        made.run = scaled
+        return [made]
+
+    turns = Turns(WORK, Pace(rounds=1, steps=1), time.monotonic())
+    with caplog.at_level("WARNING"):
+        [[each]] = turns.heats(plain := variant("plain"), ["a"], wrong)
+    assert each.plain_loss == plain.loss
+    assert ("a@ has a loss of" in caplog.text) == warned
+
+
 @pytest.mark.parametrize(
     "ways, together, expected",
     [
@@ -110,7 +130,7 @@ def test_every_row_knows_the_plain_jit_of_its_own_heat():
     for [each] in turns.heats(plain := variant("plain"), "ab", lambda way: [variant(way)]):
         assert each.plain_seconds == sorted(plain.seconds[-3:])[1]
         medians.append(each.plain_seconds)
-        assert float(plain.loss) == each.loss  # as many steps
+        assert plain.loss == each.loss == each.plain_loss  # as many steps
     assert plain.plain_seconds == pytest.approx(sum(sorted(plain.seconds)[2:4]) / 2)
     found, reference = heats("a", plain=None)
     assert reference is None and found == [[("a", "ok", 3)]]
