@@ -24,6 +24,7 @@ from records import Record
 from turns import Pace, Turns
 from variants import Place, Variant
 
+import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.layers import kernels_of
@@ -157,17 +158,31 @@ class Steps:
             found.append(Variant(f"{name} without its transfers", fraction, asked, build))
         return found
 
-    def _known(self, policy: str) -> tuple[int | None, bool]:
-        """(The fewest bytes that rows of `--known` have for it, whether one looked for them)."""
+    def _known(self, policy: str) -> tuple[tuple[int, ...], bool]:
+        """(The fewest bytes that rows of `--known` have, whether one looked for them).
+
+        First those of what a policy asks where its own plans do not fit, if they are fewer.
+        """
         if not FLAGS.known:
-            return None, False
-        like = (FLAGS.model, FLAGS.batch, FLAGS.dtype, policy)
-        rows = records.read(Path(FLAGS.known))
-        own = [r for r in rows if (r.model, r.batch, r.dtype, r.variant) == like]
-        found = [(r.need or (r.lowest_compiled and r.lowest), r.asked) for r in own]
-        sizes = [(size, asked) for size, asked in found if size]  # one that took too long has none
-        searched = any(asked == "least" for _, asked in sizes)
-        return min((size for size, _ in sizes), default=None), searched
+            return (), False
+        made = variants.policy_of(policy)
+        means = vmem_jax.POLICIES[made]() if isinstance(made, str) else made
+        about = FLAGS.model, FLAGS.batch, FLAGS.dtype
+        rows = [
+            (size, r)
+            for r in records.read(Path(FLAGS.known))
+            # one that took too long has none
+            if (r.model, r.batch, r.dtype) == about
+            and (size := r.need or (r.lowest_compiled and r.lowest))
+        ]
+        others = {other.name for other in means.instead}
+        own = min((size for size, r in rows if r.variant == policy), default=None)
+        asked = min((size for size, r in rows if r.variant in others), default=None)
+        searched = any(r.variant == policy and r.asked == "least" for _, r in rows)
+        least = [] if own is None else [own]
+        if asked is not None and (own is None or asked < own):
+            least.insert(0, asked)
+        return tuple(least), searched
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""

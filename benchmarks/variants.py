@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -204,7 +204,7 @@ def budgeted(
     place: Place,
     policy: str,
     nbytes: int | None,
-    known: int | None = None,
+    known: Sequence[int] = (),
     searched: bool = False,
 ) -> Callable[[], Any]:
     """The step under `vmem_jax.jit`.
@@ -212,9 +212,9 @@ def budgeted(
     Args:
       policy: as the flag `--policies` has it.
       nbytes: the budget; None for the least that the policy reaches.
-      known: the fewest bytes to which another compilation with this policy came, if any.
-      searched: whether that looked for the least; then 2 % more are tried, and what comes of that,
-        in place of looking again.
+      known: the fewest bytes to which other compilations came, in rising order.
+      searched: whether one of them looked for the least; then 2 % more are tried, and what comes of
+        that, in place of looking again.
 
     Raises:
       ValueError: there is no such policy or option.
@@ -225,20 +225,18 @@ def budgeted(
     def build() -> tuple[Callable, dict]:
         if nbytes is not None:
             return compiled(nbytes)
-        if known is not None and searched:
-            first = known + known // 50
-        else:  # what is there in any case, and next to nothing else: the error tells the least
-            shapes = jax.tree.leaves(place.shapes(work))
-            floor = sum(a.size * a.dtype.itemsize for a in shapes)
-            first = floor + floor // 100
-        try:
-            return compiled(first)
-        except vmem_jax.BudgetError as error:
-            if not error.compiled:
-                raise
-            least, plan = error.lowest_peak, error.lowest_plan
+        near = lambda size: size + size // 50
+        # what is there in any case, and next to nothing else: the error tells the least
+        floor = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(place.shapes(work)))
+        for each in map(near, known) if searched else [floor + floor // 100]:
+            try:
+                return compiled(each)
+            except vmem_jax.BudgetError as error:
+                if not error.compiled:
+                    raise
+                least, plan = error.lowest_peak, error.lowest_plan
         # nothing met that budget, so what it came to need not be the least
-        lower = [] if known is None or searched or known >= least else [known + known // 50]
+        lower = [] if searched else [near(size) for size in known if size < least]
         for each in (*lower, least):
             with contextlib.suppress(vmem_jax.BudgetError):
                 return compiled(each)
