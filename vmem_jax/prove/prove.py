@@ -161,10 +161,12 @@ def _attempt(
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
 ) -> Attempt:
     """A plan, compiled. What it was planned for may be lower; it is proved for the user's budget."""
+    plan = dataclasses.replace(one.plan, budget=budget)
+    logging.info("%s: %s as placed", plan, show_nbytes(one.need))
+    start = time.perf_counter()
     compiled = compile_plan(one.plan)
     need = need_nbytes(compiled)
-    plan = dataclasses.replace(one.plan, budget=budget)
-    logging.info("%s: %s as placed, compiled to %s", plan, *map(show_nbytes, (one.need, need)))
+    logging.info("compiled to %s in %.1f s", show_nbytes(need), time.perf_counter() - start)
     return Attempt(plan, compiled, need, one.need, learn(costs, compiled), one.seconds)
 
 
