@@ -14,6 +14,7 @@ from vmem_jax.arguments import Signature
 from vmem_jax.compiling import compile_jaxpr
 from vmem_jax.compressing import check_compression, ways_to_compress, with_compressed
 from vmem_jax.conv.choices import learner, with_choices
+from vmem_jax.conv.trials import try_ways
 from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
@@ -291,6 +292,8 @@ class Planning:
         traced, one = self._member(split.into(plan.sub_batches), plan.sub_batches)
         budget, plain_need = self._budget_nbytes()
         plan.check_made_for(one.program)
+        if self._target is None:
+            try_ways(one.program, plan, devices_of(traced.avals)[0])
         compiled = one.compile_plan(plan)
         predicted = predicted_need(one.program, plan)
         attempt = Attempt(plan, compiled, need_nbytes(compiled), predicted, one.costs)

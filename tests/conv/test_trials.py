@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from vmem_jax.conv import cudnn
+from vmem_jax import PlanError
+from vmem_jax.conv import cudnn, trials
 from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.profiler import profile
-from vmem_jax.core.convolution import Convolution, Pass
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.policy.workspace_reuse import BatchSizes
 
 EQUAL = Convolution(
@@ -107,3 +110,30 @@ def test_a_wrong_way_is_no_rival_and_not_handed_out(trial, monkeypatch, tmp_path
     assert [m.engine for m in database.load()[UNEQUAL].timed] == [1]
     assert "engine 0 computes something else" in found.untimed[0]
     assert trial.held == [0, 1]
+
+
+def given(*micros: Micro):
+    """A program of one convolution, and a plan that does it by these."""
+    step = SimpleNamespace(convolution=UNEQUAL)
+    return SimpleNamespace(steps=[step]), SimpleNamespace(divided=((0, Configuration(micros)),))
+
+
+def test_each_way_of_a_given_plan_is_tried_once(trial, monkeypatch):
+    monkeypatch.setattr(trials, "Scratch", lambda device: Memory())
+    trial.off = {1: 1e-6, 2: 1e-3}
+    ways = [Micro(b, e, (), 0, 1.0) for b, e in ((2, 1), (2, 2), (2, 1), (1, 1), (1, XLA))]
+    trials.try_ways(*given(*ways), Device())
+    assert trial.held == [1, 2, 1]
+
+
+@pytest.mark.parametrize("platform, refused", [("gpu", True), ("cpu", False)])
+def test_a_given_plan_that_computes_something_else_is_refused(
+    trial, monkeypatch, platform, refused
+):
+    """As one made with another version of cuDNN may be. A CPU runs XLA's own in its place."""
+    monkeypatch.setattr(trials, "Scratch", lambda device: Memory())
+    monkeypatch.setattr(Device, "platform", platform)
+    trial.off = {1: 1.4}
+    expected = pytest.raises(PlanError, match=r"engine 1 computes something else.*Plan again")
+    with expected if refused else contextlib.nullcontext():
+        trials.try_ways(*given(Micro(8, 1, (), 0, 1.0)), Device())

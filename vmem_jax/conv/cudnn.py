@@ -18,7 +18,7 @@ from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.devices import description
 from vmem_jax.conv.racing import race
 from vmem_jax.conv.scratch import Scratch
-from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.convolution import Convolution, Micro
 from vmem_jax.transfer import extension
 
 _RUNTIME_COMPILATION = 0  # among cuDNN's behaviour notes
@@ -141,27 +141,52 @@ def seconds(
         too little memory.
       ImportError: as `plans`.
     """
+    trial = _trial(convolution, plan, device, scratch, _MOST_SETS)
+    times = race(trial.run, rival, loaded)
+    if statistics.median(times) < rival:
+        _refuse(convolution, plan, trial.deviation())
+    return times
+
+
+def check(
+    convolution: Convolution,
+    way: Plan | Micro,
+    device: jax.Device,
+    scratch: Scratch | None = None,
+) -> None:
+    """Holds what `way` computes on `device` against the convolution, on random data.
+
+    Raises:
+      As `seconds`.
+    """
+    _refuse(convolution, way, _trial(convolution, way, device, scratch, 1).deviation())
+
+
+def _trial(
+    convolution: Convolution,
+    way: Plan | Micro,
+    device: jax.Device,
+    scratch: Scratch | None,
+    most: int,
+) -> Any:
+    """The extension's `ConvTrial`, with `most` sets of buffers at most."""
     where, module = _ordinal(device), _open()
     if jax.dtypes.canonicalize_dtype(convolution.dtype) != convolution.dtype:
         raise ValueError(f"{convolution.dtype} needs JAX's option `jax_enable_x64`.")
     scratch = Scratch(device) if scratch is None else scratch
-    trial = module.ConvTrial(
+    return module.ConvTrial(
         *_arguments(convolution),
         device=where,
-        engine=plan.engine,
-        channels=plan.channels,
-        knobs=list(plan.knobs),
-        sets=scratch.sets(convolution, plan.workspace, _MOST_SETS),
-        workspace=max(plan.workspace, 1),
+        engine=way.engine,
+        channels=way.channels,
+        knobs=list(way.knobs),
+        sets=scratch.sets(convolution, way.workspace, most),
+        workspace=max(way.workspace, 1),
     )
-    times = race(trial.run, rival, loaded)
-    if statistics.median(times) < rival:
-        _check(convolution, plan, trial.deviation())
-    return times
 
 
-def _check(convolution: Convolution, plan: Plan, deviation: float) -> None:
-    """Refuses a plan whose result is off by `deviation` of its root mean square, if that is much.
+def _refuse(convolution: Convolution, way: Plan | Micro, deviation: float) -> None:
+    """Raises where the result is off by `deviation` of its root mean square, and that is much.
 
     Without the kernel that tells it is nan, and the plans that are known to be wrong are refused.
     """
@@ -171,7 +196,7 @@ def _check(convolution: Convolution, plan: Plan, deviation: float) -> None:
         )
     if deviation > _MOST_OFF:
         raise RuntimeError(
-            f"engine {plan.engine} computes something else: off by {deviation:.2g} times the root "
+            f"engine {way.engine} computes something else: off by {deviation:.2g} times the root "
             "mean square"
         )
 
