@@ -159,6 +159,20 @@ def test_what_is_hopeless_with_few_samples_is_not_tried_with_many(case, library,
     assert len(library.timed) == again  # it is known that there is nothing more to time
 
 
+@pytest.mark.parametrize("rival", [True, False])
+def test_what_was_second_with_few_samples_is_not_taken_by_its_samples(rival, library, database):
+    """With few another was better in all, so nobody looked whether it is right."""
+
+    def ways(c):
+        few = [Way(2, 0, 30.5)] if rival and c.batch == 1 else []
+        return [Way(0, 9, 1.0 * c.batch), *few, Way(1, 0, 31.0 * c.batch)]
+
+    library.ways = ways
+    found = profile([convolution(8)], POWERS, library, database, deadline=math.inf)
+    assert ((convolution(8), 1) in library.timed) == rival
+    assert Micro(8, 1, (), 0, 8 * 31.0) in found.micros[convolution(8)]
+
+
 def test_rivals_are_those_of_no_more_workspace(library, database):
     points = [(5, 2.0), (3, 4.0), (5, 4.0), (0, 9.0)]
     library.ways = lambda c: [Way(n, w, t) for n, (w, t) in enumerate(points)]

@@ -59,7 +59,8 @@ P = TypeVar("P", bound=Plan)
 
 
 class Library(Protocol[P]):
-    """What does convolutions. Either method raises RuntimeError where it fails."""
+    """What does convolutions. Either method raises RuntimeError where it fails, and `seconds` where
+    what is faster than its rival computes something else."""
 
     def plans(self, convolution: Convolution) -> Sequence[P]:
         """All ways to do the whole of `convolution` in one call; those likely fast first."""
@@ -199,8 +200,21 @@ class _Hope:
         return lost
 
     def seconds(self, way: Micro, timed: Sequence[Micro]) -> float | None:
-        """What `way` takes by its samples, where that is too long to be seen; else None."""
-        return self.expected(way) if self._times_slower(way, timed) > _FAR_SLOWER else None
+        """What `way` takes by its samples, where that is too long to be seen; else None.
+
+        None, too, where another was better in all with the nearest size: of that one only is it known
+        that it is right (`Library.seconds`).
+        """
+        is_long = self._times_slower(way, timed) > _FAR_SLOWER
+        return self.expected(way) if is_long and self._was_desirable(way) else None
+
+    def _was_desirable(self, way: Micro) -> bool:
+        """Whether none was faster with no more workspace, of the nearest size it was seen with."""
+        seen = next((seen for seen in self._seen if way.way in seen), {})
+        mine = seen.get(way.way)
+        return mine is not None and not any(
+            m.workspace <= mine.workspace and m.seconds < mine.seconds for m in seen.values()
+        )
 
     def _times_slower(self, way: Micro, others: Sequence[Micro]) -> float:
         """Than the fastest of `others`, with the nearest size that both were seen with."""
