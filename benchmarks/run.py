@@ -161,7 +161,7 @@ class Steps:
     def _known(self, policy: str) -> tuple[tuple[int, ...], bool]:
         """(The fewest bytes that rows of `--known` have, whether one looked for them).
 
-        First those of what a policy asks where its own plans do not fit, if they are fewer.
+        Its own, and those of what it asks where its own plans do not fit; in rising order.
         """
         if not FLAGS.known:
             return (), False
@@ -175,14 +175,10 @@ class Steps:
             if (r.model, r.batch, r.dtype) == about
             and (size := r.need or (r.lowest_compiled and r.lowest))
         ]
-        others = {other.name for other in means.instead}
-        own = min((size for size, r in rows if r.variant == policy), default=None)
-        asked = min((size for size, r in rows if r.variant in others), default=None)
         searched = any(r.variant == policy and r.asked == "least" for _, r in rows)
-        least = [] if own is None else [own]
-        if asked is not None and (own is None or asked < own):
-            least.insert(0, asked)
-        return tuple(least), searched
+        groups = {policy}, {other.name for other in means.instead}
+        sizes = [[size for size, r in rows if r.variant in names] for names in groups]
+        return tuple(sorted(map(min, filter(None, sizes)))), searched
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""

@@ -225,10 +225,13 @@ def budgeted(
     def build() -> tuple[Callable, dict]:
         if nbytes is not None:
             return compiled(nbytes)
-        near = lambda size: size + size // 50
-        # what is there in any case, and next to nothing else: the error tells the least
-        floor = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(place.shapes(work)))
-        for each in map(near, known) if searched else [floor + floor // 100]:
+        near = [size + size // 50 for size in known]
+        tried = near
+        if not searched:
+            # what is there in any case, and next to nothing else: the error tells the least
+            floor = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(place.shapes(work)))
+            tried = [floor + floor // 100]
+        for each in tried:
             try:
                 return compiled(each)
             except vmem_jax.BudgetError as error:
@@ -236,7 +239,7 @@ def budgeted(
                     raise
                 least, plan = error.lowest_peak, error.lowest_plan
         # nothing met that budget, so what it came to need not be the least
-        lower = [] if searched else [near(size) for size in known if size < least]
+        lower = [] if searched else [n for n, size in zip(near, known, strict=True) if size < least]
         for each in (*lower, least):
             with contextlib.suppress(vmem_jax.BudgetError):
                 return compiled(each)

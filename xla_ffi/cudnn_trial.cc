@@ -108,8 +108,8 @@ ConvTrial::ConvTrial(const ConvGeometry& geometry, const ConvWay& way, int devic
   if (sets_.empty()) throw Error(Code::kInvalidArgument, "there are no buffers");
   if (needs > workspace) {
     throw Error(Code::kInvalidArgument, "the plan needs " + std::to_string(needs) +
-                                                    " bytes of workspace. Got " +
-                                                    std::to_string(workspace) + ".");
+                                            " bytes of workspace. Got " +
+                                            std::to_string(workspace) + ".");
   }
   VMEM_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
 }

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vmem_jax.conv.database import Database, Entry
 from vmem_jax.core.convolution import Convolution, Micro
@@ -188,7 +188,7 @@ class _Hope:
 
     def expected(self, way: Micro) -> float:
         """Seconds that `way` takes by the nearest size that it was seen with; inf where by none."""
-        seen = next((seen[way.way] for seen in self._seen if way.way in seen), None)
+        seen = self._nearest(way).get(way.way)
         return math.inf if seen is None else seen.seconds * way.batch / seen.batch
 
     def is_lost(self, way: Micro, timed: Sequence[Micro]) -> bool:
@@ -205,16 +205,14 @@ class _Hope:
         None, too, where another was better in all with the nearest size: of that one only is it known
         that it is right (`Library.seconds`).
         """
-        is_long = self._times_slower(way, timed) > _FAR_SLOWER
-        return self.expected(way) if is_long and self._was_desirable(way) else None
+        if self._times_slower(way, timed) <= _FAR_SLOWER:
+            return None
+        was_desirable = way.way in {m.way for m in desirable(self._nearest(way).values())}
+        return self.expected(way) if was_desirable else None
 
-    def _was_desirable(self, way: Micro) -> bool:
-        """Whether none was faster with no more workspace, of the nearest size it was seen with."""
-        seen = next((seen for seen in self._seen if way.way in seen), {})
-        mine = seen.get(way.way)
-        return mine is not None and not any(
-            m.workspace <= mine.workspace and m.seconds < mine.seconds for m in seen.values()
-        )
+    def _nearest(self, way: Micro) -> Mapping[tuple[Any, ...], Micro]:
+        """All of the nearest size that `way` was seen with, by what does it; none where by none."""
+        return next((seen for seen in self._seen if way.way in seen), {})
 
     def _times_slower(self, way: Micro, others: Sequence[Micro]) -> float:
         """Than the fastest of `others`, with the nearest size that both were seen with."""
