@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from records import LEAST_OF
+
 import vmem_jax
 
 FOLDER = Path(__file__).parent / "tables"
@@ -28,6 +30,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "full": (
         "exact@none",
         *(f"{policy}@least" for policy in ("auto", *SYSTEMS[:-1])),
+        *(f"auto@least:{policy}" for policy in SYSTEMS[:-1]),
         "checkpoint",
         "offload",
         *(f"{policy}@0.35" for policy in ("auto", *SYSTEMS)),
@@ -134,6 +137,8 @@ def show_how(how: str) -> str:
         return how
     options = [part.replace("=", " ").replace("_", " ") for part in query.split("&") if part]
     budget = {"": "", "none": "", "least": "its least"}.get(asked)
+    if asked.startswith(LEAST_OF):
+        budget = f"at {asked.partition(':')[2]}'s least"
     if budget is None:
         share = re.fullmatch(r"0?\.\d+", asked)
         budget = f"at {float(asked):.0%}" if share else f"in {asked.replace('GiB', ' GiB')}"

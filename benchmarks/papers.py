@@ -35,7 +35,7 @@ import records
 import variants
 from absl import app, flags
 from manifest import Case
-from records import Record
+from records import LEAST_OF, Record
 
 from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.prove.targets import TARGETS
@@ -78,6 +78,12 @@ def unneeded(table: manifest.Table, case: Case, rows: dict[Case, Record]) -> str
     if variants.is_size(case.asked) and parse_size(case.asked, table.name) >= plain.need:
         return f"plain jit needs {show_nbytes(plain.need)}"
     return ""
+
+
+def least_of(case: Case, rows: dict[Case, Record]) -> int | None:
+    """Bytes of the budget of `case`, which is what another policy needs at the least."""
+    own = [row for other, row in rows.items() if plain_of(other) == plain_of(case)]
+    return records.least_of(own, case.asked.removeprefix(LEAST_OF))
 
 
 def command_of(like: Case, ways: Iterable[str], out: Path, **more: object) -> list[str]:
@@ -150,6 +156,8 @@ def compile_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) ->
         why = unneeded(table, case, rows)
         if case.variant.startswith(ON_THE_CARD):
             why = "it plans with what was timed on the card"
+        if case.asked.startswith(LEAST_OF) and not least_of(case, rows):
+            why = "no row says how much that is"
         if why:
             print(f"{label}: not run: {why}", flush=True)
             continue
@@ -174,7 +182,7 @@ Group = tuple[Case, list[str], list[str]]
 def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
     """What has no row yet, in `out` when it is asked for or in the files of `--done`."""
     groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
-    known = read(Path(FLAGS.known)) if FLAGS.known else {}
+    known = {case: row for path in FLAGS.known for case, row in read(Path(path)).items()}
     done = {case: row for path in FLAGS.done for case, row in read(Path(path)).items()}
     every = [(table, case) for table in tables for case in table.cases]
     # cores first, since a time may pass
@@ -202,7 +210,8 @@ def run_groups(tables: list[manifest.Table], out: Path) -> None:
         print(f"{plain.network} {plain.dtype}: {', '.join(ways) or 'plain'}", flush=True)
         if FLAGS.list:
             continue
-        more = {"together": FLAGS.together, "seconds": FLAGS.seconds, "known": FLAGS.known}
+        more = {"together": FLAGS.together, "seconds": FLAGS.seconds}
+        more["known"] = ",".join([*FLAGS.known, *FLAGS.done])
         more |= {"below_plain": ",".join(below)}
         command = command_of(plain, ["plain", *ways], out, **more)
         if status := subprocess.run(command, check=False).returncode:
@@ -265,9 +274,9 @@ def define_flags() -> None:
 if __name__ == "__main__":
     define_flags()
     flags.DEFINE_list("table", ["all"], "Names of benchmarks/tables/, or all.")
-    flags.DEFINE_string(
+    flags.DEFINE_list(
         "known",
-        str(HERE / "results/papers_h200_compiled.jsonl"),
+        [str(HERE / "results/papers_h200_compiled.jsonl")],
         "On a GPU: compiled rows that say what a policy needs at the least and what cannot fit.",
     )
     flags.DEFINE_bool("core", False, "Only the rows that the statements of the tables need.")

@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 
+LEAST_OF = "least:"
+"""Begins a budget that is what another policy needs at the least, as least:modnn."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -26,8 +29,8 @@ class Record:
       budget: the fraction of plain jit's need that was asked for, a size being made one; None
         without a budget, or where that need is not known.
       outcome: "ok", or what failed: failures are rows too.
-      asked: the budget in words: a fraction, a size, "none", or "least" for the lowest that the
-        policy reaches.
+      asked: the budget in words: a fraction, a size, "none", "least" for the lowest that the policy
+        reaches, or "least:modnn" for the lowest that another one does.
       device: the card that it was compiled for without being run; "" where it ran.
       budget_nbytes: the budget in bytes.
       lowest: bytes that a policy which cannot fit would need; what it reached.
@@ -121,6 +124,24 @@ def commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def size_of(row: Record) -> int | None:
+    """Bytes that the compiler gave for a row: what it needs, or where nothing fits the lowest."""
+    return row.need or (row.lowest if row.lowest_compiled else None)
+
+
+def least_of(rows: Iterable[Record], variant: str) -> int | None:
+    """Bytes that `variant` came to when it was asked for its least; None where no row says.
+
+    What ran counts before what was compiled alone.
+    """
+    sizes = [
+        (row.device != "", size)
+        for row in rows
+        if row.variant == variant and row.asked == "least" and (size := size_of(row))
+    ]
+    return min(sizes)[1] if sizes else None
 
 
 def origin(given: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ that a drifting clock meets them all; compare the medians. Peaks are the compile
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -20,7 +21,7 @@ import jax
 import records
 import variants
 from absl import app, flags, logging
-from records import Record
+from records import LEAST_OF, Record
 from turns import Pace, Turns
 from variants import Place, Variant
 
@@ -76,11 +77,14 @@ flags.DEFINE_list(
     "ways",
     [],
     "What is timed, in this order, in place of the flags above: plain, checkpoint, offload, or a "
-    "policy and its budget, as auto@0.35.",
+    "policy and its budget, as auto@0.35; auto@least:modnn is in what modnn needs at the least.",
 )
 flags.DEFINE_list("below_plain", [], "Of --ways: not run where plain jit needs no more.")
-flags.DEFINE_string(
-    "known", "", "File of rows that say what a policy needs at the least, so as not to look for it."
+flags.DEFINE_list(
+    "known",
+    [],
+    "Files of rows that say what a policy needs at the least, so as not to look for it, and for "
+    "auto@least:modnn.",
 )
 flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
 flags.DEFINE_integer("steps", 4, "Steps in a block.")
@@ -107,6 +111,7 @@ class Steps:
         self.work = self._job(None)
         self.shapes = self.place.shapes(self.work)  # before anything else looks for devices
         self.plain_need: int | None = FLAGS.plain_need
+        self.leasts: dict[str, int] = {}  # what policies came to here
 
     def _job(self, wrap: Any) -> Job:
         return job(
@@ -146,43 +151,53 @@ class Steps:
             logging.info("%s is not run: %s", way, why)
             return []
         need = self.plain_need
-        nbytes = self.place.budget_nbytes(asked, need, self.shapes)
+        if asked.startswith(LEAST_OF):
+            nbytes = self._least_of(asked)
+        else:
+            nbytes = self.place.budget_nbytes(asked, need, self.shapes)
         known = need and nbytes and asked != "none"
         fraction = round(nbytes / need, 6) if known else None
         build = variants.budgeted(self.work, self.place, name, nbytes, *self._known(name))
         found = [Variant(name, fraction, asked, build)]
         facts: Any = found[0].facts
+        if asked == "least" and found[0].outcome == "ok":
+            self.leasts[name] = facts["need"]
         if FLAGS.still and name.startswith("auto") and facts.get("transfers"):
             made: Any = found[0].run
             build = variants.without_transfers(self.work, made.plan(*self.shapes))
             found.append(Variant(f"{name} without its transfers", fraction, asked, build))
         return found
 
+    def _rows(self) -> list[Record]:
+        """The rows of `--known` that are of this step."""
+        about = FLAGS.model, FLAGS.batch, FLAGS.dtype
+        rows = itertools.chain.from_iterable(records.read(Path(path)) for path in FLAGS.known)
+        return [r for r in rows if (r.model, r.batch, r.dtype) == about]
+
     def _known(self, policy: str) -> tuple[tuple[int, ...], bool]:
         """(The fewest bytes that rows of `--known` have, whether one looked for them).
 
         Its own, and those of what it asks where its own plans do not fit; in rising order.
         """
-        if not FLAGS.known:
-            return (), False
         made = variants.policy_of(policy)
         means = vmem_jax.POLICIES[made]() if isinstance(made, str) else made
-        about = FLAGS.model, FLAGS.batch, FLAGS.dtype
-        rows = [
-            (size, r)
-            for r in records.read(Path(FLAGS.known))
-            # one that took too long has none
-            if (r.model, r.batch, r.dtype) == about
-            and (size := r.need or (r.lowest_compiled and r.lowest))
-        ]
+        # one that took too long has none
+        rows = [(size, r) for r in self._rows() if (size := records.size_of(r))]
         searched = any(r.variant == policy and r.asked == "least" for _, r in rows)
         groups = {policy}, {other.name for other in means.instead}
         sizes = [[size for size, r in rows if r.variant in names] for names in groups]
         return tuple(sorted(map(min, filter(None, sizes)))), searched
 
+    def _least_of(self, asked: str) -> int | None:
+        """Bytes that the policy of `asked` came to at the least, here or by the rows of `--known`."""
+        policy = asked.removeprefix(LEAST_OF)
+        return self.leasts.get(policy) or records.least_of(self._rows(), policy)
+
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""
         need, is_size = self.plain_need, variants.is_size(asked)
+        if asked.startswith(LEAST_OF) and self._least_of(asked) is None:
+            return "no row says how much that is"
         if need is None and "plain" in ways_asked() and not is_size and asked[:1].isdigit():
             return "it is a share of what plain jit needs, which failed"
         if need is not None and is_size and way in FLAGS.below_plain:

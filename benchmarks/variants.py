@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 from jax.extend.core import jaxpr_as_fun
+from records import LEAST_OF
 
 import vmem_jax
 from vmem_jax.capture.flatten import drop_dead
@@ -37,7 +38,7 @@ _AS_LOW = 0.02
 
 def is_size(asked: str) -> bool:
     """Whether a budget in words is so many bytes, as 12GiB."""
-    return asked[-1:].isalpha() and asked not in ("none", "least")
+    return asked[-1:].isalpha() and asked not in ("none", "least") and LEAST_OF not in asked
 
 
 def outcome_of(error: Exception) -> str:

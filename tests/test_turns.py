@@ -209,7 +209,7 @@ def table(*ways, below_plain=True):
 def flags(monkeypatch):
     found = {"device": "here", "rounds": 2, "steps": 1, "profile": 0.0, "conv": 0.0}
     found |= {"together": 1, "seconds": 0.0, "commit": "abc", "resume": True}
-    found |= {"networks": [], "dtypes": [], "ways": [], "known": "", "core": False}
+    found |= {"networks": [], "dtypes": [], "ways": [], "known": [], "core": False}
     found |= {"done": [], "list": False}
     flags = types.SimpleNamespace(**found)
     monkeypatch.setattr(papers, "FLAGS", flags)
@@ -272,11 +272,51 @@ def test_the_least_that_is_known_is_not_looked_for(tmp_path, monkeypatch):
     ]
     records.write(tmp_path / "rows.jsonl", rows)
     about = {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
-    flags = types.SimpleNamespace(known=str(tmp_path / "rows.jsonl"), **about)
+    flags = types.SimpleNamespace(known=[str(tmp_path / "rows.jsonl")], **about)
     monkeypatch.setattr(run, "FLAGS", flags)
     steps = run.Steps.__new__(run.Steps)
     known = [steps._known(policy) for policy in ("modnn", "vdnn", "auto", "exact")]
     assert known == [((5,), True), ((7,), True), ((5,), False), ((8,), False)]  # auto asks modnn
+
+
+def test_what_another_policy_needs_at_the_least(tmp_path, monkeypatch):
+    """What ran counts before what was compiled, and what was just made before both."""
+    about = {"asked": "least", "variant": "modnn"}
+    no_plan = {"outcome": "no", "lowest": 7, "lowest_compiled": True}
+    rows = [record(need=4, device="h200", **about), record(need=6, **about)]
+    rows += [record(asked="0.5", variant="modnn", need=3), record(asked="least", variant="vdnn")]
+    rows += [record(asked="least", variant="exact", **no_plan)]
+    other = dataclasses.replace(rows[1], batch=4, need=2)
+    for path, some in [("a.jsonl", rows[:1]), ("b.jsonl", [*rows[1:], other])]:
+        records.write(tmp_path / path, some)
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    like = {"model": "densenet7k4", "batch": 2, "dtype": "float32"}
+    flags = types.SimpleNamespace(known=paths, below_plain=[], ways=["plain"], **like)
+    monkeypatch.setattr(run, "FLAGS", flags)
+    steps = run.Steps.__new__(run.Steps)
+    steps.leasts, steps.plain_need = {}, 10
+    asked = lambda: [steps._least_of(f"least:{policy}") for policy in ("modnn", "vdnn", "exact")]
+    assert asked() == [6, None, 7]
+    steps.leasts["modnn"] = 8
+    assert asked() == [8, None, 7]
+    assert steps._unneeded("auto@least:modnn", "least:modnn") == ""
+    assert steps._unneeded("auto@least:vdnn", "least:vdnn") == "no row says how much that is"
+    rows_of = {papers.case_of(row): row for row in rows[2:]}
+    assert papers.least_of(manifest.Case(*like.values(), "auto", "least:exact"), rows_of) == 7
+    assert papers.least_of(manifest.Case(*like.values(), "auto", "least:modnn"), rows_of) is None
+
+
+def test_a_policy_takes_what_another_one_needed_just_before(flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    out = tmp_path / "rows.jsonl"
+    flags.together = 2
+    papers.run_groups([table("exact@least", "auto@least:exact", "auto@least:vdnn")], out)
+    rows = {case.how: row for case, row in papers.read(out).items()}
+    assert list(rows) == ["plain", "exact@least", "auto@least:exact"]
+    least = rows["exact@least"]
+    assert rows["auto@least:exact"].budget_nbytes == (least.need or least.lowest)
+    assert rows["auto@least:exact"].need <= rows["auto@least:exact"].budget_nbytes
 
 
 def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch, capsys):
@@ -294,13 +334,13 @@ def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch, 
     no_plan = {"outcome": "BudgetError: no", "lowest": 7, "lowest_compiled": True}
     rows = [record(variant="c", asked=a, **no_plan) for a in ("1GiB", "least")]
     records.write(tmp_path / "known.jsonl", rows)
-    flags.known = str(tmp_path / "known.jsonl")
+    flags.known = [str(tmp_path / "known.jsonl")]
     papers.run_groups([table("c@1GiB", "c@least")], out)
     assert "--ways=plain,c@least" in commands[-1] and len(commands) == 2
     flags.list = True
     papers.run_groups([table("c@least")], out)
     assert len(commands) == 2 and capsys.readouterr().out.endswith("float32: c@least\n")
-    flags.list, flags.done = False, [flags.known]
+    flags.list, flags.done = False, flags.known
     papers.run_groups([table("c@least", "d@least")], out)
     assert "--ways=plain,d@least" in commands[-1] and len(commands) == 3
     # a size that plain jit does not need says nothing, where the table asks for what does not fit
