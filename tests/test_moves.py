@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers import SHAPES, chain, orders, plan_of, programs, unit_costs
+from helpers import SHAPES, Builder, chain, orders, plan_of, programs, unit_costs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -135,6 +135,20 @@ def test_placed_transfers_are_valid_and_the_peak_is_the_definitions(data, link):
     lighter = without_idle_moves(program, timeline, costs, limit)
     assert lighter.peak <= max(timeline.peak, limit)
     assert len(lighter.transfers) <= len(timeline.transfers)
+
+
+def test_what_is_made_again_beside_another_need_not_come_back():
+    b = Builder()
+    x = b.input(8)
+    parked, dropped = b.step([x], [4, 4])
+    other = b.step([x], 4)
+    first = b.step([parked, dropped, other], 16)
+    second = b.step([first, dropped], 4)  # makes both again
+    program = b.program([b.step([second, parked, other], 1)])
+    drops, parks = {(dropped, 1), (other, 1)}, {(parked, 1)}
+    costs = costs_of(program, 1e6)
+    run = Execution(program, costs, range(len(program.steps)), drops, parks=parks)
+    assert run.order == [0, 1, 2, 0, 3, 1, 4] and not run.away
 
 
 def test_a_fast_link_hides_and_a_slow_one_does_not():

@@ -201,6 +201,8 @@ def test_no_choice_of_every_interval_is_faster_than_the_bound(program, link, sha
         drops = {(b, n) for b, n in drops if remaking.may_drop(b, remaking.uses[b][n + 1])}
         run = Execution(program, costs, base, drops, parks=parks)
         timeline = place(program, run.order, run.away, costs, budget)
+        plan = plan_of(program, timeline.order, transfers=timeline.transfers)
+        assert violations(program, plan) == []
         if timeline.peak <= budget:
             assert bound.seconds <= timeline.seconds * TOLERANCE
 

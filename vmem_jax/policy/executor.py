@@ -188,6 +188,7 @@ class Execution:
                     break
                 self._free(victim)
         for w in fresh:
+            self._parked.pop(w, None)  # made again beside another, it need not come back
             self._hold(w)
         self.order.append(s)
 
