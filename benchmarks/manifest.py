@@ -138,7 +138,7 @@ def show_how(how: str) -> str:
     options = [part.replace("=", " ").replace("_", " ") for part in query.split("&") if part]
     budget = {"": "", "none": "", "least": "its least"}.get(asked)
     if asked.startswith(LEAST_OF):
-        budget = f"at {asked.partition(':')[2]}'s least"
+        budget = f"at the least of {asked.removeprefix(LEAST_OF)}"
     if budget is None:
         share = re.fullmatch(r"0?\.\d+", asked)
         budget = f"at {float(asked):.0%}" if share else f"in {asked.replace('GiB', ' GiB')}"
