@@ -175,9 +175,9 @@ class Variant:
         seconds = (time.perf_counter() - start) / steps
         if keep:
             self.seconds.append(seconds)
+            self.loss = float(metrics["loss"])
         else:
             self.warm_seconds = seconds
-        self.loss = float(metrics["loss"])
 
     def compare(self, seconds: float, loss: float | None) -> None:
         """Keeps what plain jit took and came to, and warns of what came to something else."""
