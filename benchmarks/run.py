@@ -9,6 +9,7 @@ that a drifting clock meets them all; compare the medians. Peaks are the compile
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -168,6 +169,7 @@ class Steps:
             found.append(Variant(f"{name} without its transfers", fraction, asked, build))
         return found
 
+    @functools.cached_property
     def _rows(self) -> list[Record]:
         """The rows of `--known` that are of this step."""
         about = FLAGS.model, FLAGS.batch, FLAGS.dtype
@@ -182,7 +184,7 @@ class Steps:
         made = variants.policy_of(policy)
         means = vmem_jax.POLICIES[made]() if isinstance(made, str) else made
         # one that took too long has none
-        rows = [(size, r) for r in self._rows() if (size := records.size_of(r))]
+        rows = [(size, r) for r in self._rows if (size := records.size_of(r))]
         searched = any(r.variant == policy and r.asked == "least" for _, r in rows)
         groups = {policy}, {other.name for other in means.instead}
         sizes = [[size for size, r in rows if r.variant in names] for names in groups]
@@ -191,7 +193,7 @@ class Steps:
     def _least_of(self, asked: str) -> int | None:
         """Bytes that the policy of `asked` came to at the least, here or by the rows of `--known`."""
         policy = asked.removeprefix(LEAST_OF)
-        return self.leasts.get(policy) or records.least_of(self._rows(), policy)
+        return self.leasts.get(policy) or records.least_of(self._rows, policy)
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""
