@@ -182,8 +182,7 @@ Group = tuple[Case, list[str], list[str]]
 def missing(tables: list[manifest.Table], out: Path) -> Iterator[Group]:
     """What has no row yet, in `out` when it is asked for or in the files of `--done`."""
     groups: dict[Case, dict[str, bool]] = {}  # by plain; ways, and whether only below its need
-    known = {case: row for path in FLAGS.known for case, row in read(Path(path)).items()}
-    done = {case: row for path in FLAGS.done for case, row in read(Path(path)).items()}
+    known, done = read_all(FLAGS.known), read_all(FLAGS.done)
     every = [(table, case) for table in tables for case in table.cases]
     # cores first, since a time may pass
     for table, case in sorted(every, key=lambda each: each[1] not in each[0].core):
@@ -223,6 +222,11 @@ def run_groups(tables: list[manifest.Table], out: Path) -> None:
 def read(out: Path) -> dict[Case, Record]:
     """The rows of `out`; of one that was run again the last."""
     return {case_of(row): row for row in records.read(out)} if out.exists() else {}
+
+
+def read_all(paths: Iterable[str]) -> dict[Case, Record]:
+    """The rows of several files; of one that is in more of them the last."""
+    return {case: row for path in paths for case, row in read(Path(path)).items()}
 
 
 def run_scripts(table: manifest.Table, out: Path) -> None:
