@@ -23,6 +23,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import violations
+from vmem_jax.planning import Planning
 from vmem_jax.policy import AbstractPolicy, Auto
 from vmem_jax.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parked
@@ -187,6 +188,24 @@ def test_host_budget_is_said_before_the_step_runs():
 def test_nothing_moves_on_a_cpu_unless_it_is_asked_for():
     compiled = vmem_jax.jit(step, budget=0.5, machine=FAST).lower(params(), batch()).compile()
     assert compiled.arena is None and not compiled.plan.transfers
+
+
+def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch):
+    moving = Auto(allow=("order", "offload"))  # not by `jit(allow=...)`, which would ask for it
+    monkeypatch.setattr(
+        Planning, "_choose_transport", lambda planning, asked: ("ffi", "its times are a roofline's")
+    )
+    budgeted = lambda budget: vmem_jax.jit(step, budget=budget, policy=moving, machine=FAST)
+    compiled = lambda budget: budgeted(budget).lower(params(), batch()).compile()
+    assert not compiled(1.0).plan.transfers
+    within_half = compiled(0.5)
+    assert within_half.plan.transfers and within_half.need_nbytes <= 0.5 * plain_need()
+    kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
+    assert same(budgeted(0.5)(params(), batch()), kept)
+    # what is said of a budget that cannot be met is of plans that move
+    with pytest.raises(BudgetError) as error:
+        compiled("289KiB")
+    assert error.value.compiled and error.value.lowest_plan.transfers
 
 
 def test_where_it_cannot_be_it_says_why():

@@ -60,7 +60,6 @@ class Entry:
       budget: bytes that it was proved against; None for a given plan without a budget.
       plain_need: bytes that plain jit needs, where that was compiled.
       attempts: every plan that was compiled; the last is the one that runs.
-      transport: how buffers would move; "" where none can.
       policy: that planned it.
       tuner: what runs it instead while its first calls are timed (`tune=True`).
       tuning: what that gave.
@@ -73,7 +72,6 @@ class Entry:
     plain_need: int | None
     costs: Costs
     attempts: tuple[Attempt, ...]
-    transport: str
     policy: AbstractPolicy
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None

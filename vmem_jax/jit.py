@@ -65,9 +65,10 @@ def jit(
         pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
         when they are read, and what takes their place in the state is returned there), "workspace"
         (convolutions in micro-batches, so that they take less). By default all that are of use here:
-        "offload" and "workspace" on a GPU with measured times (`profile`). "sub_batches": the batch
-        runs in parts, one after another. "compress", only if it is named: what waits for the
-        backward pass does so without its zeros, on its way and in host memory.
+        "offload" and "workspace" on a GPU with measured times (`profile`); without those, "offload"
+        where no plan fits that moves nothing. "sub_batches": the batch runs in parts, one after
+        another. "compress", only if it is named: what waits for the backward pass does so without
+        its zeros, on its way and in host memory.
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
       transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the

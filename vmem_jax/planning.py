@@ -110,7 +110,8 @@ class Planning:
         if asked is None and settings.splitting is Splitting.WHOLE:
             asked = 1
         split = splits(settings.name, self._traced, asked)
-        members = {count: self._member(split.into(count), count) for count in split.counts[:1]}
+        moves = not self._still
+        members = {c: self._member(split.into(c), c, moves=moves) for c in split.counts[:1]}
         budget, plain_need = self._budget_nbytes()  # after what cannot be has been said
         uncompressed, others = "", list[tuple[Traced, Member]]()
         if "compress" in settings.asked and 1 in members:
@@ -118,19 +119,23 @@ class Planning:
 
         def member(count: int) -> Member:
             if count not in members:
-                members[count] = self._member(split.into(count), count)
+                members[count] = self._member(split.into(count), count, moves=moves)
             return members[count][1]
 
         counts, lowest, asked_all = split.counts, None, False
         while True:
             try:
-                count, attempts = prove_in_parts(
-                    member, counts, budget, plain_need, settings.splitting
-                )
+                how = settings.splitting, moves or not self._moves_at_last
+                count, attempts = prove_in_parts(member, counts, budget, plain_need, *how)
                 break
             except BudgetError as error:
                 if lowest is None or error.lowest_peak < lowest.lowest_peak:
                     lowest = error
+            if not others and not moves and self._moves_at_last:
+                logging.info("%s: no plan fits while nothing is moved", settings.name)
+                moves, counts, lowest = True, split.counts, None
+                members.clear()
+                continue
             if not others and not asked_all and 1 in split.counts:
                 others, asked_all = self._instead(budget), True
             if not others:
@@ -144,7 +149,7 @@ class Planning:
         if "compress" in settings.asked and not best.plan.compressed and not uncompressed:
             parts = "its batch runs in sub-batches, which do not compress"
             uncompressed = parts if count > 1 else "no plan with it fits when it is compiled"
-        made = (traced, budget, plain_need, best.costs, attempts, self._transport, one.policy)
+        made = (traced, budget, plain_need, best.costs, attempts, one.policy)
         return Entry(*made, unsplit=split.why, uncompressed=uncompressed)
 
     def compile_plain(self) -> Any:
@@ -174,7 +179,7 @@ class Planning:
         which it is predicted that it fits, the fastest first."""
         found: list[tuple[float, Traced, Member]] = []
         for policy in self._settings.policy.instead:
-            traced, one = self._member(self._traced, 1, policy)
+            traced, one = self._member(self._traced, 1, policy, moves=bool(self._transport))
             hopeless = budget is not None and least_nbytes(one.program) > budget
             if one.costs.link is None or hopeless:
                 break
@@ -186,26 +191,26 @@ class Planning:
         return [(traced, one) for _, traced, one in sorted(found, key=lambda each: each[0])]
 
     def _member(
-        self, own: Traced, count: int, policy: AbstractPolicy | None = None
+        self, own: Traced, count: int, policy: AbstractPolicy | None = None, *, moves: bool
     ) -> tuple[Traced, Member]:
         """`own`, the step in `count` sub-batches, with what plans and compiles it.
 
         Args:
           policy: in place of the settings' one.
+          moves: whether it may move anything.
         """
-        settings, target, still = self._settings, self._target, self._still
+        settings, target = self._settings, self._target
         policy = chosen = policy or settings.policy
         means = self._costs
         if count > 1:
             means = part_costs(own, self._traced, means, settings.machine, target)
         # within a loop buffers move by our own calls alone, and not while anything hosted does
-        moves = not still and (count == 1 or self._transport == "ffi")
-        if not moves and not own.hosted:
+        if not (moves and (count == 1 or self._transport == "ffi")) and not own.hosted:
             means = dataclasses.replace(means, link=None)
-        own = own.moved_by(self._transport)
+        own = own.moved_by(self._transport if moves else "")
         program = own.captured.program
         if own.hosted and means.link is not None:
-            policy = Streaming(policy, means.link, moves=not still and count == 1)
+            policy = Streaming(policy, means.link, moves=moves and count == 1)
         one = Member(program, policy, means, lambda plan: self.compile(own, plan))
         convolves = any(step.convolution for step in program.steps)
         if settings.plan is not None or not (convolves or "workspace" in settings.asked):
@@ -232,17 +237,23 @@ class Planning:
 
     @property
     def _transport(self) -> str:
-        """How buffers move; "" where they stay."""
+        """How buffers move; "" where they cannot."""
         return self._moving[0]
 
     @property
     def _still(self) -> str:
-        """Why the step cannot move anything, or does better without; "" where it may."""
+        """Why the step moves nothing; "" where it may."""
         return self._moving[1]
+
+    @property
+    def _moves_at_last(self) -> bool:
+        """Whether it moves nothing as long as any plan fits without, and then may."""
+        return bool(self._transport and self._still) and "offload" in self._settings.allowed
 
     @functools.cached_property
     def _moving(self) -> tuple[str, str]:
-        """(transport, ""), or ("", why there is none). Raises ValueError if that was asked for."""
+        """(transport, why nothing moves); either may be "". Raises ValueError if moving was asked
+        for and there is no transport."""
         settings, captured = self._settings, self._traced.captured
         asked = "offload" in settings.asked or (
             settings.plan is not None and parks(captured.program, settings.plan)
@@ -255,18 +266,20 @@ class Planning:
         return transport, still
 
     def _choose_transport(self, asked: bool) -> tuple[str, str]:
-        """(transport, ""), or ("", why the step cannot move anything, or does better without)."""
+        """(transport, why the step cannot move anything or does better without); either may be ""."""
         devices = devices_of(self._traced.avals)
         platform = "gpu" if self._target is not None else devices[0].platform
         if not asked and platform == "cpu":
             return "", "a CPU's memory is the host's own (`allow` can name it all the same)"
-        if not asked and not self._costs.sources:
-            return "", (
-                "its times are a roofline's, which does not tell what hides under them: measure "
-                "them with `profile=True` or `vmem-jax profile`, or let `allow` name it"
-            )
         mesh = self._traced.captured.shards.mesh
-        return choose(self._settings.transport, platform, devices, mesh, self._inlined)
+        how, why = choose(self._settings.transport, platform, devices, mesh, self._inlined)
+        if how and not asked and not self._costs.sources:
+            why = (
+                "its times are a roofline's, which does not tell what hides under them, so that is "
+                "left for budgets that nothing else fits: measure them with `profile=True` or "
+                "`vmem-jax profile`, or let `allow` name it"
+            )
+        return how, why
 
     def _budget_nbytes(self) -> tuple[int | None, int | None]:
         """(budget in bytes, plain jit's need where that had to be compiled)."""
@@ -289,7 +302,8 @@ class Planning:
     def _by(self, plan: Plan) -> Entry:
         """The step by the user's own `plan`, with what that compresses."""
         split = splits(self._settings.name, self._traced, plan.sub_batches)
-        traced, one = self._member(split.into(plan.sub_batches), plan.sub_batches)
+        moves = not self._still
+        traced, one = self._member(split.into(plan.sub_batches), plan.sub_batches, moves=moves)
         budget, plain_need = self._budget_nbytes()
         plan.check_made_for(one.program)
         if self._target is None:
@@ -303,8 +317,7 @@ class Planning:
                 f"the given plan compiles to {show_nbytes(attempt.need)} here, over its budget "
                 f"of {show_nbytes(limit)}. Plan again for this machine."
             )
-        made = (traced, limit, plain_need, one.costs, (attempt,), self._transport, one.policy)
-        return Entry(*made)
+        return Entry(traced, limit, plain_need, one.costs, (attempt,), one.policy)
 
     # -- what waits compressed
 
@@ -349,7 +362,7 @@ class Planning:
     ) -> tuple[_Variant, Plan]:
         """The step with `some` of `ways` compressed, and its plan."""
         other = self._with_compressed([(b, ways[b]) for b in some])
-        return self._planned(*other._member(other._traced, 1), budget)
+        return self._planned(*other._member(other._traced, 1, moves=not other._still), budget)
 
     def _planned(self, traced: Traced, one: Member, budget: int | None) -> tuple[_Variant, Plan]:
         """`traced`, which `one` plans, with its plan; the lowest, if none is within `budget`."""

@@ -88,6 +88,7 @@ def prove(
     plain_need: int | None = None,
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs,
     first: Placed | None = None,
+    to_the_lowest: bool = True,
 ) -> tuple[Attempt, ...]:
     """Returns the attempts, the best last: it fits, by the compiler's own figures.
 
@@ -97,6 +98,7 @@ def prove(
       plain_need: bytes that the untouched program needs, where that is known.
       learn: what a compiled step teaches about what convolutions take.
       first: what is planned for the budget, where that was asked already.
+      to_the_lowest: whether the lowest plan is compiled where none is predicted to fit.
 
     Raises:
       BudgetError: no attempt fits, or the policy has no plan to try.
@@ -121,7 +123,7 @@ def prove(
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            one = lowest_of(program, error)
+            one = lowest_of(program, error) if to_the_lowest else None
             if one is not None:
                 one = dataclasses.replace(one, seconds=time.perf_counter() - start)
         if one is None or any(_same(a.plan, one.plan) for a in attempts):

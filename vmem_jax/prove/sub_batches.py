@@ -77,6 +77,7 @@ def prove_in_parts(
     budget: int | None,
     plain_need: int | None = None,
     splitting: Splitting = Splitting.FASTEST,
+    to_the_lowest: bool = True,
 ) -> tuple[int, tuple[Attempt, ...]]:
     """In how many of `counts` sub-batches the step runs, and the attempts for that, the best last.
 
@@ -86,6 +87,7 @@ def prove_in_parts(
       budget: bytes, or None for no limit.
       plain_need: bytes that the untouched program needs, where that is known.
       splitting: which of those that fit is wanted.
+      to_the_lowest: as `prove` has it.
 
     Raises:
       BudgetError: none fits; the one with the lowest peak.
@@ -103,7 +105,8 @@ def prove_in_parts(
         first = candidate.first or one.first
         try:
             means = one.program, one.policy, one.costs, budget
-            attempts = prove(*means, one.compile_plan, plain_need, one.learn, first)
+            compiles = one.compile_plan, plain_need, one.learn
+            attempts = prove(*means, *compiles, first=first, to_the_lowest=to_the_lowest)
         except BudgetError as error:
             logging.info("in %d sub-batches: %s", candidate.count, error)
             if lowest is None or error.lowest_peak < lowest.lowest_peak:
