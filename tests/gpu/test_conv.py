@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vmem_jax import PlanError
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.scratch import Scratch
 from vmem_jax.conv.slices import layouts, roles, whole
+from vmem_jax.conv.trials import try_ways
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
 from vmem_jax.transfer import extension
 
@@ -311,6 +314,21 @@ def test_what_is_wrong_is_told(device):
     for why, micro in cases.items():
         with pytest.raises(Exception, match=why):
             run(convolution, Configuration((micro,)), lhs, rhs, device).block_until_ready()
+
+
+def test_the_ways_of_a_given_plan_are_tried(device, monkeypatch):
+    """Each is run once; what another machine's cuDNN may do and this one's does not is an error."""
+    convolution = layer("3x3", Pass.FORWARD, "strict")
+    [first] = configuration(convolution, (BATCH // 2,), device).micros
+    unknown = dataclasses.replace(first, engine=100_000)
+    ran, check = [], cudnn.check
+    monkeypatch.setattr(cudnn, "check", lambda part, *how: (ran.append(part), check(part, *how)))
+    program = SimpleNamespace(steps=[SimpleNamespace(convolution=convolution)])
+    given = lambda *micros: SimpleNamespace(divided=((0, Configuration(micros)),))
+    try_ways(program, given(first, first), device)
+    assert ran == [convolution.with_batch(BATCH // 2)]
+    with pytest.raises(PlanError, match=r"3×3.*that fails: .*Plan again for this machine"):
+        try_ways(program, given(first, unknown), device)
 
 
 def test_times_are_those_of_work(device):
