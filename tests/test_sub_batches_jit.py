@@ -20,6 +20,7 @@ from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
+from vmem_jax.policy import AbstractPolicy, Auto, MoDNN
 from vmem_jax.policy.base import Splitting
 from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.prove.sub_batches import Member, prove_in_parts
@@ -282,6 +283,35 @@ def sized(rows, **options):
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@dataclasses.dataclass(frozen=True)
+class Timid(AbstractPolicy):
+    """Keeps all that is needed, of the whole batch, and where that is too much asks moDNN."""
+
+    name = "timid"
+    needs = ("offload",)
+    splitting = Splitting.FASTEST
+    instead = (MoDNN(),)
+
+    def plan(self, program, costs, budget):
+        if program.sub_batches > 1:
+            raise BudgetError(policy=self.name, budget=budget, lowest_peak=2**40, at="", holders="")
+        return Auto(allow=("order",)).plan(program, costs, budget)
+
+
+@pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
+def test_a_policy_that_is_asked_instead_chooses_its_own_number():
+    """So that it comes as low as by itself: here the whole batch would not do."""
+    own = vmem_jax.jit(step, budget=0.4, policy="modnn", machine=FAST, donate_argnums=0)
+    own = own.lower(params(), *batch()).compile()
+    assert own.plan.sub_batches > 1
+    asked = vmem_jax.jit(
+        step, budget=own.need_nbytes, policy=Timid(), machine=FAST, donate_argnums=0
+    )
+    asked = asked.lower(params(), *batch()).compile()
+    assert (asked.plan.policy, asked.plan.sub_batches) == ("modnn", own.plan.sub_batches)
+    assert asked.need_nbytes <= own.need_nbytes
 
 
 def test_a_batch_of_one_and_an_uneven_one_run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -28,13 +28,13 @@ from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, limit_nbytes
-from vmem_jax.prove.placed import placed
+from vmem_jax.prove.placed import Placed, placed
 from vmem_jax.prove.prove import Attempt, need_nbytes
 from vmem_jax.prove.sub_batches import Member, prove_in_parts
 from vmem_jax.rewrite.compression import compressible, sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
-from vmem_jax.splitting import part_costs, splits
+from vmem_jax.splitting import Splits, part_costs, splits
 from vmem_jax.transfer.choice import choose, open_transport
 from vmem_jax.transfer.compression import Store
 from vmem_jax.transfer.executable import Moving
@@ -110,40 +110,26 @@ class Planning:
         if asked is None and settings.splitting is Splitting.WHOLE:
             asked = 1
         split = splits(settings.name, self._traced, asked)
-        moves = not self._still
-        members = {c: self._member(split.into(c), c, moves=moves) for c in split.counts[:1]}
+        whole = {count: self._in(split, count) for count in split.counts[:1]}
         budget, plain_need = self._budget_nbytes()  # after what cannot be has been said
-        uncompressed, others = "", list[tuple[Traced, Member]]()
-        if "compress" in settings.asked and 1 in members:
-            (members[1], *others), uncompressed = self._compressing(*members[1], budget, leaves)
-
-        def member(count: int) -> Member:
-            if count not in members:
-                members[count] = self._member(split.into(count), count, moves=moves)
-            return members[count][1]
-
-        counts, lowest, asked_all = split.counts, None, False
-        while True:
+        uncompressed, others = "", list[_Made]()
+        if "compress" in settings.asked and 1 in whole:
+            (whole[1], *others), uncompressed = self._compressing(*whole[1], budget, leaves)
+        lowest = None
+        for way in self._ways(split, whole, others, budget):
+            how = way.splitting, way.to_the_lowest
             try:
-                how = settings.splitting, moves or not self._moves_at_last
-                count, attempts = prove_in_parts(member, counts, budget, plain_need, *how)
+                count, attempts = prove_in_parts(way.member, way.counts, budget, plain_need, *how)
                 break
             except BudgetError as error:
-                if lowest is None or error.lowest_peak < lowest.lowest_peak:
+                if way.to_the_lowest and (lowest is None or error.lowest_peak < lowest.lowest_peak):
                     lowest = error
-            if not others and not moves and self._moves_at_last:
-                logging.info("%s: no plan fits while nothing is moved", settings.name)
-                moves, counts, lowest = True, split.counts, None
-                members.clear()
-                continue
-            if not others and not asked_all and 1 in split.counts:
-                others, asked_all = self._instead(budget), True
-            if not others:
-                if split.why:
-                    lowest.adding(f"Its batch cannot run in parts: {split.why}.")
-                raise lowest
-            counts, (members[1], *others) = (1,), others
-        best, (traced, one) = attempts[-1], members[count]
+        else:
+            assert lowest is not None, "what is not tried to the lowest is not the last"
+            if split.why:
+                lowest.adding(f"Its batch cannot run in parts: {split.why}.")
+            raise lowest
+        best, (traced, one) = attempts[-1], way.of(count)
         need, compiles = show_nbytes(best.need), len(attempts)
         logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
         if "compress" in settings.asked and not best.plan.compressed and not uncompressed:
@@ -174,32 +160,68 @@ class Planning:
 
     # -- what a plan is made from
 
-    def _instead(self, budget: int | None) -> list[tuple[Traced, Member]]:
-        """The step with each policy that the settings' one has instead of itself, and with a plan of
-        which it is predicted that it fits, the fastest first."""
-        found: list[tuple[float, Traced, Member]] = []
+    def _ways(
+        self, split: Splits, first: dict[int, _Made], others: Sequence[_Made], budget: int | None
+    ) -> Iterator[_Way]:
+        """The step in the forms that are proved one after another, until one fits.
+
+        Args:
+          first: what is made already.
+          others: the whole batch with other choices of what waits compressed.
+        """
+        splitting, at_last = self._settings.splitting, self._moves_at_last
+        made = functools.partial(self._in, split)
+        yield _Way(made, split.counts, splitting, first, to_the_lowest=not at_last)
+        for other in others:
+            yield _Way(made, (1,), splitting, {1: other})
+        if at_last:
+            logging.info("%s: no plan fits while nothing is moved", self._settings.name)
+            yield _Way(functools.partial(made, moves=True), split.counts, splitting, {})
+        yield from self._instead(split, budget)
+
+    def _instead(self, split: Splits, budget: int | None) -> list[_Way]:
+        """The step with each policy that the settings' one has instead of itself, in as many
+        sub-batches as that would take by itself, and with a plan of which it is predicted that it
+        fits; the fastest first."""
+        found = list[tuple[float, _Way]]()
         for policy in self._settings.policy.instead:
-            traced, one = self._member(self._traced, 1, policy, moves=bool(self._transport))
-            hopeless = budget is not None and least_nbytes(one.program) > budget
-            if one.costs.link is None or hopeless:
-                break
-            # a step without layers, or without a backward pass, is nothing for them
-            with contextlib.suppress(BudgetError, LayersError):
-                first = placed(one.program, one.policy, one.costs, budget)
-                one = dataclasses.replace(one, first=first)
-                found.append((first.plan.predicted_seconds, traced, one))
-        return [(traced, one) for _, traced, one in sorted(found, key=lambda each: each[0])]
+            made = functools.partial(self._in, split, policy=policy, moves=bool(self._transport))
+            counts = [c for c in split.counts if c == 1 or policy.splitting is not Splitting.WHOLE]
+            way = _Way(made, counts, policy.splitting, {})
+            for count in counts:
+                one = way.member(count)
+                if one.costs.link is None:
+                    break
+                if budget is not None and least_nbytes(one.program) > budget:
+                    continue
+                # a step without layers, or without a backward pass, is nothing for them
+                with contextlib.suppress(BudgetError, LayersError):
+                    first = placed(one.program, one.policy, one.costs, budget)
+                    way.plans(count, first)
+                    if count == counts[-1] or budget is None or first.need <= budget:
+                        found.append((first.plan.predicted_seconds, way))
+                        break
+        return [way for _, way in sorted(found, key=lambda each: each[0])]
+
+    def _in(self, split: Splits, count: int, **how: Any) -> _Made:
+        """The step in `count` sub-batches, as `_member` has it."""
+        return self._member(split.into(count), count, **how)
 
     def _member(
-        self, own: Traced, count: int, policy: AbstractPolicy | None = None, *, moves: bool
-    ) -> tuple[Traced, Member]:
+        self,
+        own: Traced,
+        count: int,
+        policy: AbstractPolicy | None = None,
+        moves: bool | None = None,
+    ) -> _Made:
         """`own`, the step in `count` sub-batches, with what plans and compiles it.
 
         Args:
           policy: in place of the settings' one.
-          moves: whether it may move anything.
+          moves: whether it may move anything, by default where that is of use (`_still`).
         """
         settings, target = self._settings, self._target
+        moves = not self._still if moves is None else moves
         policy = chosen = policy or settings.policy
         means = self._costs
         if count > 1:
@@ -302,8 +324,7 @@ class Planning:
     def _by(self, plan: Plan) -> Entry:
         """The step by the user's own `plan`, with what that compresses."""
         split = splits(self._settings.name, self._traced, plan.sub_batches)
-        moves = not self._still
-        traced, one = self._member(split.into(plan.sub_batches), plan.sub_batches, moves=moves)
+        traced, one = self._in(split, plan.sub_batches)
         budget, plain_need = self._budget_nbytes()
         plan.check_made_for(one.program)
         if self._target is None:
@@ -323,7 +344,7 @@ class Planning:
 
     def _compressing(
         self, traced: Traced, one: Member, budget: int | None, leaves: Sequence[Any]
-    ) -> tuple[list[tuple[Traced, Member]], str]:
+    ) -> tuple[list[_Made], str]:
         """`traced`, the whole batch, and what plans it, with what waits compressed, the best by
         prediction first; or why nothing does.
 
@@ -362,7 +383,7 @@ class Planning:
     ) -> tuple[_Variant, Plan]:
         """The step with `some` of `ways` compressed, and its plan."""
         other = self._with_compressed([(b, ways[b]) for b in some])
-        return self._planned(*other._member(other._traced, 1, moves=not other._still), budget)
+        return self._planned(*other._member(other._traced, 1), budget)
 
     def _planned(self, traced: Traced, one: Member, budget: int | None) -> tuple[_Variant, Plan]:
         """`traced`, which `one` plans, with its plan; the lowest, if none is within `budget`."""
@@ -396,6 +417,42 @@ class Planning:
             options=settings.compiler_options,
             streams=streams,
         )
+
+
+_Made = tuple[Traced, Member]
+"""A step in one form, with what plans and compiles it."""
+
+
+@dataclasses.dataclass
+class _Way:
+    """The step by one policy, in some numbers of sub-batches, each made when it is asked for.
+
+    Attributes:
+      make: the step in so many.
+      counts: those to try, in rising order.
+      splitting: which of them is wanted.
+      made: those there are; each that is asked for is added.
+      to_the_lowest: as `prove` has it.
+    """
+
+    make: Callable[[int], _Made]
+    counts: Sequence[int]
+    splitting: Splitting
+    made: dict[int, _Made]
+    to_the_lowest: bool = True
+
+    def of(self, count: int) -> _Made:
+        if count not in self.made:
+            self.made[count] = self.make(count)
+        return self.made[count]
+
+    def member(self, count: int) -> Member:
+        return self.of(count)[1]
+
+    def plans(self, count: int, first: Placed) -> None:
+        """Notes what is planned for the budget, so that it is not planned again."""
+        traced, one = self.of(count)
+        self.made[count] = traced, dataclasses.replace(one, first=first)
 
 
 @dataclasses.dataclass(frozen=True)
