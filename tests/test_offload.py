@@ -100,6 +100,33 @@ def test_another_policy_is_asked_where_none_of_its_own_plans_fits():
     assert Auto(allow=("order", "recompute")).instead == ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Wasteful(Timid):
+    """Makes again all that can be, whether the budget asks for it or not."""
+
+    name = "wasteful"
+
+    def plan(self, program, costs, budget):
+        with pytest.raises(BudgetError) as error:
+            Auto(allow=("order", "recompute")).plan(program, costs, program.resident_nbytes + 1)
+        return dataclasses.replace(error.value.lowest_plan, policy=self.name, budget=budget)
+
+
+def test_another_policy_is_asked_where_it_is_faster():
+    def compiled(*others):
+        options = {"budget": 0.8, "policy": Wasteful(others), "machine": FAST}
+        return vmem_jax.jit(step, **options).lower(params(), batch()).compile()
+
+    recompute, vdnn = vmem_jax.POLICIES["recompute"](), vmem_jax.POLICIES["vdnn"]()
+    alone, one, both = (compiled(*others) for others in ((), (recompute,), (recompute, vdnn)))
+    plans = [found.plan for found in (alone, one, both)]
+    assert [plan.policy for plan in plans] == ["wasteful", "recompute", "vdnn"]
+    for slow, fast in itertools.pairwise(plan.predicted_seconds for plan in plans):
+        assert fast < 0.95 * slow
+    assert max(one.need_nbytes, both.need_nbytes) <= 0.8 * plain_need()
+    assert compiled(Wasteful()).plan.policy == "wasteful"  # as fast as itself
+
+
 def test_slow_copies_and_poisoned_sources_change_nothing():
     budgeted = offloading()
     expected = budgeted(params(), batch())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -30,7 +30,8 @@ from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, limit_nbytes
 from vmem_jax.prove.placed import Placed, placed
 from vmem_jax.prove.prove import Attempt, need_nbytes
-from vmem_jax.prove.sub_batches import Member, prove_in_parts
+from vmem_jax.prove.sub_batches import WORTH, Member
+from vmem_jax.prove.ways import Proof, Way, best_of
 from vmem_jax.rewrite.compression import compressible, sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
@@ -115,21 +116,17 @@ class Planning:
         uncompressed, others = "", list[_Made]()
         if "compress" in settings.asked and 1 in whole:
             (whole[1], *others), uncompressed = self._compressing(*whole[1], budget, leaves)
-        lowest = None
-        for way in self._ways(split, whole, others, budget):
-            how = way.splitting, way.to_the_lowest
-            try:
-                count, attempts = prove_in_parts(way.member, way.counts, budget, plain_need, *how)
-                break
-            except BudgetError as error:
-                if way.to_the_lowest and (lowest is None or error.lowest_peak < lowest.lowest_peak):
-                    lowest = error
-        else:
+        own = self._ways(split, whole, others)
+        proof, lowest = best_of(own, budget, plain_need, (None, None))
+        rivals = self._rivals(split, budget, proof) if proof else self._instead(split, budget)
+        proof, lowest = best_of(rivals, budget, plain_need, (proof, lowest))
+        if proof is None:
             assert lowest is not None, "what is not tried to the lowest is not the last"
             if split.why:
                 lowest.adding(f"Its batch cannot run in parts: {split.why}.")
             raise lowest
-        best, (traced, one) = attempts[-1], way.of(count)
+        count, attempts = proof.count, proof.attempts
+        best, (traced, one) = attempts[-1], proof.way.of(count)
         need, compiles = show_nbytes(best.need), len(attempts)
         logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
         if "compress" in settings.asked and not best.plan.compressed and not uncompressed:
@@ -161,8 +158,8 @@ class Planning:
     # -- what a plan is made from
 
     def _ways(
-        self, split: Splits, first: dict[int, _Made], others: Sequence[_Made], budget: int | None
-    ) -> Iterator[_Way]:
+        self, split: Splits, first: dict[int, _Made], others: Sequence[_Made]
+    ) -> Iterator[Way[Traced]]:
         """The step in the forms that are proved one after another, until one fits.
 
         Args:
@@ -171,37 +168,59 @@ class Planning:
         """
         splitting, at_last = self._settings.splitting, self._moves_at_last
         made = functools.partial(self._in, split)
-        yield _Way(made, split.counts, splitting, first, to_the_lowest=not at_last)
+        yield Way(made, split.counts, splitting, first, to_the_lowest=not at_last)
         for other in others:
-            yield _Way(made, (1,), splitting, {1: other})
+            yield Way(made, (1,), splitting, {1: other})
         if at_last:
             logging.info("%s: no plan fits while nothing is moved", self._settings.name)
-            yield _Way(functools.partial(made, moves=True), split.counts, splitting, {})
-        yield from self._instead(split, budget)
+            yield Way(functools.partial(made, moves=True), split.counts, splitting)
 
-    def _instead(self, split: Splits, budget: int | None) -> list[_Way]:
-        """The step with each policy that the settings' one has instead of itself, in as many
-        sub-batches as that would take by itself, and with a plan of which it is predicted that it
-        fits; the fastest first."""
-        found = list[tuple[float, _Way]]()
+    def _instead(self, split: Splits, budget: int | None) -> list[Way[Traced]]:
+        """The step with each policy that the settings' one has instead of itself, as that would run
+        by itself, and with any plan for `budget`; the fastest first."""
+        ways = [w for w in self._others(split) if any(self._plans(w, c, budget) for c in w.counts)]
+        return sorted(ways, key=lambda way: way.seconds)
+
+    def _rivals(self, split: Splits, budget: int | None, proof: Proof[Traced]) -> list[Way[Traced]]:
+        """The same policies, in numbers of sub-batches of which it is predicted that they fit and are
+        enough faster than `proof`; the fastest first."""
+        settings, found = self._settings, list[Way[Traced]]()
+        searched = not settings.policy.spared(self._traced.captured.program)
+        if self._still or "compress" in settings.asked or not searched:
+            return []
+        enough = WORTH * proof.seconds
+        for way in self._others(split):
+            counts = []
+            for count in way.counts:
+                if way.member(count).least_seconds() >= min(enough, way.seconds):
+                    break  # in more sub-batches it takes longer
+                if proof.way.member(count).least_seconds(budget) >= enough:
+                    continue
+                first = self._plans(way, count, budget)
+                if first and (budget is None or first.need <= budget):
+                    counts.append(count)
+            if counts and way.seconds < enough:
+                found.append(dataclasses.replace(way, counts=counts, splitting=Splitting.FASTEST))
+        return sorted(found, key=lambda way: way.seconds)
+
+    def _others(self, split: Splits) -> Iterator[Way[Traced]]:
         for policy in self._settings.policy.instead:
             made = functools.partial(self._in, split, policy=policy, moves=bool(self._transport))
-            counts = [c for c in split.counts if c == 1 or policy.splitting is not Splitting.WHOLE]
-            way = _Way(made, counts, policy.splitting, {})
-            for count in counts:
-                one = way.member(count)
-                if one.costs.link is None:
-                    break
-                if budget is not None and least_nbytes(one.program) > budget:
-                    continue
-                # a step without layers, or without a backward pass, is nothing for them
-                with contextlib.suppress(BudgetError, LayersError):
-                    first = placed(one.program, one.policy, one.costs, budget)
-                    way.plans(count, first)
-                    if count == counts[-1] or budget is None or first.need <= budget:
-                        found.append((first.plan.predicted_seconds, way))
-                        break
-        return [way for _, way in sorted(found, key=lambda each: each[0])]
+            splits = policy.splitting is not Splitting.WHOLE
+            yield Way(made, [c for c in split.counts if c == 1 or splits], policy.splitting)
+
+    def _plans(self, way: Way[Traced], count: int, budget: int | None) -> Placed | None:
+        """What `way` plans in `count` sub-batches, noted there; None where that is nothing."""
+        one = way.member(count)
+        hopeless = budget is not None and least_nbytes(one.program) > budget
+        if one.costs.link is None or hopeless:
+            return None
+        # a step without layers, or without a backward pass, is nothing for them
+        with contextlib.suppress(BudgetError, LayersError):
+            first = placed(one.program, one.policy, one.costs, budget)
+            way.note(count, first, fits=budget is None or first.need <= budget)
+            return first
+        return None
 
     def _in(self, split: Splits, count: int, **how: Any) -> _Made:
         """The step in `count` sub-batches, as `_member` has it."""
@@ -421,38 +440,6 @@ class Planning:
 
 _Made = tuple[Traced, Member]
 """A step in one form, with what plans and compiles it."""
-
-
-@dataclasses.dataclass
-class _Way:
-    """The step by one policy, in some numbers of sub-batches, each made when it is asked for.
-
-    Attributes:
-      make: the step in so many.
-      counts: those to try, in rising order.
-      splitting: which of them is wanted.
-      made: those there are; each that is asked for is added.
-      to_the_lowest: as `prove` has it.
-    """
-
-    make: Callable[[int], _Made]
-    counts: Sequence[int]
-    splitting: Splitting
-    made: dict[int, _Made]
-    to_the_lowest: bool = True
-
-    def of(self, count: int) -> _Made:
-        if count not in self.made:
-            self.made[count] = self.make(count)
-        return self.made[count]
-
-    def member(self, count: int) -> Member:
-        return self.of(count)[1]
-
-    def plans(self, count: int, first: Placed) -> None:
-        """Notes what is planned for the budget, so that it is not planned again."""
-        traced, one = self.of(count)
-        self.made[count] = traced, dataclasses.replace(one, first=first)
 
 
 @dataclasses.dataclass(frozen=True)

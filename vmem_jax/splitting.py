@@ -47,7 +47,7 @@ def splits(name: str, traced: Traced, asked: int | None) -> Splits:
         if asked is not None:
             raise SubBatchError(f"`{name}` cannot run in {asked} sub-batches: {found}.")
         return Splits((1,), lambda count: traced, found)
-    into = functools.partial(traced.in_sub_batches, found)
+    into = functools.cache(functools.partial(traced.in_sub_batches, found))
     if asked is not None:
         if asked > found.size:
             raise SubBatchError(

@@ -35,7 +35,7 @@ from vmem_jax.prove.prove import Attempt, prove
 MOST_PROVED = 3
 """Numbers of sub-batches that are compiled, one by one, until one is found; and then the largest."""
 
-_WORTH = 0.95
+WORTH = 0.95
 """Of the seconds of a plan that fits: another number that is not predicted to take less than this is
 not compiled. Predictions are off by as much (docs/benchmarks.md)."""
 
@@ -55,6 +55,10 @@ class Member:
     compile_plan: Callable[[Plan], Any]
     learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs
     first: Placed | None = None
+
+    def least_seconds(self, budget: int | None = None) -> float:
+        """That no plan of it goes below."""
+        return self.policy.least_seconds(self.program, self.costs, budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +101,10 @@ def prove_in_parts(
     ranked = _ranked(member, [*counts], budget, splitting)
     most = sorted(ranked[MOST_PROVED:], key=lambda candidate: candidate.count)[-1:]
     for candidate in (*ranked[:MOST_PROVED], *most):
-        if best is not None and candidate.seconds >= _WORTH * _seconds(best):
+        if best is not None and candidate.seconds >= WORTH * _seconds(best):
             break
         one = member(candidate.count)
-        if best is not None and _least(one) >= _WORTH * _seconds(best):
+        if best is not None and one.least_seconds() >= WORTH * _seconds(best):
             break
         first = candidate.first or one.first
         try:
@@ -127,11 +131,6 @@ def _seconds(found: tuple[int, tuple[Attempt, ...]]) -> float:
     return found[1][-1].plan.predicted_seconds
 
 
-def _least(one: Member, budget: int | None = None) -> float:
-    """Seconds that no plan of `one` goes below."""
-    return one.policy.least_seconds(one.program, one.costs, budget)
-
-
 def _ranked(
     member: Callable[[int], Member],
     counts: Sequence[int],
@@ -148,7 +147,7 @@ def _ranked(
     for i, count in enumerate(counts):
         one = member(count)
         fewest = splitting is Splitting.FEWEST
-        if fitting and (fewest or _least(one) >= fitting[0].seconds):
+        if fitting and (fewest or one.least_seconds() >= fitting[0].seconds):
             return fitting + slower + [*map(_Candidate, counts[i:])]
         program = one.program
         if fewest:
@@ -156,7 +155,7 @@ def _ranked(
         if budget is not None and (least := least_nbytes(program)) > budget:
             hopeless.append((least, _Candidate(count)))
             continue
-        if fitting and (bound := _least(one, budget)) >= fitting[0].seconds:
+        if fitting and (bound := one.least_seconds(budget)) >= fitting[0].seconds:
             slower.append(_Candidate(count, bound))
             continue
         means = one.program, one.policy, one.costs, budget
