@@ -21,6 +21,7 @@ import records
 from absl import app
 from computed import Cell
 from manifest import Case, Table, show_how
+from papers import unneeded
 from records import Record
 
 ROOT = Path(__file__).parent.parent
@@ -268,10 +269,13 @@ def count(table: Table, rows: Rows) -> str:
         return "Again: "
     own = [rows[case] for case in table.cases if case in rows]
     ran = sum(not row.device for row in own)
-    return (
-        f"{len(own)} of {len(table.cases)} rows are there, {ran} of them ran on the card. "
-        "All of them, on a GPU: "
+    idle = sum(case not in rows and bool(unneeded(table, case, rows)) for case in table.cases)
+    text = (
+        f"{len(own)} of {len(table.cases) - idle} rows are there, {ran} of them ran on the card. "
     )
+    if idle:
+        text += f"{idle} more would say nothing, since plain `jax.jit` meets their budget. "
+    return text + "All of them, on a GPU: "
 
 
 def filled(text: str, make: Callable[[str], str]) -> str:

@@ -25,7 +25,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import computed
@@ -70,7 +70,7 @@ def is_selected(case: Case) -> bool:
     )
 
 
-def unneeded(table: manifest.Table, case: Case, rows: dict[Case, Record]) -> str:
+def unneeded(table: manifest.Table, case: Case, rows: Mapping[Case, Record]) -> str:
     """Why `case` says nothing beside plain jit's row in `rows`; "" where it does."""
     plain = rows.get(plain_of(case))
     if plain is None or plain.need is None or not table.below_plain:

@@ -57,7 +57,8 @@ class AbstractPolicy(abc.ABC):
 
     @property
     def instead(self) -> tuple[AbstractPolicy, ...]:
-        """Policies that are asked where no plan of its own fits once it is compiled."""
+        """Policies that are asked where no plan of its own fits once it is compiled, or theirs may be
+        enough faster."""
         return ()
 
     def spared(self, program: Program) -> str:
