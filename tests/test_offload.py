@@ -113,8 +113,8 @@ class Wasteful(Timid):
 
 
 def test_another_policy_is_asked_where_it_is_faster():
-    def compiled(*others):
-        options = {"budget": 0.8, "policy": Wasteful(others), "machine": FAST}
+    def compiled(*others, **more):
+        options = {"budget": 0.8, "policy": Wasteful(others), "machine": FAST, **more}
         return vmem_jax.jit(step, **options).lower(params(), batch()).compile()
 
     recompute, vdnn = vmem_jax.POLICIES["recompute"](), vmem_jax.POLICIES["vdnn"]()
@@ -125,6 +125,8 @@ def test_another_policy_is_asked_where_it_is_faster():
         assert fast < 0.95 * slow
     assert max(one.need_nbytes, both.need_nbytes) <= 0.8 * plain_need()
     assert compiled(Wasteful()).plan.policy == "wasteful"  # as fast as itself
+    within = compiled(recompute, vdnn, host_budget="1KiB")  # what vDNN moves does not fit there
+    assert within.plan.policy == "recompute"
 
 
 def test_slow_copies_and_poisoned_sources_change_nothing():

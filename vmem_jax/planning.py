@@ -218,6 +218,9 @@ class Planning:
         # a step without layers, or without a backward pass, is nothing for them
         with contextlib.suppress(BudgetError, LayersError):
             first = placed(one.program, one.policy, one.costs, budget)
+            most = self._settings.host_budget
+            if most is not None and layout_of(one.program, first.plan).nbytes > most:
+                return None
             way.note(count, first, fits=budget is None or first.need <= budget)
             return first
         return None

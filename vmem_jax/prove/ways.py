@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from vmem_jax.errors import BudgetError
+from vmem_jax.errors import BudgetError, HostMemoryError
 from vmem_jax.policy.base import Splitting
 from vmem_jax.prove.placed import Placed
 from vmem_jax.prove.prove import Attempt
@@ -89,5 +89,9 @@ def best_of(
             if way.to_the_lowest and (lowest is None or error.lowest_peak < lowest.lowest_peak):
                 lowest = error
             continue
+        except HostMemoryError:
+            if best is None:
+                raise
+            continue  # planned again it moves more than was planned for at first
         best = found if best is None else min(best, found, key=lambda proof: proof.seconds)
     return best, lowest
