@@ -28,10 +28,10 @@ from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.streaming import Streaming
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.prove.device import devices_of, limit_nbytes
+from vmem_jax.prove.forms import Form, Proof, best_of
 from vmem_jax.prove.placed import Placed, placed
 from vmem_jax.prove.prove import Attempt, need_nbytes
 from vmem_jax.prove.sub_batches import WORTH, Member
-from vmem_jax.prove.ways import Proof, Way, best_of
 from vmem_jax.rewrite.compression import compressible, sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
@@ -116,7 +116,7 @@ class Planning:
         uncompressed, others = "", list[_Made]()
         if "compress" in settings.asked and 1 in whole:
             (whole[1], *others), uncompressed = self._compressing(*whole[1], budget, leaves)
-        own = self._ways(split, whole, others)
+        own = self._forms(split, whole, others)
         proof, lowest = best_of(own, budget, plain_need, (None, None))
         rivals = self._rivals(split, budget, proof) if proof else self._instead(split, budget)
         proof, lowest = best_of(rivals, budget, plain_need, (proof, lowest))
@@ -126,7 +126,7 @@ class Planning:
                 lowest.adding(f"Its batch cannot run in parts: {split.why}.")
             raise lowest
         count, attempts = proof.count, proof.attempts
-        best, (traced, one) = attempts[-1], proof.way.of(count)
+        best, (traced, one) = attempts[-1], proof.form.of(count)
         need, compiles = show_nbytes(best.need), len(attempts)
         logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
         if "compress" in settings.asked and not best.plan.compressed and not uncompressed:
@@ -157,9 +157,9 @@ class Planning:
 
     # -- what a plan is made from
 
-    def _ways(
+    def _forms(
         self, split: Splits, first: dict[int, _Made], others: Sequence[_Made]
-    ) -> Iterator[Way[Traced]]:
+    ) -> Iterator[Form[Traced]]:
         """The step in the forms that are proved one after another, until one fits.
 
         Args:
@@ -168,50 +168,53 @@ class Planning:
         """
         splitting, at_last = self._settings.splitting, self._moves_at_last
         made = functools.partial(self._in, split)
-        yield Way(made, split.counts, splitting, first, to_the_lowest=not at_last)
+        yield Form(made, split.counts, splitting, first, to_the_lowest=not at_last)
         for other in others:
-            yield Way(made, (1,), splitting, {1: other})
+            yield Form(made, (1,), splitting, {1: other})
         if at_last:
             logging.info("%s: no plan fits while nothing is moved", self._settings.name)
-            yield Way(functools.partial(made, moves=True), split.counts, splitting)
+            yield Form(functools.partial(made, moves=True), split.counts, splitting)
 
-    def _instead(self, split: Splits, budget: int | None) -> list[Way[Traced]]:
+    def _instead(self, split: Splits, budget: int | None) -> list[Form[Traced]]:
         """The step with each policy that the settings' one has instead of itself, as that would run
         by itself, and with any plan for `budget`; the fastest first."""
-        ways = [w for w in self._others(split) if any(self._plans(w, c, budget) for c in w.counts)]
-        return sorted(ways, key=lambda way: way.seconds)
+        forms = [f for f in self._others(split) if any(self._plans(f, c, budget) for c in f.counts)]
+        return sorted(forms, key=lambda form: form.seconds)
 
-    def _rivals(self, split: Splits, budget: int | None, proof: Proof[Traced]) -> list[Way[Traced]]:
+    def _rivals(
+        self, split: Splits, budget: int | None, proof: Proof[Traced]
+    ) -> list[Form[Traced]]:
         """The same policies, in numbers of sub-batches of which it is predicted that they fit and are
         enough faster than `proof`; the fastest first."""
-        settings, found = self._settings, list[Way[Traced]]()
+        settings, found = self._settings, list[Form[Traced]]()
         searched = not settings.policy.spared(self._traced.captured.program)
         if self._still or "compress" in settings.asked or not searched:
             return []
         enough = WORTH * proof.seconds
-        for way in self._others(split):
+        for form in self._others(split):
             counts = []
-            for count in way.counts:
-                if way.member(count).least_seconds() >= min(enough, way.seconds):
+            for count in form.counts:
+                if form.member(count).least_seconds() >= min(enough, form.seconds):
                     break  # in more sub-batches it takes longer
-                if proof.way.member(count).least_seconds(budget) >= enough:
+                if proof.form.member(count).least_seconds(budget) >= enough:
                     continue
-                first = self._plans(way, count, budget)
+                first = self._plans(form, count, budget)
                 if first and (budget is None or first.need <= budget):
                     counts.append(count)
-            if counts and way.seconds < enough:
-                found.append(dataclasses.replace(way, counts=counts, splitting=Splitting.FASTEST))
-        return sorted(found, key=lambda way: way.seconds)
+            if counts and form.seconds < enough:
+                found.append(dataclasses.replace(form, counts=counts, splitting=Splitting.FASTEST))
+        return sorted(found, key=lambda form: form.seconds)
 
-    def _others(self, split: Splits) -> Iterator[Way[Traced]]:
+    def _others(self, split: Splits) -> Iterator[Form[Traced]]:
         for policy in self._settings.policy.instead:
             made = functools.partial(self._in, split, policy=policy, moves=bool(self._transport))
-            splits = policy.splitting is not Splitting.WHOLE
-            yield Way(made, [c for c in split.counts if c == 1 or splits], policy.splitting)
+            whole = policy.splitting is Splitting.WHOLE
+            counts = [count for count in split.counts if count == 1 or not whole]
+            yield Form(made, counts, policy.splitting)
 
-    def _plans(self, way: Way[Traced], count: int, budget: int | None) -> Placed | None:
-        """What `way` plans in `count` sub-batches, noted there; None where that is nothing."""
-        one = way.member(count)
+    def _plans(self, form: Form[Traced], count: int, budget: int | None) -> Placed | None:
+        """What `form` plans in `count` sub-batches, noted there; None where that is nothing."""
+        one = form.member(count)
         hopeless = budget is not None and least_nbytes(one.program) > budget
         if one.costs.link is None or hopeless:
             return None
@@ -221,7 +224,7 @@ class Planning:
             most = self._settings.host_budget
             if most is not None and layout_of(one.program, first.plan).nbytes > most:
                 return None
-            way.note(count, first, fits=budget is None or first.need <= budget)
+            form.note(count, first, fits=budget is None or first.need <= budget)
             return first
         return None
 

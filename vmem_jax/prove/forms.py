@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass
-class Way(Generic[T]):
+class Form(Generic[T]):
     """A step by one policy, in some numbers of sub-batches, each made when it is asked for.
 
     Attributes:
@@ -54,9 +54,9 @@ class Way(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Proof(Generic[T]):
-    """A way that fits, in `count` sub-batches; of its attempts the best is the last."""
+    """A form that fits, in `count` sub-batches; of its attempts the best is the last."""
 
-    way: Way[T]
+    form: Form[T]
     count: int
     attempts: tuple[Attempt, ...]
 
@@ -70,23 +70,23 @@ Outcome = tuple[Proof[T] | None, BudgetError | None]
 
 
 def best_of(
-    ways: Iterable[Way[T]], budget: int | None, plain_need: int | None, so_far: Outcome[T]
+    forms: Iterable[Form[T]], budget: int | None, plain_need: int | None, so_far: Outcome[T]
 ) -> Outcome[T]:
-    """`so_far`, or what comes of `ways`, one after another, until the next cannot be better.
+    """`so_far`, or what comes of `forms`, one after another, until the next cannot be better.
 
     Args:
-      ways: the fastest first, those that are not tried for their speed before all others.
+      forms: the fastest first, those that are not tried for their speed before all others.
       budget, plain_need: as `prove_in_parts` has them.
     """
     best, lowest = so_far
-    for way in ways:
-        if best is not None and way.seconds >= WORTH * best.seconds:
+    for form in forms:
+        if best is not None and form.seconds >= WORTH * best.seconds:
             break
         try:
-            means = budget, plain_need, way.splitting, way.to_the_lowest
-            found = Proof(way, *prove_in_parts(way.member, way.counts, *means))
+            means = budget, plain_need, form.splitting, form.to_the_lowest
+            found = Proof(form, *prove_in_parts(form.member, form.counts, *means))
         except BudgetError as error:
-            if way.to_the_lowest and (lowest is None or error.lowest_peak < lowest.lowest_peak):
+            if form.to_the_lowest and (lowest is None or error.lowest_peak < lowest.lowest_peak):
                 lowest = error
             continue
         except HostMemoryError:
