@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -188,16 +189,21 @@ class Planning:
         enough faster than `proof`; the fastest first."""
         settings, found = self._settings, list[Form[Traced]]()
         searched = not settings.policy.spared(self._traced.captured.program)
-        if self._still or "compress" in settings.asked or not searched:
+        if (
+            self._still
+            or "compress" in settings.asked
+            or not (searched and settings.policy.instead)
+        ):
             return []
-        enough = WORTH * proof.seconds
+        own, enough = proof.form.member, WORTH * proof.seconds
+        # in more sub-batches it takes longer
+        some = itertools.takewhile(lambda c: own(c).least_seconds() < enough, split.counts)
+        open_ = [count for count in some if own(count).least_seconds(budget) < enough]
         for form in self._others(split):
             counts = []
-            for count in form.counts:
-                if form.member(count).least_seconds() >= min(enough, form.seconds):
-                    break  # in more sub-batches it takes longer
-                if proof.form.member(count).least_seconds(budget) >= enough:
-                    continue
+            for count in (c for c in open_ if c in form.counts):
+                if own(count).least_seconds() >= form.seconds:
+                    break
                 first = self._plans(form, count, budget)
                 if first and (budget is None or first.need <= budget):
                     counts.append(count)
