@@ -101,6 +101,27 @@ def test_another_policy_is_asked_where_none_of_its_own_plans_fits():
 
 
 @dataclasses.dataclass(frozen=True)
+class Gloomy(Timid):
+    """Says that its lowest plan needs too much, though it does not."""
+
+    name = "gloomy"
+
+    def plan(self, program, costs, budget):
+        plan = vmem_jax.POLICIES["recompute"]().plan(program, costs, budget)
+        raise BudgetError(
+            policy=self.name, budget=budget, lowest_peak=2 * budget, at="", lowest_plan=plan
+        )
+
+
+def test_the_lowest_plan_of_another_policy_is_compiled_where_it_is_near():
+    ask = lambda budget: vmem_jax.jit(
+        step, budget=budget, policy=Timid((Gloomy(),)), machine=FAST
+    ).lower(params(), batch())
+    found = ask(0.5).compile()
+    assert found.plan.policy == "recompute" and found.need_nbytes <= 0.5 * plain_need()
+
+
+@dataclasses.dataclass(frozen=True)
 class Wasteful(Timid):
     """Makes again all that can be, whether the budget asks for it or not."""
 
