@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import logging
 import re
 import threading
 
@@ -240,7 +241,8 @@ def test_nothing_moves_on_a_cpu_unless_it_is_asked_for():
     assert compiled.arena is None and not compiled.plan.transfers
 
 
-def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch):
+def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="absl")
     moving = Auto(allow=("order", "offload"))  # not by `jit(allow=...)`, which would ask for it
     monkeypatch.setattr(
         Planning, "_choose_transport", lambda planning, asked: ("ffi", "its times are a roofline's")
@@ -248,7 +250,9 @@ def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch):
     budgeted = lambda budget: vmem_jax.jit(step, budget=budget, policy=moving, machine=FAST)
     compiled = lambda budget: budgeted(budget).lower(params(), batch()).compile()
     assert not compiled(1.0).plan.transfers
+    assert "no plan fits" not in caplog.text
     within_half = compiled(0.5)
+    assert "no plan fits while nothing is moved" in caplog.text
     assert within_half.plan.transfers and within_half.need_nbytes <= 0.5 * plain_need()
     kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
     assert same(budgeted(0.5)(params(), batch()), kept)

@@ -122,6 +122,11 @@ class Planning:
             (whole[1], *others), uncompressed = self._compressing(*whole[1], budget, leaves)
         own = self._forms(split, whole, others)
         proof, lowest = best_of(own, budget, plain_need, (None, None))
+        if proof is None and self._moves_at_last:
+            logging.info("%s: no plan fits while nothing is moved", settings.name)
+            moving = functools.partial(self._in, split, moves=True)
+            at_last = Form(moving, split.counts, settings.splitting)
+            proof, lowest = best_of([at_last], budget, plain_need, (None, lowest))
         rivals = self._rivals(split, budget, proof) if proof else self._instead(split, budget)
         proof, lowest = best_of(rivals, budget, plain_need, (proof, lowest))
         if proof is None:
@@ -163,21 +168,16 @@ class Planning:
 
     def _forms(
         self, split: Splits, first: dict[int, _Made], others: Sequence[_Made]
-    ) -> Iterator[Form[Traced]]:
+    ) -> list[Form[Traced]]:
         """The step in the forms that are proved one after another, until one fits.
 
         Args:
           first: what is made already.
           others: the whole batch with other choices of what waits compressed.
         """
-        splitting, at_last = self._settings.splitting, self._moves_at_last
-        made = functools.partial(self._in, split)
-        yield Form(made, split.counts, splitting, first, to_the_lowest=not at_last)
-        for other in others:
-            yield Form(made, (1,), splitting, {1: other})
-        if at_last:
-            logging.info("%s: no plan fits while nothing is moved", self._settings.name)
-            yield Form(functools.partial(made, moves=True), split.counts, splitting)
+        made, splitting = functools.partial(self._in, split), self._settings.splitting
+        own = Form(made, split.counts, splitting, first, to_the_lowest=not self._moves_at_last)
+        return [own, *(Form(made, (1,), splitting, {1: other}) for other in others)]
 
     def _instead(self, split: Splits, budget: int | None) -> list[Form[Traced]]:
         """The step with each policy that the settings' one has instead of itself, as that would run

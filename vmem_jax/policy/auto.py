@@ -46,6 +46,7 @@ from vmem_jax.policy.placement import place, rank
 from vmem_jax.policy.stretches import Stretches
 from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.vdnn import VDNN
+from vmem_jax.policy.vdnnpp import VDNNpp
 
 _LOOPINGS = 8
 """Choices of stacks to loop that are tried, where there are so many."""
@@ -89,7 +90,7 @@ class Auto(AbstractPolicy):
         """Systems that move nearly everything: of many layers alike what is left is less than what
         recomputation needs, at several times the seconds."""
         both = {"recompute", "offload"} <= {*self.allow}
-        return (SuperNeurons(), MoDNN(), VDNN()) if both else ()
+        return (SuperNeurons(), MoDNN(), VDNN(), VDNNpp()) if both else ()
 
     def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         moves = "offload" in self.allow and costs.link is not None
