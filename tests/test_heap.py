@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vmem_jax.core import heap
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.fences import Fence
-from vmem_jax.core.heap import best_fit_nbytes, heap_nbytes, places
+from vmem_jax.core.heap import best_fit_nbytes, elsewhere, heap_nbytes, places
 from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
@@ -148,6 +148,81 @@ def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
     assert heap_nbytes(program, range(5)) == program.resident_nbytes + 8 + 4 + 2
     again = places(program, (0, 0, 1, 2, 3, 4))
     assert [i for i in again if i.nbytes == 8] == [Interval(8, 0, 4)]
+
+
+def trained(filters, **layer):
+    """Layers that each read their own filter of 8 bytes, which its gradient updates in its place."""
+    conv = "conv_general_dilated"
+    b = Builder()
+    x, ws = b.input(1), [b.input(8) for _ in range(filters)]
+    ys = [x]
+    for w in ws:
+        ys.append(b.step([ys[-1], w], 1, op=conv))
+    new = []
+    dy = b.step([ys[-1]], 1)
+    for w, y in zip(reversed(ws), reversed(ys[:-1]), strict=True):
+        gradient = b.step([y, dy], 8, op=conv)
+        turned = b.step([w], 8, op="rev")
+        dy = b.step([dy, turned], 1, op=conv)
+        new.insert(0, b.step([w, gradient], 8))
+    program = b.program([*new, dy], aliases=tuple(zip(ws, new, strict=True)))
+    if not layer:
+        return program
+    sizes = {"kernel": (3, 3), "size": (8, 8), "padding": ((1, 1), (1, 1)), **layer}
+    convolution = Convolution(
+        Pass.FORWARD, "float32", False, 1, 1, 1, strides=(1, 1), dilation=(1, 1), **sizes
+    )
+    steps = [
+        dataclasses.replace(step, convolution=convolution) if {*step.reads} & {*ws} else step
+        for step in program.steps
+    ]
+    return dataclasses.replace(program, steps=tuple(steps))
+
+
+def copies(program):
+    """The copies of five filters that take memory of their own, by when they are made."""
+    found = [i for i in places(program, range(len(program.steps))) if i.nbytes == 8]
+    return sorted((i for i in found if i.first < 5), key=lambda i: i.first)
+
+
+@pytest.mark.parametrize("layer", [{}, {"kernel": (3, 3)}])
+def test_the_copy_of_a_filter_lies_where_the_one_before_was(layer):
+    """It is the copy that is updated, so the place of a donated filter is free until the end."""
+    donated = trained(5, **layer)
+    end = len(donated.steps) - 1
+    assert copies(donated) == [Interval(8, 0, end)]
+    kept = copies(dataclasses.replace(donated, aliases=()))
+    assert [i.first for i in kept] == [*range(5)] and kept[1].last < end
+
+
+def test_a_filter_that_is_read_itself_keeps_its_place():
+    """One of a single element in space until it was read backwards, and one as large as its result,
+    or read by several sub-batches, of which the copy goes then."""
+    flat = copies(trained(5, kernel=(1, 1), padding=((0, 0), (0, 0))))
+    assert len(flat) == 5 and {i.last for i in flat} == {len(trained(5).steps) - 1}
+    ambiguous = trained(5, size=(3, 3))
+    steps = tuple(dataclasses.replace(step, times=2) for step in ambiguous.steps)
+    for kept in (ambiguous, dataclasses.replace(trained(5), steps=steps)):
+        assert [kept.steps[i.last].reads[1:] for i in copies(kept)] == [
+            (step.writes[0],) for step in kept.steps[::-1] if step.op == "rev"
+        ]
+
+
+def test_a_filter_that_several_layers_share_is_transposed_once():
+    conv = "conv_general_dilated"
+    b = Builder()
+    x, w = b.input(1), b.input(8)
+    y = b.step([b.step([x, w], 1, op=conv), w], 1, op=conv)
+    for _ in range(2):
+        y = b.step([y, b.step([w], 8, op="rev")], 1, op=conv)
+    assert [i for i in places(b.program([y]), range(6)) if i.nbytes == 8] == [Interval(8, 0, 5)]
+
+
+def test_what_is_small_lies_in_a_place_that_is_free():
+    places_ = [Interval(8, 2, 9), Interval(4, 0, 9)]
+    inside, too_early, beside = Interval(3, 3, 5), Interval(8, 1, 4), Interval(4, 4, 7)
+    assert elsewhere([inside, too_early, beside], places_) == [too_early]
+    assert elsewhere([inside, beside, Interval(2, 5, 5)], places_) == [Interval(2, 5, 5)]
 
 
 def test_a_hosted_buffer_takes_room_while_it_is_here():

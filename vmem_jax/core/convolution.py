@@ -136,6 +136,20 @@ class Convolution:
         return self.batch * self.features_in * math.prod(padded) * self._itemsize
 
     @property
+    def is_ambiguous(self) -> bool:
+        """Whether w is as large in space as y, so that x by y, the gradient to w, might be a layer.
+
+        XLA takes it for one: it calls a forward convolution for it.
+        """
+        extents = zip(self.out, self.kernel, strict=True)
+        return self.is_spatial and any(out <= kernel for out, kernel in extents)
+
+    @property
+    def is_spatial(self) -> bool:
+        """Whether w has more than one element in space."""
+        return set(self.kernel) != {1}
+
+    @property
     def _itemsize(self) -> int:
         return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 

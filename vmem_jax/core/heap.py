@@ -9,16 +9,21 @@ than what is live at once, which is what `simulate` predicts and policies plan w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from vmem_jax.core.fences import fences, spines
+from vmem_jax.core.filters import transposed_filters
 from vmem_jax.core.liveness import last_reads, taken_over
 from vmem_jax.core.packing import Interval
 from vmem_jax.core.plan import Transfer, points_at
 from vmem_jax.core.program import BEGIN, END, Program
 from vmem_jax.core.simulate import staged_spans
+
+_MOST_TRIED = 100
+"""Places of residents that one value is tried in; in very deep networks there are thousands."""
 
 
 def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()) -> int:
@@ -29,7 +34,8 @@ def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Tran
 def places(
     program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
 ) -> list[Interval]:
-    """From which position of `order` to which each place is in use; residents have none.
+    """From which position of `order` to which each place of the heap is in use; residents have none,
+    nor does what is put into one of theirs.
 
     What takes over the memory of a dying read has its place; what leaves and comes back has two. XLA
     writes over nothing that it reads through a barrier, so what is fenced or was moved keeps its
@@ -45,8 +51,9 @@ def places(
     moved = {t.buffer for t in transfers}
     barriers = _barriers(program, order, transfers)
     behind: set[int] = set()  # what is read through a barrier from here on
-    filters = _transposed_filters(program, order)
-    nbytes = [0 if b in filters else buffer.nbytes for b, buffer in enumerate(program.buffers)]
+    filters = transposed_filters(program, order)
+    copies = {b for each in filters for b in each.reversed}
+    nbytes = [0 if b in copies else buffer.nbytes for b, buffer in enumerate(program.buffers)]
     since: dict[int, int] = {}  # of what is there the position at which its place was taken
     found: list[Interval] = []
 
@@ -75,11 +82,12 @@ def places(
             if b in since:
                 free(b, position)
     assert not since, "what is never freed is resident"
-    spans = {**staged_spans(program, order, transfers), **filters}
-    end = len(order) - 1
+    spans, end = staged_spans(program, order, transfers), len(order) - 1
     found += [Interval(program.buffers[b].nbytes, i, min(j, end)) for b, (i, j) in spans.items()]
     found += _padded_inputs(program, order)
-    return [interval for interval in found if interval.nbytes]
+    found += [each.copy for each in filters]
+    left = [each.place for each in filters if each.place is not None]
+    return elsewhere((interval for interval in found if interval.nbytes), left)
 
 
 def _barriers(
@@ -115,28 +123,29 @@ def _padded_inputs(program: Program, order: Sequence[int]) -> list[Interval]:
     return [Interval(*each) for each in between if each[1] <= each[2]]
 
 
-def _transposed_filters(program: Program, order: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """From where to where XLA keeps a filter as the library wants it, for each that is reversed.
+def elsewhere(intervals: Iterable[Interval], places: Sequence[Interval]) -> list[Interval]:
+    """Those of `intervals` for which no place is free as long as they live.
 
-    The convolution that reads it and the one backwards, which reads it reversed, take the same
-    transposed copy; XLA makes one for both, and keeps it in between.
+    XLA asks for each, the largest first, the smallest place that holds it, and the latest of those.
     """
-    first: dict[int, int] = {}  # position of the first convolution that reads it
-    last: dict[int, int] = {}
-    reversed_: dict[int, int] = {}
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        last |= dict.fromkeys(step.reads, position)
-        if step.op == "conv_general_dilated":
-            for b in step.reads:
-                first.setdefault(b, position)
-        elif step.op == "rev" and len(step.reads) == len(step.writes) == 1:
-            reversed_[step.writes[0]] = step.reads[0]
-    return {
-        w: (first[r], last[w])
-        for w, r in reversed_.items()
-        if r in first and first[r] < last.get(w, 0)
-    }
+    places = sorted(places, key=lambda place: (place.nbytes, -place.first))
+    nbytes, first, last = (
+        np.array([getattr(place, name) for place in places], np.int64)
+        for name in ("nbytes", "first", "last")
+    )
+    taken: list[list[Interval]] = [[] for _ in places]  # of each place, in turn
+    left = []
+    for one in sorted(intervals, key=lambda i: (-i.nbytes, i.first)):
+        fits = (nbytes >= one.nbytes) & (first <= one.first) & (last >= one.last)
+        for place in np.flatnonzero(fits)[:_MOST_TRIED].tolist():
+            there = taken[place]
+            at = bisect.bisect(there, one.last, key=lambda other: other.first)
+            if not at or there[at - 1].last < one.first:
+                there.insert(at, one)
+                break
+        else:
+            left.append(one)
+    return left
 
 
 def best_fit_nbytes(intervals: Sequence[Interval]) -> int:

@@ -1,0 +1,71 @@
+"""filters: where XLA keeps those of convolutions, in the layout in which the library takes them.
+
+The convolution that reads a filter and the one backwards, which reads it reversed, take the same
+transposed copy, and so does the update: XLA makes one for all of them. From then on nothing reads
+the filter itself. Where it is donated its place is given away, until the new filter is transposed
+into it at the end of the step: to the copies of other filters, and to whatever is no larger.
+
+A filter of one element in space is read itself backwards, where it is what it is forwards but for
+its channels. And of a filter as large as what it makes XLA takes the gradient for a convolution
+forwards, to which it adds the filter itself. In sub-batches filters are kept for all of them, and
+the copies are of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vmem_jax.core.packing import Interval
+from vmem_jax.core.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """A filter that is kept transposed.
+
+    Attributes:
+      reversed: the buffers of the reversed filter, which are the same copy.
+      copy: from where to where the copy is there.
+      place: from where to where its own place is free; None where it never is.
+    """
+
+    reversed: tuple[int, ...]
+    copy: Interval
+    place: Interval | None
+
+
+def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
+    """The filters that the steps of `order` read forwards and then reversed."""
+    first: dict[int, int] = {}  # position of the first convolution that reads it
+    last: dict[int, int] = {}
+    reversed_: dict[int, tuple[int, ...]] = {}  # by the filter
+    ambiguous: set[int] = set()
+    flat: set[int] = set()
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        last |= dict.fromkeys(step.reads, position)
+        if step.op == "conv_general_dilated":
+            for b in step.reads:
+                first.setdefault(b, position)
+            if step.convolution is not None and step.convolution.is_ambiguous:
+                ambiguous.update(step.reads)
+            if step.convolution is not None and not step.convolution.is_spatial:
+                flat.update(step.reads)
+        elif step.op == "rev" and len(step.reads) == len(step.writes) == 1:
+            [r], [w] = step.reads, step.writes
+            reversed_[r] = tuple(dict.fromkeys((*reversed_.get(r, ()), w)))
+    found, end = [], len(order) - 1
+    for r, copies in reversed_.items():
+        backwards = max(last.get(w, 0) for w in copies)
+        since, until, place = first.get(r, end), backwards, None
+        if since >= until:
+            continue
+        nbytes = program.buffers[r].nbytes
+        if r not in ambiguous and program.sub_batches == 1:  # the update reads the copy
+            until = max(until, last[r])
+            unread = (backwards if r in flat else since) + 1
+            if r in program.overwritten_by and unread <= end:
+                until, place = end, Interval(nbytes, unread, end)
+        found.append(Filter(copies, Interval(nbytes, since, until), place))
+    return found
