@@ -37,7 +37,7 @@ from absl import app, flags
 from manifest import Case
 from records import LEAST_OF, Record
 
-from vmem_jax.errors import parse_size, show_nbytes
+from vmem_jax.errors import show_nbytes
 from vmem_jax.prove.targets import TARGETS
 
 HERE = Path(__file__).parent
@@ -75,9 +75,7 @@ def unneeded(table: manifest.Table, case: Case, rows: Mapping[Case, Record]) -> 
     plain = rows.get(plain_of(case))
     if plain is None or plain.need is None or not table.below_plain:
         return ""
-    if variants.is_size(case.asked) and parse_size(case.asked, table.name) >= plain.need:
-        return f"plain jit needs {show_nbytes(plain.need)}"
-    return ""
+    return variants.why_plain_does(case.asked, plain.need)
 
 
 def least_of(case: Case, rows: dict[Case, Record]) -> int | None:

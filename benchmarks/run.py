@@ -30,7 +30,7 @@ import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.layers import kernels_of
-from vmem_jax.errors import parse_size, show_nbytes
+from vmem_jax.errors import show_nbytes
 from vmem_jax.models import Job, job
 from vmem_jax.profile.measured import measured_costs
 from vmem_jax.prove.targets import TARGETS
@@ -197,13 +197,14 @@ class Steps:
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""
-        need, is_size = self.plain_need, variants.is_size(asked)
+        need = self.plain_need
         if asked.startswith(LEAST_OF) and self._least_of(asked) is None:
             return "no row says how much that is"
-        if need is None and "plain" in ways_asked() and not is_size and asked[:1].isdigit():
+        is_share = asked[:1].isdigit() and not variants.is_size(asked)
+        if need is None and "plain" in ways_asked() and is_share:
             return "it is a share of what plain jit needs, which failed"
-        if need is not None and is_size and way in FLAGS.below_plain:
-            return f"plain jit needs {show_nbytes(need)}" * (parse_size(asked, way) >= need)
+        if need is not None and way in FLAGS.below_plain:
+            return variants.why_plain_does(asked, need)
         return ""
 
 

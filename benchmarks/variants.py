@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 import vmem_jax
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size
+from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size, show_nbytes
 from vmem_jax.jax_compat import DESCRIBED_OPTIONS
 from vmem_jax.models import Job
 from vmem_jax.policy import AbstractPolicy
@@ -38,6 +38,13 @@ _AS_LOW = 0.02
 def is_size(asked: str) -> bool:
     """Whether a budget in words is so many bytes, as 12GiB."""
     return asked[-1:].isalpha() and not asked.startswith(("none", "least"))
+
+
+def why_plain_does(asked: str, plain_need: int) -> str:
+    """Why a budget in words says nothing beside plain jit, which meets it; "" where it does."""
+    if not is_size(asked) or parse_size(asked, "--ways") < plain_need:
+        return ""
+    return f"plain jit needs {show_nbytes(plain_need)}"
 
 
 def outcome_of(error: Exception) -> str:

@@ -230,8 +230,8 @@ class Planning:
         None where that is nothing, or is predicted to need more than `most` bytes.
         """
         one = form.member(count)
-        exceeds = lambda nbytes, limit: limit is not None and nbytes > limit
-        if one.costs.link is None or exceeds(least_nbytes(one.program), most):
+        hopeless = most is not None and least_nbytes(one.program) > most
+        if one.costs.link is None or hopeless:
             return None
         first: Placed | None
         try:
@@ -240,11 +240,12 @@ class Planning:
             first = lowest_of(one.program, error)
         except LayersError:  # without layers, or without a backward pass, it is nothing for them
             return None
-        if first is None or exceeds(first.need, most):
+        if first is None or not first.fits(most):
             return None
-        if exceeds(layout_of(one.program, first.plan).nbytes, self._settings.host_budget):
+        limit = self._settings.host_budget
+        if limit is not None and layout_of(one.program, first.plan).nbytes > limit:
             return None
-        form.note(count, first, fits=not exceeds(first.need, budget))
+        form.note(count, first, first.fits(budget))
         return first
 
     def _in(self, split: Splits, count: int, **how: Any) -> _Made:

@@ -40,6 +40,10 @@ class Placed:
     need: int
     seconds: float = 0.0
 
+    def fits(self, budget: int | None) -> bool:
+        """Whether it is predicted to need no more than `budget` bytes."""
+        return budget is None or self.need <= budget
+
 
 def planned(program: Program, policy: AbstractPolicy, costs: Costs, goal: int | None) -> Placed:
     """What `policy` plans for `goal` bytes live at once, and what the heap takes for it.
@@ -99,7 +103,7 @@ def placed(
                 break
             raise
         tried.append(one)
-        if one.need <= goal:
+        if one.fits(goal):
             within, fits = target, one.plan
         else:
             over, fails = target, one.plan
@@ -109,7 +113,7 @@ def placed(
             break
         else:
             target = (over + within) // 2
-    fitting = [one for one in tried if one.need <= goal]
+    fitting = [one for one in tried if one.fits(goal)]
     if fitting:
         best = min(fitting, key=lambda one: one.plan.predicted_seconds)
     else:

@@ -107,14 +107,15 @@ def prove(
     goal, fewer = budget, False  # what is predicted may need so much, and is made with those means
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
-        means = _fewer(costs) if fewer else costs
+        spared = _fewer(costs)
+        means = spared if fewer else costs
         last = len(attempts) == MOST_COMPILES - 1
         one = None if attempts else first
         if last and not fewer and any(map(_uses_more, attempts)):
             # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
-                one = planned(program, policy, _fewer(costs), budget)
-                fewer, goal, means = True, budget, _fewer(costs)
+                one = planned(program, policy, spared, budget)
+                fewer, goal, means = True, budget, spared
         before = None
         if attempts and not fewer:
             before = Placed(attempts[-1].plan, attempts[-1].predicted_need)

@@ -166,7 +166,7 @@ def _ranked(
             others.append((low.need if low else error.lowest_peak, _Candidate(count)))
             continue
         candidate = _Candidate(count, first.plan.predicted_seconds, first)
-        if budget is None or first.need <= budget:
+        if first.fits(budget):
             fitting = sorted((*fitting, candidate), key=lambda each: (each.seconds, each.count))
         else:
             others.append((first.need, candidate))
