@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -182,9 +183,7 @@ class Planning:
     def _instead(self, split: Splits, budget: int | None) -> list[Form[Traced]]:
         """The step with each policy that the settings' one has instead of itself, as that would run
         by itself, and with a plan for `budget` or nearly; the fastest first."""
-        near = None if budget is None else int(_NEAR * budget)
-        plans = lambda form, count: self._plans(form, count, budget, near)
-        forms = [f for f in self._others(split) if any(plans(f, count) for count in f.counts)]
+        forms = [f for f in self._others(split) if any(self._plans(f, c, budget) for c in f.counts)]
         return sorted(forms, key=lambda form: form.seconds)
 
     def _rivals(
@@ -209,7 +208,8 @@ class Planning:
             for count in (c for c in open_ if c in form.counts):
                 if own(count).least_seconds() >= form.seconds:
                     break
-                if self._plans(form, count, budget, budget):
+                first = self._plans(form, count, budget)
+                if first and first.fits(budget):
                     counts.append(count)
             if counts and form.seconds < enough:
                 found.append(dataclasses.replace(form, counts=counts, splitting=Splitting.FASTEST))
@@ -222,25 +222,21 @@ class Planning:
             counts = [count for count in split.counts if count == 1 or not whole]
             yield Form(made, counts, policy.splitting)
 
-    def _plans(
-        self, form: Form[Traced], count: int, budget: int | None, most: int | None
-    ) -> Placed | None:
-        """What `form` plans for `budget` in `count` sub-batches, or its lowest plan, noted there.
-
-        None where that is nothing, or is predicted to need more than `most` bytes.
-        """
+    def _plans(self, form: Form[Traced], count: int, budget: int | None) -> Placed | None:
+        """What `form` plans for `budget` in `count` sub-batches, or its lowest plan where that nearly
+        fits, noted there; None where that is nothing."""
         one = form.member(count)
-        hopeless = most is not None and least_nbytes(one.program) > most
-        if one.costs.link is None or hopeless:
+        near = math.inf if budget is None else _NEAR * budget
+        if one.costs.link is None or least_nbytes(one.program) > near:
             return None
         first: Placed | None
         try:
             first = placed(one.program, one.policy, one.costs, budget)
         except BudgetError as error:
             first = lowest_of(one.program, error)
+            if first is None or first.need > near:
+                return None
         except LayersError:  # without layers, or without a backward pass, it is nothing for them
-            return None
-        if first is None or not first.fits(most):
             return None
         limit = self._settings.host_budget
         if limit is not None and layout_of(one.program, first.plan).nbytes > limit:

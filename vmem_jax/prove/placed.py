@@ -76,8 +76,8 @@ def placed(
     """The fastest of some plans that are predicted to need at most `goal` bytes as XLA places them,
     or the one that needs the least.
 
-    What the heap takes beside what is live is taken off what is planned for, until it fits; then
-    halfway back, since another plan may lose less.
+    What the heap takes beside what is live is taken off what is planned for, until it fits, or
+    nothing lower can be planned; then halfway back, since another plan may lose less.
 
     Args:
       first: what the policy plans for `goal`, where that was asked already.
@@ -90,7 +90,7 @@ def placed(
         return first or planned(program, policy, costs, None)
     near = _AS_FAST if len(program.steps) <= _LONG else _LONG_AS_FAST
     target = goal  # what is planned for
-    over = within = None  # planned for, and at last too much or little enough
+    over = within = lowest = None  # planned for, and at last too much or little enough; the least
     if before is not None:
         target -= before.need - before.plan.predicted_peak
         over, fails = goal, before.plan
@@ -98,10 +98,12 @@ def placed(
     while len(tried) < _MOST_PLANS:
         try:
             one = first if first and not tried else planned(program, policy, costs, target)
-        except BudgetError:
-            if tried:
+        except BudgetError as error:
+            if not tried:
+                raise
+            if lowest or not (lowest := lowest_of(program, error)):
                 break
-            raise
+            one, target = lowest, lowest.plan.predicted_peak
         tried.append(one)
         if one.fits(goal):
             within, fits = target, one.plan
