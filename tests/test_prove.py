@@ -83,6 +83,20 @@ def test_what_the_heap_takes_is_taken_off_before_anything_is_compiled(monkeypatc
     assert len(fitting) == 1 or not long
 
 
+def test_the_lowest_plan_is_looked_at_where_nothing_lower_can_be_planned(monkeypatch):
+    """Every other plan is placed far above what is live at once."""
+    policy = POLICIES["recompute"]()
+    with pytest.raises(BudgetError) as error:
+        policy.plan(PROGRAM, FAST, LOW + 1)
+    lowest = error.value.lowest_plan
+    need = lambda program, plan: plan.predicted_peak + (0 if plan.order == lowest.order else HIGH)
+    monkeypatch.setattr(placing, "predicted_need", need)
+    assert policy.plan(PROGRAM, FAST, BUDGET).order != lowest.order
+    compile_plan = lambda plan: compiled(need(PROGRAM, plan))
+    (attempt,) = prove(PROGRAM, policy, FAST, BUDGET, compile_plan)
+    assert attempt.plan.order == lowest.order and attempt.need <= BUDGET
+
+
 def test_plans_that_move_give_way_to_one_that_does_not():
     found = attempts(lambda plan: 1000 if plan.transfers else 0)
     assert found[0].plan.transfers and not found[-1].plan.transfers
@@ -110,6 +124,19 @@ def test_the_untouched_program_runs_where_only_it_fits():
     assert found[-1].need == BUDGET
 
 
+def test_the_untouched_program_is_not_compiled_where_it_is_far_too_large():
+    asked, budget = [], LOW + 1
+    assert HIGH > 2 * budget
+
+    def compile_plan(plan):
+        asked.append(plan)
+        return compiled(plan.predicted_peak)
+
+    with pytest.raises(BudgetError):
+        prove(PROGRAM, POLICIES["recompute"](), FAST, budget, compile_plan)
+    assert asked and all(plan.fenced for plan in asked)
+
+
 def test_nothing_over_the_budget_is_returned():
     with pytest.raises(BudgetError) as caught:
         attempts(lambda plan: 1000, plain_need=HIGH + 1000)
@@ -133,6 +160,28 @@ def test_an_error_names_what_is_reached_where_the_lowest_plan_compiles_badly(bad
         prove(PROGRAM, policy, FAST, budget, compile_plan, plain_need=HIGH)
     assert asked[0] == least and len(asked) == (2 if badly else 1)
     assert caught.value.compiled and caught.value.lowest_peak == asked[-1] <= 1.25 * least
+
+
+@pytest.mark.parametrize("less, compiles", [(0.0, 2), (0.005, 2), (0.05, MOST_COMPILES)])
+def test_lowest_plans_that_compile_to_as_much_are_not_tried_further(less, compiles):
+    needs = []
+
+    class Falling(POLICIES["recompute"]):
+        """Nothing fits, and every time another plan is its lowest."""
+
+        def plan(self, program, costs, budget):
+            plan = super().plan(program, costs, HIGH - (HIGH - LOW) * len(needs) // 6)
+            raise BudgetError(
+                policy="falling", budget=budget, lowest_peak=HIGH, at="", lowest_plan=plan
+            )
+
+    def compile_plan(plan):
+        needs.append(int(100_000 * (1 - less) ** len(needs)))
+        return compiled(needs[-1])
+
+    with pytest.raises(BudgetError) as caught:
+        prove(PROGRAM, Falling(), FAST, BUDGET, compile_plan, plain_need=200_000)
+    assert len(needs) == compiles and caught.value.lowest_peak == needs[-1]
 
 
 def test_what_the_first_compiled_step_teaches_is_planned_with():

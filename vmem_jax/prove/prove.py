@@ -31,6 +31,12 @@ from vmem_jax.prove.placed import Placed, lowest_of, placed, planned
 
 MOST_COMPILES = 4
 
+_PLAIN = 2.0
+"""Of a budget: an untouched program that is predicted to need more is not compiled to see."""
+
+_AS_MUCH = 0.99
+"""Of the bytes that a lowest plan compiled to: where another comes to no less, no more are tried."""
+
 _FAR = 1.1
 """As many times what was predicted for the lowest plan, and it does not tell how low others get."""
 
@@ -105,6 +111,7 @@ def prove(
     """
     attempts: list[Attempt] = []
     goal, fewer = budget, False  # what is predicted may need so much, and is made with those means
+    lowest: list[Attempt] = []  # those of which nothing lower was predicted
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
         spared = _fewer(costs)
@@ -119,12 +126,15 @@ def prove(
         before = None
         if attempts and not fewer:
             before = Placed(attempts[-1].plan, attempts[-1].predicted_need)
+        is_lowest = False
         try:
             one = placed(program, policy, means, goal, first=one, before=before)
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            one = lowest_of(program, error) if to_the_lowest else None
+            is_lowest, stuck = True, [a.need for a in lowest[-2:]]
+            ends = len(stuck) == 2 and stuck[1] >= _AS_MUCH * stuck[0]
+            one = lowest_of(program, error) if to_the_lowest and not ends else None
             if one is not None:
                 one = dataclasses.replace(one, seconds=time.perf_counter() - start)
         if one is None or any(_same(a.plan, one.plan) for a in attempts):
@@ -134,6 +144,7 @@ def prove(
             continue
         attempt = _attempt(one, budget, costs, compile_plan, learn)
         attempts.append(attempt)
+        lowest += [attempt] * is_lowest
         costs = attempt.costs
         if budget is None or attempt.need <= budget or not one.plan.fenced:
             break
@@ -146,7 +157,8 @@ def prove(
     untouched = not program.hosted and program.sub_batches == 1
     if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
         kept = planned(program, Keep(), costs, None)
-        attempts.append(_attempt(kept, budget, costs, compile_plan))
+        if plain_need is not None or budget is None or kept.need <= _PLAIN * budget:
+            attempts.append(_attempt(kept, budget, costs, compile_plan))
     if budget is not None and not any(map(fits, attempts)):
         attempts += _less_extreme(program, policy, costs, budget, attempts, compile_plan)
     fitting = [a for a in attempts if fits(a)]
@@ -218,13 +230,13 @@ def _less_extreme(
     best, tried = min(attempts, key=lambda a: a.need), [a.plan for a in attempts]
     least = min(plan.predicted_peak for plan in tried)
     for factor in _LESS_EXTREME[: MOST_COMPILES - len(attempts)]:
-        if best.need <= _FAR * best.plan.predicted_peak:
+        if best.need <= _FAR * best.predicted_need:
             return
         try:
             one = planned(program, policy, costs, int(factor * least))
         except BudgetError:
             continue
-        if any(_same(one.plan, other) for other in tried):
+        if one.need >= best.need or any(_same(one.plan, other) for other in tried):
             continue
         attempt = _attempt(one, budget, costs, compile_plan)
         tried.append(one.plan)
