@@ -110,7 +110,8 @@ def placed(
         else:
             over, fails = target, one.plan
         if within is None:
-            target = goal - (one.need - one.plan.predicted_peak)
+            # below the residents no error has a lowest plan
+            target = max(goal - (one.need - one.plan.predicted_peak), program.resident_nbytes + 1)
         elif over is None or fits.predicted_seconds <= near * fails.predicted_seconds:
             break
         else:
