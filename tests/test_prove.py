@@ -184,6 +184,27 @@ def test_lowest_plans_that_compile_to_as_much_are_not_tried_further(less, compil
     assert len(needs) == compiles and caught.value.lowest_peak == needs[-1]
 
 
+def test_a_lowest_plan_is_not_compiled_where_another_came_to_less_than_is_predicted_for_it():
+    asked = []
+
+    class Rising(POLICIES["recompute"]):
+        """Nothing fits, and every plan that is its lowest is predicted to need more."""
+
+        def plan(self, program, costs, budget):
+            plan = super().plan(program, costs, BUDGET + 2 * len(asked))
+            raise BudgetError(
+                policy="rising", budget=budget, lowest_peak=HIGH, at="", lowest_plan=plan
+            )
+
+    def compile_plan(plan):
+        asked.append(plan)
+        return compiled(LOW + 2)
+
+    with pytest.raises(BudgetError) as caught:
+        prove(PROGRAM, Rising(), FAST, LOW + 1, compile_plan, plain_need=HIGH)
+    assert len(asked) == 1 and caught.value.lowest_peak == LOW + 2
+
+
 def test_what_the_first_compiled_step_teaches_is_planned_with():
     """A convolution turns out to have a workspace where the peak is; the next plan makes room."""
     order = range(len(PROGRAM.steps))

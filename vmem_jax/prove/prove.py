@@ -132,11 +132,10 @@ def prove(
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            is_lowest, stuck = True, [a.need for a in lowest[-2:]]
-            ends = len(stuck) == 2 and stuck[1] >= _AS_MUCH * stuck[0]
-            one = lowest_of(program, error) if to_the_lowest and not ends else None
+            one, is_lowest = lowest_of(program, error) if to_the_lowest else None, True
             if one is not None:
                 one = dataclasses.replace(one, seconds=time.perf_counter() - start)
+                one = None if _says_nothing(one, attempts, lowest) else one
         if one is None or any(_same(a.plan, one.plan) for a in attempts):
             if fewer or not any(map(_uses_more, attempts)):
                 break
@@ -200,6 +199,13 @@ def _same(a: Plan, b: Plan) -> bool:
     calls = lambda plan: [(s, way.calls) for s, way in plan.divided]
     facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan))
     return facts(a) == facts(b)
+
+
+def _says_nothing(one: Placed, attempts: Sequence[Attempt], lowest: Sequence[Attempt]) -> bool:
+    """Whether a lowest plan need not be compiled: another came to less than is predicted for it, or
+    the last two lowest plans to as much as one another."""
+    stuck = len(lowest) > 1 and lowest[-1].need >= _AS_MUCH * lowest[-2].need
+    return stuck or any(one.need >= attempt.need for attempt in attempts)
 
 
 def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:
