@@ -27,6 +27,11 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("VMEM_JAX_HYPOTHESIS", "vmem_jax"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest first, so that no process is left alone with one at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu_compile"):
         from vmem_jax.prove import targets
