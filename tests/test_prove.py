@@ -205,6 +205,26 @@ def test_a_lowest_plan_is_not_compiled_where_another_came_to_less_than_is_predic
     assert len(asked) == 1 and caught.value.lowest_peak == LOW + 2
 
 
+@pytest.mark.parametrize("known", ["of the lowest", "of the others"])
+def test_no_other_plan_is_compiled_where_heaps_tell_that_it_is_no_lower(monkeypatch, known):
+    """The lowest compiles to three times its peak, which its heap tells; or theirs are as large."""
+    policy, asked = POLICIES["recompute"](), []
+    with pytest.raises(BudgetError) as predicted:
+        policy.plan(PROGRAM, FAST, LOW + 1)
+    least = predicted.value.lowest_peak
+    large = lambda plan: (plan.predicted_peak == least) == (known == "of the lowest")
+    need = lambda program, plan: (4 if large(plan) else 1) * plan.predicted_peak
+    monkeypatch.setattr(placing, "predicted_need", need)
+
+    def compile_plan(plan):
+        asked.append(plan.predicted_peak)
+        return compiled(3 * least)
+
+    with pytest.raises(BudgetError) as caught:
+        prove(PROGRAM, policy, FAST, LOW + 1, compile_plan, plain_need=HIGH)
+    assert asked == [least] and caught.value.lowest_peak == 3 * least
+
+
 def test_what_the_first_compiled_step_teaches_is_planned_with():
     """A convolution turns out to have a workspace where the peak is; the next plan makes room."""
     order = range(len(PROGRAM.steps))

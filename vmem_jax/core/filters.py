@@ -48,10 +48,9 @@ def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
         if step.op == "conv_general_dilated":
             for b in step.reads:
                 first.setdefault(b, position)
-            if step.convolution is not None and step.convolution.is_ambiguous:
-                ambiguous.update(step.reads)
-            if step.convolution is not None and not step.convolution.is_spatial:
-                flat.update(step.reads)
+            if (convolution := step.convolution) is not None:
+                ambiguous.update(step.reads if convolution.is_ambiguous else ())
+                flat.update(() if convolution.is_spatial else step.reads)
         elif step.op == "rev" and len(step.reads) == len(step.writes) == 1:
             [r], [w] = step.reads, step.writes
             reversed_[r] = tuple(dict.fromkeys((*reversed_.get(r, ()), w)))

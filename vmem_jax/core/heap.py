@@ -123,17 +123,17 @@ def _padded_inputs(program: Program, order: Sequence[int]) -> list[Interval]:
     return [Interval(*each) for each in between if each[1] <= each[2]]
 
 
-def elsewhere(intervals: Iterable[Interval], places: Sequence[Interval]) -> list[Interval]:
+def elsewhere(intervals: Iterable[Interval], free: Sequence[Interval]) -> list[Interval]:
     """Those of `intervals` for which no place is free as long as they live.
 
     XLA asks for each, the largest first, the smallest place that holds it, and the latest of those.
     """
-    places = sorted(places, key=lambda place: (place.nbytes, -place.first))
+    free = sorted(free, key=lambda place: (place.nbytes, -place.first))
     nbytes, first, last = (
-        np.array([getattr(place, name) for place in places], np.int64)
+        np.array([getattr(place, name) for place in free], np.int64)
         for name in ("nbytes", "first", "last")
     )
-    taken: list[list[Interval]] = [[] for _ in places]  # of each place, in turn
+    taken: list[list[Interval]] = [[] for _ in free]  # of each place, in turn
     left = []
     for one in sorted(intervals, key=lambda i: (-i.nbytes, i.first)):
         fits = (nbytes >= one.nbytes) & (first <= one.first) & (last >= one.last)

@@ -114,15 +114,14 @@ def prove(
     lowest: list[Attempt] = []  # those of which nothing lower was predicted
     while len(attempts) < MOST_COMPILES:
         start = time.perf_counter()
-        spared = _fewer(costs)
-        means = spared if fewer else costs
         last = len(attempts) == MOST_COMPILES - 1
         one = None if attempts else first
         if last and not fewer and any(map(_uses_more, attempts)):
             # what they do is packed worse than predicted here: the last try goes without, if it can
             with contextlib.suppress(BudgetError):
-                one = planned(program, policy, spared, budget)
-                fewer, goal, means = True, budget, spared
+                one = planned(program, policy, _fewer(costs), budget)
+                fewer, goal = True, budget
+        means = _fewer(costs) if fewer else costs
         before = None
         if attempts and not fewer:
             before = Placed(attempts[-1].plan, attempts[-1].predicted_need)
@@ -132,7 +131,8 @@ def prove(
         except BudgetError as error:
             # Nothing that low is predicted to exist: compile the lowest that does, since the
             # compiler may pack better than predicted, and it tells the true lowest peak.
-            one, is_lowest = lowest_of(program, error) if to_the_lowest else None, True
+            is_lowest = True
+            one = lowest_of(program, error) if to_the_lowest else None
             if one is not None:
                 one = dataclasses.replace(one, seconds=time.perf_counter() - start)
                 one = None if _says_nothing(one, attempts, lowest) else one
@@ -152,11 +152,9 @@ def prove(
         excess = attempt.need - predicted_need(program, restated(attempt.plan, costs))
         goal = budget - max(excess, 0) - (len(attempts) - 1) * (budget // 100)
     fits = lambda attempt: budget is None or attempt.need <= budget
-    # the plain step has what is hosted on the device, and its batch as a whole
-    untouched = not program.hosted and program.sub_batches == 1
-    if not any(map(fits, attempts)) and untouched and _try_plain(attempts, budget, plain_need):
-        kept = planned(program, Keep(), costs, None)
-        if plain_need is not None or budget is None or kept.need <= _PLAIN * budget:
+    if budget is not None and not any(map(fits, attempts)):
+        kept = _untouched(program, costs, budget, attempts, plain_need)
+        if kept is not None:
             attempts.append(_attempt(kept, budget, costs, compile_plan))
     if budget is not None and not any(map(fits, attempts)):
         attempts += _less_extreme(program, policy, costs, budget, attempts, compile_plan)
@@ -208,13 +206,23 @@ def _says_nothing(one: Placed, attempts: Sequence[Attempt], lowest: Sequence[Att
     return stuck or any(one.need >= attempt.need for attempt in attempts)
 
 
-def _try_plain(attempts: Sequence[Attempt], budget: int | None, plain_need: int | None) -> bool:
-    """Whether the untouched program may fit where no plan does: fences can cost a few bytes too."""
+def _untouched(
+    program: Program,
+    costs: Costs,
+    budget: int,
+    attempts: Sequence[Attempt],
+    plain_need: int | None,
+) -> Placed | None:
+    """The untouched program, if it may fit where no plan does: fences can cost a few bytes too."""
+    if program.hosted or program.sub_batches > 1:
+        return None  # the plain step has what is hosted on the device, and its batch as a whole
     if not attempts or any(not a.plan.fenced for a in attempts):
-        return False  # the arguments alone are too large; or it was among them
-    if plain_need is not None and budget is not None:
-        return plain_need <= budget
-    return len(attempts) < MOST_COMPILES
+        return None  # the arguments alone are too large; or it was among them
+    kept = planned(program, Keep(), costs, None)
+    if plain_need is not None:
+        return kept if plain_need <= budget else None
+    may = len(attempts) < MOST_COMPILES and kept.need <= _PLAIN * budget
+    return kept if may else None
 
 
 def _less_extreme(
