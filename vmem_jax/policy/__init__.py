@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vmem_jax.policy.auto import Auto
-from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.policy.base import AbstractPolicy, Infeasible
 from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.keep import Keep
 from vmem_jax.policy.modnn import MoDNN
@@ -25,6 +25,7 @@ __all__ = [
     "AbstractPolicy",
     "Auto",
     "Exact",
+    "Infeasible",
     "Keep",
     "MoDNN",
     "Recompute",

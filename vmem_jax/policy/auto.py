@@ -35,7 +35,7 @@ from vmem_jax.core.looped import costs_with_looped, stacks, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
-from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
 from vmem_jax.policy.bound import quick_bound, starts
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.lowest import lowest
@@ -101,7 +101,7 @@ class Auto(AbstractPolicy):
         orders = {canonical, lower_order(program, costs, canonical)}
         return min(quick_bound(program, means, order, budget) for order in orders)
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         best = self._timeline(program, costs, budget)
         looped: tuple[int, ...] = ()
         if budget is not None and "offload" in self.allow and costs.link is not None:

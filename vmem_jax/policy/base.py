@@ -13,7 +13,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind
-from vmem_jax.errors import BudgetError, show_nbytes
+from vmem_jax.errors import show_nbytes
 
 
 class Splitting(enum.Enum):
@@ -29,11 +29,34 @@ class Splitting(enum.Enum):
     FASTEST = enum.auto()
 
 
+@dataclasses.dataclass(frozen=True)
+class Infeasible:
+    """What a policy returns for a budget that none of its plans meets.
+
+    Attributes:
+      policy: its name.
+      budget: bytes.
+      minimum_peak: bytes; the lowest predicted peak that it found.
+      at: the user's layer and source line where that peak stands.
+      holders: what holds the bytes there, for people.
+      advice: what helps, for people; "" where only the usual remedies do.
+      plan: the plan of that peak; None where no plan changes it.
+    """
+
+    policy: str
+    budget: int
+    minimum_peak: int
+    at: str
+    holders: str = ""
+    advice: str = ""
+    plan: Plan | None = None
+
+
 class AbstractPolicy(abc.ABC):
     """Decides what to keep and what to recompute, and in which order.
 
     A policy touches nothing but its arguments and its own fields: no clock, no device, no random
-    state. It returns a plan whose predicted peak is within the budget, or raises BudgetError.
+    state. It returns a plan whose predicted peak is within the budget, or `Infeasible`.
 
     Class attributes:
       name: as in `POLICIES`.
@@ -73,8 +96,8 @@ class AbstractPolicy(abc.ABC):
         return sum(map(fastest, range(len(program.steps))))
 
     @abc.abstractmethod
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
-        """The plan for `program` within `budget` bytes (None: no limit)."""
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
+        """The plan for `program` within `budget` bytes (None: no limit, always a plan)."""
 
 
 def finish(
@@ -85,8 +108,8 @@ def finish(
     fenced: bool = True,
     looped: tuple[int, ...] = (),
     convolutions: Mapping[int, Configuration] | None = None,
-) -> Plan:
-    """The plan of `timeline`, or BudgetError if its peak is over `budget`.
+) -> Plan | Infeasible:
+    """The plan of `timeline`, or Infeasible if its peak is over `budget`.
 
     Args:
       program: without anything looped, and with XLA's own convolutions.
@@ -107,38 +130,43 @@ def finish(
         compressed=program.compressed,
     )
     if budget is not None and timeline.peak > budget:
-        raise cannot_fit(policy, planned_program(program, plan), timeline, budget, plan)
+        return infeasible(policy, planned_program(program, plan), timeline, budget, plan)
     return plan
 
 
-def cannot_fit(
+def infeasible(
     policy: str, program: Program, timeline: Timeline, budget: int, lowest: Plan
-) -> BudgetError:
-    """The error for a budget that `timeline`, the best of `policy`, does not meet."""
+) -> Infeasible:
+    """What to say of a budget that `timeline`, the lowest of `policy`, does not meet.
+
+    Args:
+      program: as `lowest` has it, with what it loops and divides.
+    """
     if program.resident_nbytes > budget:
         largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
-        return BudgetError(
+        return Infeasible(
             policy=policy,
             budget=budget,
-            lowest_peak=max(timeline.peak, program.resident_nbytes),
-            at="the arguments and outputs alone",
+            minimum_peak=max(timeline.peak, program.resident_nbytes),
+            at=where_peak(program, timeline),
             holders=(
-                f"arguments and outputs take {show_nbytes(program.resident_nbytes)}; the largest "
-                f"is {program.buffers[largest].label}, "
+                f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the "
+                f"largest is {program.buffers[largest].label}, "
                 f"{show_nbytes(program.buffers[largest].nbytes)}"
             ),
             advice=(
-                "No plan can free them. Donate the state (`donate_argnums`), use a smaller dtype "
-                "or model, or a larger `budget`."
+                "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), "
+                "use a smaller dtype or model, or a larger `budget`."
             ),
+            plan=lowest,
         )
-    return BudgetError(
+    return Infeasible(
         policy=policy,
         budget=budget,
-        lowest_peak=timeline.peak,
+        minimum_peak=timeline.peak,
         at=where_peak(program, timeline),
         holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
-        lowest_plan=lowest,
+        plan=lowest,
     )
 
 

@@ -24,8 +24,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import costs_with_convolutions, simulate_plan, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.errors import BudgetError
-from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.policy.base import AbstractPolicy, Infeasible
 
 Ways = Mapping[int, Sequence[Configuration]]
 
@@ -62,7 +61,7 @@ class Convolving(AbstractPolicy):
         costs = costs_with_convolutions(fastest(costs.convolutions).items(), costs)
         return self.inner.least_seconds(program, costs, budget)
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
         ways = costs.convolutions
         if not ways:
@@ -70,28 +69,23 @@ class Convolving(AbstractPolicy):
         held = self._held(program, ways, budget)
 
         @functools.cache  # XLA's own may be among those held
-        def planned(chosen: tuple[tuple[int, Configuration], ...]) -> Plan | BudgetError:
+        def planned(chosen: tuple[tuple[int, Configuration], ...]) -> Plan | Infeasible:
             seconds = costs_with_convolutions(chosen, costs)
-            try:
-                return self.inner.plan(with_convolutions(program, chosen), seconds, budget)
-            except BudgetError as error:
-                return error
+            return self.inner.plan(with_convolutions(program, chosen), seconds, budget)
 
         xlas = {s: each[0] for s, each in ways.items()}
         found = planned((*xlas.items(),))
-        own = None if isinstance(found, BudgetError) else _with(program, costs, found, xlas)
+        own = None if isinstance(found, Infeasible) else _with(program, costs, found, xlas)
         enough = 0.0 if own is None else (1 - self.gain) * own.predicted_seconds
         if own and enough <= self.least_seconds(program, costs, budget):
             return own
         best: Plan | None = None
         least: float | None = None
-        error: BudgetError | None = None
-        lowest = held[0]  # what is held in the plan of that error
+        failures: list[tuple[Infeasible, dict[int, Configuration]]] = []
         for chosen in held:
             plan = planned((*chosen.items(),))
-            if isinstance(plan, BudgetError):
-                if error is None or plan.lowest_peak < error.lowest_peak:
-                    error, lowest = plan, chosen
+            if isinstance(plan, Infeasible):
+                failures.append((plan, chosen))
                 continue
             if least is None:
                 least = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
@@ -101,14 +95,7 @@ class Convolving(AbstractPolicy):
             if best.predicted_seconds <= self.close * least:
                 break
         if best is None:
-            if own is not None:
-                return own
-            assert error is not None, "every attempt has a plan or an error"
-            if isinstance(error.lowest_plan, Plan):
-                low = _with(program, costs, error.lowest_plan, lowest)
-                faster = _raised(program, costs, low, lowest, low.predicted_peak)
-                error.lowest_plan = _with(program, costs, low, faster)
-            raise error
+            return own or _lowest(program, costs, failures)
         return best if own is None or best.predicted_seconds < enough else own
 
     def _held(
@@ -128,6 +115,20 @@ class Convolving(AbstractPolicy):
             found.append({s: min(each, key=_by_seconds) for s, each in fitting.items()})
         found.append(fastest(ways))
         return [chosen for i, chosen in enumerate(found) if chosen not in found[:i]]
+
+
+def _lowest(
+    program: Program,
+    costs: Costs,
+    failures: Sequence[tuple[Infeasible, dict[int, Configuration]]],
+) -> Infeasible:
+    """The failure with the lowest peak; its plan has the fastest convolutions that keep that peak."""
+    lowest, chosen = min(failures, key=lambda failure: failure[0].minimum_peak)
+    if lowest.plan is None:
+        return lowest
+    low = _with(program, costs, lowest.plan, chosen)
+    faster = _raised(program, costs, low, chosen, low.predicted_peak)
+    return dataclasses.replace(lowest, plan=_with(program, costs, low, faster))
 
 
 def _raised(

@@ -13,7 +13,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import simulate
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 from vmem_jax.policy.order import lower_order
 
 
@@ -23,6 +23,6 @@ class Exact(AbstractPolicy):
 
     name: ClassVar[str] = "exact"
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         timeline = simulate(program, lower_order(program, costs), costs)
         return finish(self.name, program, timeline, budget)

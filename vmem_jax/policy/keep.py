@@ -9,7 +9,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import simulate
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,6 @@ class Keep(AbstractPolicy):
 
     name: ClassVar[str] = "keep"
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         timeline = simulate(program, range(len(program.steps)), costs)
         return finish(self.name, program, timeline, budget, fenced=False)

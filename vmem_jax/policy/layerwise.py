@@ -15,7 +15,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import LayersError
-from vmem_jax.policy.base import finish
+from vmem_jax.policy.base import Infeasible, finish
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,12 +93,11 @@ def finish_walk(
     timeline: Timeline,
     budget: int | None,
     convolutions: Mapping[int, Configuration],
-) -> Plan:
+) -> Plan | Infeasible:
     """`finish`, with the error that tells where a step is over `budget` for want of a backward pass.
 
     Raises:
-      BudgetError: the peak of `timeline` is over `budget`.
-      LayersError: it is, and there is no backward pass.
+      LayersError: the peak of `timeline` is over `budget`, and there is no backward pass.
     """
     if budget is not None and program.resident_nbytes <= budget < timeline.peak:
         check_backward(policy, walk)

@@ -45,7 +45,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import simulate_with, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.policy.base import AbstractPolicy, Splitting, finish
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.segments import Segments
@@ -74,7 +74,7 @@ class MoDNN(AbstractPolicy):
     def splitting(self) -> Splitting:
         return Splitting.FEWEST if self.sub_batches else Splitting.WHOLE
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of Algorithm 1 with `budget`; the lowest that it has, if it has none."""
         order, ways = lower_order(program, costs), costs.convolutions
         chosen = fastest(ways)

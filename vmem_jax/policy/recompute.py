@@ -19,7 +19,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import simulate
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.lowest import lowest
 from vmem_jax.policy.order import lower_order
@@ -32,7 +32,7 @@ class Recompute(AbstractPolicy):
 
     name: ClassVar[str] = "recompute"
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         base = lower_order(program, costs)
         keeps = simulate(program, base, costs)
         if budget is None:

@@ -19,8 +19,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_costs, planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.errors import BudgetError
-from vmem_jax.policy.base import AbstractPolicy, cannot_fit
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, infeasible
 from vmem_jax.policy.executor import Away
 from vmem_jax.policy.placement import stream
 
@@ -56,26 +55,25 @@ class Streaming(AbstractPolicy):
         """What `inner` plans with."""
         return costs if self.moves else dataclasses.replace(costs, link=None)
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of `inner` with the transfers of what is hosted; its name is `inner`'s."""
         if not program.hosted:
             return self.inner.plan(program, costs, budget)
         means = self._means(costs)
         target = budget
         for _ in range(_TRIES):
-            try:
-                plan = self.inner.plan(program, means, target)
-            except BudgetError as error:
-                if isinstance(error.lowest_plan, Plan):
-                    error.lowest_plan, _ = self._streamed(program, error.lowest_plan, costs, budget)
-                raise
-            plan, timeline = self._streamed(program, plan, costs, budget)
+            found = self.inner.plan(program, means, target)
+            if isinstance(found, Infeasible):
+                if found.plan is None:
+                    return found
+                lowest, timeline = self._streamed(program, found.plan, costs, budget)
+                return dataclasses.replace(found, plan=lowest)
+            plan, timeline = self._streamed(program, found, costs, budget)
             if budget is None or target is None or timeline.peak <= budget:
                 return plan
             target -= timeline.peak - budget
-        assert budget is not None
-        less = planned_program(program, plan)
-        raise cannot_fit(plan.policy, less, timeline, budget, plan)
+        assert budget is not None, "without a budget the first plan is taken"
+        return infeasible(plan.policy, planned_program(program, plan), timeline, budget, plan)
 
     def _streamed(
         self, program: Program, plan: Plan, costs: Costs, budget: int | None

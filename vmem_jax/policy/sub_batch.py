@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from vmem_jax.errors import BudgetError
+from vmem_jax.policy.base import Infeasible
 
 _MOST_ROUNDS = 100
 
@@ -40,8 +40,11 @@ def lower_bound(tasks: Sequence[Task], batch: int, weights: int) -> int:
     return weights + max((-(-task.nbytes // batch) for task in tasks), default=0)
 
 
-def sub_batch_size(tasks: Sequence[Task], batch: int, weights: int, budget: int) -> int:
-    """Samples of a sub-batch, at most `batch`, that leave room for the fastest algorithms.
+def sub_batch_size(
+    tasks: Sequence[Task], batch: int, weights: int, budget: int
+) -> int | Infeasible:
+    """Samples of a sub-batch, at most `batch`, that leave room for the fastest algorithms; Infeasible
+    where `budget` is below the lower bound.
 
     Equation 3, again and again until it converges. One sample where the workspaces leave no room.
 
@@ -50,16 +53,13 @@ def sub_batch_size(tasks: Sequence[Task], batch: int, weights: int, budget: int)
       batch: samples.
       weights: bytes that stay.
       budget: bytes.
-
-    Raises:
-      BudgetError: `budget` is below the lower bound.
     """
     least = lower_bound(tasks, batch, weights)
     if least > budget:
-        raise BudgetError(
+        return Infeasible(
             policy="modnn",
             budget=budget,
-            lowest_peak=least,
+            minimum_peak=least,
             at="one sample at a time",
             holders=f"weights {weights} B, the largest task {least - weights} B",
         )

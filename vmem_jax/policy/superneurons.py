@@ -45,7 +45,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_convolutions
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.policy.base import AbstractPolicy
+from vmem_jax.policy.base import AbstractPolicy, Infeasible
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.layerwise import Walk, finish_walk
@@ -79,7 +79,7 @@ class SuperNeurons(AbstractPolicy):
         if self.recompute not in STRATEGIES:
             raise ValueError(f"`recompute`={self.recompute!r}; there is {', '.join(STRATEGIES)}.")
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """Liveness alone if that fits, else the fastest of the cache, recomputation, and both."""
         ways = costs.convolutions
         chosen = fastest(ways) if budget is None else least(ways)

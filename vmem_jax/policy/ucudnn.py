@@ -30,7 +30,7 @@ from vmem_jax.core.planned import simulate_with
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import WorkspaceError
-from vmem_jax.policy.base import AbstractPolicy, finish
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 from vmem_jax.policy.workspace_division import Choice, desirable, divide
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
 
@@ -64,7 +64,7 @@ class UCuDNN(AbstractPolicy):
             known = ", ".join(OPTIMISATIONS)
             raise ValueError(f"`optimisation`={self.optimisation!r}; there is {known}.")
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of the traced order with the chosen configurations.
 
         Raises:

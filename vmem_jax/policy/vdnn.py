@@ -41,7 +41,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.policy.base import AbstractPolicy, Splitting
+from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting
 from vmem_jax.policy.convolving import fastest, fastest_fitting, least
 from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
 from vmem_jax.policy.order import lower_order
@@ -92,7 +92,7 @@ class VDNN(AbstractPolicy):
         if self.algorithms not in ("m", "p"):
             raise ValueError(f"`algorithms`={self.algorithms!r}; there is m, p.")
 
-    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan:
+    def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The static configuration, or the first pass of `dyn` that fits.
 
         Raises:
