@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
