@@ -9,12 +9,12 @@ from helpers import SHAPES, Builder, chain, orders, plan_of, programs, unit_cost
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vmem_jax import POLICIES, BudgetError
+from vmem_jax import POLICIES
 from vmem_jax.core.costs import Link
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import live_by_definition, violations
-from vmem_jax.policy import Auto
+from vmem_jax.policy import Auto, Infeasible
 from vmem_jax.policy.executor import Execution, Remaking
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place
@@ -184,10 +184,8 @@ def test_auto_with_a_fast_link_is_never_slower_than_without(shape):
     for budget in range(low, high, max((high - low) // 8, 1)):
 
         def planned(allow, budget=budget):
-            try:
-                return POLICIES["auto"](allow=allow).plan(program, costs, budget)
-            except BudgetError:
-                return None
+            outcome = POLICIES["auto"](allow=allow).plan(program, costs, budget)
+            return None if isinstance(outcome, Infeasible) else outcome
 
         alone, both = planned(("order", "recompute")), planned(("order", "recompute", "offload"))
         if both is not None:
@@ -220,9 +218,8 @@ def test_auto_moves_nothing_for_a_gain_that_nobody_would_see():
             simulate(program, range(len(program.steps)), costs).peak,
         )
         for budget in range(low, high, max((high - low) // 8, 1)):
-            try:
-                still = Auto(allow=("order", "recompute")).plan(program, costs, budget)
-            except BudgetError:
+            still = Auto(allow=("order", "recompute")).plan(program, costs, budget)
+            if isinstance(still, Infeasible):
                 continue
             every = Auto(gain=0.0).plan(program, costs, budget)
             saved = 1 - every.predicted_seconds / still.predicted_seconds

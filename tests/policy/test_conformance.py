@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import Spec, network, with_algorithms
 
-from vmem_jax import POLICIES, BudgetError
+from vmem_jax import POLICIES
 from vmem_jax.core.costs import Costs, Link
+from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import peak_by_definition, violations
+from vmem_jax.policy import Infeasible
 from vmem_jax.policy.executor import Drop, Execution
 from vmem_jax.policy.order import canonical_order
 
@@ -32,29 +34,35 @@ def flop_costs(program) -> Costs:
     return Costs("flops", tuple(float(s.flops) for s in program.steps))
 
 
-def planned(name, program, budget, costs=None):
-    """The plan, checked; or the BudgetError, checked."""
+def planned(name, program, budget, costs=None) -> Plan | Infeasible:
+    """What policy `name` returns, checked: a plan that fits, or Infeasible with the lowest plan."""
     policy, costs = POLICIES[name](), costs or flop_costs(program)
-    try:
-        plan = policy.plan(program, costs, budget)
-    except BudgetError as error:
+    outcome = policy.plan(program, costs, budget)
+    assert POLICIES[name]().plan(program, costs, budget) == outcome  # a pure function
+    if isinstance(outcome, Infeasible):
         assert budget is not None
-        assert error.budget == budget < error.lowest_peak
-        assert error.lowest_peak >= program.resident_nbytes
-        if error.lowest_plan is not None:  # is compiled
-            assert violations(program, error.lowest_plan) == []
-        return error
+        assert (outcome.policy, outcome.budget) == (name, budget)
+        assert outcome.minimum_peak > budget
+        assert outcome.minimum_peak >= program.resident_nbytes
+        assert outcome.plan.predicted_peak == outcome.minimum_peak
+        check_plan(name, program, budget, costs, outcome.plan)  # it is compiled, too
+    else:
+        assert budget is None or outcome.predicted_peak <= budget
+        least = policy.least_seconds(program, costs, budget)
+        assert least <= outcome.predicted_seconds * (1 + 1e-6)
+        check_plan(name, program, budget, costs, outcome)
+    return outcome
+
+
+def check_plan(name, program, budget, costs, plan):
+    """That `plan` is a valid schedule, says whose it is, and predicts what its simulation gives."""
     assert violations(program, plan) == []
+    assert (plan.program, plan.policy, plan.budget) == (program.fingerprint, name, budget)
     timeline = simulate_plan(program, plan, costs)
     assert (plan.predicted_peak, plan.predicted_seconds) == (timeline.peak, timeline.seconds)
     assert plan.predicted_peak == peak_by_definition(
         planned_program(program, plan), plan.order, plan.transfers
     )
-    assert budget is None or plan.predicted_peak <= budget
-    assert (plan.program, plan.policy, plan.budget) == (program.fingerprint, name, budget)
-    assert policy.least_seconds(program, costs, budget) <= plan.predicted_seconds * (1 + 1e-6)
-    assert POLICIES[name]().plan(program, costs, budget) == plan  # and nothing but its arguments
-    return plan
 
 
 def between(program, share):
@@ -92,9 +100,8 @@ def test_plans_that_may_move_and_choose_convolutions(name, specs, share, data):
     )
     program = dataclasses.replace(program, buffers=tuple(buffers))
     outcome = planned(name, program, between(program, share), costs)
-    if isinstance(outcome, BudgetError):
-        least = planned(name, program, outcome.lowest_peak, costs)
-        assert least.predicted_peak <= outcome.lowest_peak
+    if isinstance(outcome, Infeasible):
+        assert isinstance(planned(name, program, outcome.minimum_peak, costs), Plan)
     planned(name, program, None, costs)
 
 
@@ -148,41 +155,43 @@ def test_keep_keeps_the_traced_order(program, share):
     assert plan.order == tuple(range(len(program.steps))) and not plan.fenced
     budget = between(program, share)
     outcome = planned("keep", program, budget)
-    assert isinstance(outcome, BudgetError) == (plan.predicted_peak > budget)
+    assert isinstance(outcome, Infeasible) == (plan.predicted_peak > budget)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lowest_peak_of_the_error_is_reached(name, shape):
+def test_the_minimum_peak_is_reached(name, shape):
     program = SHAPES[shape]
-    error = planned(name, program, program.resident_nbytes)
-    if isinstance(error, BudgetError):
-        assert planned(name, program, error.lowest_peak).predicted_peak <= error.lowest_peak
+    outcome = planned(name, program, program.resident_nbytes)
+    if isinstance(outcome, Infeasible):
+        assert isinstance(planned(name, program, outcome.minimum_peak), Plan)
 
 
 @pytest.mark.parametrize("name", ["auto", "recompute"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_lowest_peak_is_one_however_little_is_asked_for(name, shape):
+def test_the_minimum_peak_is_one_for_all_budgets(name, shape):
     program = SHAPES[shape]
-    outcomes = [planned(name, program, between(program, share / 20)) for share in range(21)]
-    errors = [each.lowest_peak for each in outcomes if isinstance(each, BudgetError)]
-    reached = [each.predicted_peak for each in outcomes if not isinstance(each, BudgetError)]
-    assert errors and max(errors) <= 1.03 * min(errors + reached)
+    check_minimum_peaks(planned(name, program, between(program, n / 20)) for n in range(21))
 
 
 @pytest.mark.parametrize("means", [("offload",), ("offload", "recompute")], ids="-".join)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_so_is_the_lowest_peak_of_plans_that_move(means, shape):
+def test_so_is_the_minimum_peak_of_plans_that_move(means, shape):
     program = SHAPES[shape]
     costs = dataclasses.replace(flop_costs(program), link=Link(5.0, 5.0, 8.0))
-    policy, errors, reached = POLICIES["auto"](allow=("order", *means)), [], []
-    for share in range(21):
-        try:
-            plan = policy.plan(program, costs, between(program, share / 20))
-            reached.append(plan.predicted_peak)
-        except BudgetError as error:
-            errors.append(error.lowest_peak)
-    assert errors and max(errors) <= 1.03 * min(errors + reached)
+    policy = POLICIES["auto"](allow=("order", *means))
+    check_minimum_peaks(policy.plan(program, costs, between(program, n / 20)) for n in range(21))
+
+
+def check_minimum_peaks(outcomes):
+    """That some budget is infeasible, and that no minimum peak is 3 % above any peak reached."""
+    minimum_peaks, reached = [], []
+    for outcome in outcomes:
+        if isinstance(outcome, Infeasible):
+            minimum_peaks.append(outcome.minimum_peak)
+        else:
+            reached.append(outcome.predicted_peak)
+    assert minimum_peaks and max(minimum_peaks) <= 1.03 * min(minimum_peaks + reached)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -192,7 +201,7 @@ def test_never_a_higher_peak_than_keep(name):
     def check(program, share):
         keep = planned("keep", program, None).predicted_peak
         assert planned(name, program, None).predicted_peak <= keep
-        assert not isinstance(planned(name, program, keep), BudgetError)
+        assert isinstance(planned(name, program, keep), Plan)
 
     check()
 
@@ -202,10 +211,11 @@ def test_budget_below_arguments_and_outputs_names_the_largest(name):
     b = Builder()
     small, large = b.input(10), b.input(90)
     program = b.program([b.step([small, large], 5)])
-    error = planned(name, program, 50)
-    assert (error.lowest_peak, error.at) == (105, "the arguments and outputs alone")
-    for words in ("take 105 B", "the largest is b1, 90 B", "50 B", "Donate the state"):
-        assert words in str(error)
+    outcome = planned(name, program, 50)
+    assert isinstance(outcome, Infeasible)
+    assert (outcome.minimum_peak, outcome.at) == (105, program.steps[0].where)
+    assert "take 105 B" in outcome.holders and "the largest is b1, 90 B" in outcome.holders
+    assert "Donate the state" in outcome.advice
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -220,7 +230,9 @@ def test_program_without_steps(name):
 def test_program_without_steps_over_the_budget(name):
     b = Builder()
     program = b.program([b.input(4)])
-    assert isinstance(planned(name, program, 7), BudgetError)
+    outcome = planned(name, program, 7)
+    assert isinstance(outcome, Infeasible)
+    assert (outcome.minimum_peak, outcome.at) == (8, "the arguments and outputs alone")
 
 
 def idle(program, base) -> list[Drop]:
@@ -252,7 +264,7 @@ def every_choice(program, costs) -> list[tuple[int, float]]:
 
 
 def search_of(policy, program, share):
-    """(the plan's seconds over the best of every choice, or None for a BudgetError); or no search."""
+    """The plan's seconds over the best of every choice, None for Infeasible; or no search."""
     costs = flop_costs(program)
     if not 0 < len(idle(program, canonical_order(program))) <= 8:
         return "too large"
@@ -260,10 +272,8 @@ def search_of(policy, program, share):
     lowest, highest = min(p for p, _ in found), max(p for p, _ in found)
     budget = int(lowest + share * (highest - lowest))
     best = min(seconds for peak, seconds in found if peak <= budget)
-    try:
-        return policy.plan(program, costs, budget).predicted_seconds / best
-    except BudgetError:
-        return None
+    outcome = policy.plan(program, costs, budget)
+    return None if isinstance(outcome, Infeasible) else outcome.predicted_seconds / best
 
 
 def searched(policy, share):

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import CONV, Spec, network, with_algorithms
 
-from vmem_jax import BudgetError, MoDNN
+from vmem_jax import MoDNN
 from vmem_jax.core.convolution import XLA
 from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.program import Kind
 from vmem_jax.core.validate import peak_by_definition, violations
+from vmem_jax.policy import Infeasible
 from vmem_jax.policy.modnn import least_nbytes, offloads_end, prefetch_is_due
 from vmem_jax.policy.segments import Segment, Segments
 
@@ -171,14 +172,13 @@ def test_criterion_b_what_was_just_made_does_not_leave():
 
 
 def test_the_lower_bound_is_reached():
-    """Equation 2 for the whole batch, and an error just below it."""
+    """Equation 2 for the whole batch, and nothing fits just below it."""
     costs = CHAIN.costs({}, rate=100.0)
     lowest = least_nbytes(CHAIN.program, costs, range(len(CHAIN.program.steps)))
     assert lowest == CHAIN.program.resident_nbytes + 3 * 8
     assert planned(CHAIN.program, costs, lowest).predicted_peak == lowest
-    with pytest.raises(BudgetError) as error:
-        planned(CHAIN.program, costs, lowest - 1)
-    assert error.value.lowest_peak == lowest
+    outcome = MoDNN().plan(CHAIN.program, costs, lowest - 1)
+    assert isinstance(outcome, Infeasible) and outcome.minimum_peak == lowest
 
 
 def test_defragmentation_where_no_stretch_is_large_enough():
@@ -212,5 +212,6 @@ def test_equation_5_the_gain_of_an_algorithm_against_what_must_leave_for_it():
 
 
 def test_without_a_link():
-    with pytest.raises(BudgetError):
-        MoDNN().plan(CHAIN.program, unit_costs(CHAIN.program), CHAIN.program.resident_nbytes + 24)
+    program = CHAIN.program
+    outcome = MoDNN().plan(program, unit_costs(program), program.resident_nbytes + 24)
+    assert isinstance(outcome, Infeasible)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmem_jax import BudgetError
+from vmem_jax.policy import Infeasible
 from vmem_jax.policy.sub_batch import Task, lower_bound, needed_nbytes, sub_batch_size
 
 CONSTANT = lambda samples: 100
@@ -41,9 +41,10 @@ def test_equation_3_converges(workspace, budget, samples):
 
 
 def test_a_budget_below_the_lower_bound():
-    with pytest.raises(BudgetError, match="one sample at a time") as error:
-        sub_batch_size([Task(256 * 10)], 256, 1000, 1009)
-    assert error.value.lowest_peak == 1010
+    outcome = sub_batch_size([Task(256 * 10)], 256, 1000, 1009)
+    assert isinstance(outcome, Infeasible)
+    assert (outcome.budget, outcome.minimum_peak) == (1009, 1010)
+    assert outcome.at == "one sample at a time"
     assert sub_batch_size([Task(256 * 10)], 256, 1000, 1010) == 1
 
 
@@ -54,10 +55,9 @@ def test_a_budget_below_the_lower_bound():
 )
 def test_it_fits_and_more_would_not_by_much(raw, batch, free):
     tasks = [Task(n, lambda b, c=c, p=p: c + p * b) for n, c, p in raw]
-    try:
-        samples = sub_batch_size(tasks, batch, 7, 7 + free)
-    except BudgetError as error:
-        assert error.lowest_peak > 7 + free
+    samples = sub_batch_size(tasks, batch, 7, 7 + free)
+    if isinstance(samples, Infeasible):
+        assert samples.minimum_peak > 7 + free
         return
     most = lambda b: max(needed_nbytes(t, b, batch) for t in tasks)
     assert 1 <= samples <= batch

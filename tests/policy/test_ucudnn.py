@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 from networks import CONV, Spec, network, with_algorithms
 
-from vmem_jax import BudgetError, UCuDNN, WorkspaceError
+from vmem_jax import UCuDNN, WorkspaceError
 from vmem_jax.core.convolution import XLA, Configuration, Micro
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.validate import violations
+from vmem_jax.policy import Infeasible
 from vmem_jax.policy.ucudnn import allowed
 from vmem_jax.policy.workspace_division import front
 from vmem_jax.policy.workspace_reuse import BatchSizes
@@ -130,21 +131,20 @@ def test_wd_divides_one_limit_where_it_gains_most():
 
 @pytest.mark.parametrize("optimisation", ["wr", "wd"])
 def test_the_limit_follows_from_the_budget(optimisation):
-    """Less memory, never faster; what fits no more is an error with the least that does."""
+    """Less memory, never faster; what fits no more is Infeasible, with the least that does."""
     program, costs = with_ways(*[[OWN, HALVES, SMALL]] * 3)
     policy, last = UCuDNN(optimisation), 0.0
     high = policy.plan(program, costs, None).predicted_peak
     seen = set()
     for budget in range(high + 250, 0, -1):
-        try:
-            plan = policy.plan(program, costs, budget)
-        except BudgetError as error:
-            assert error.lowest_peak == budget + 1 == error.lowest_plan.predicted_peak
+        found = policy.plan(program, costs, budget)
+        if isinstance(found, Infeasible):
+            assert found.minimum_peak == budget + 1 == found.plan.predicted_peak
             break
-        assert plan.predicted_peak <= budget and plan.predicted_seconds >= last - 1e-9
-        assert plan.fenced == bool(plan.divided)
-        last = plan.predicted_seconds
-        seen.add(tuple(len(way.micros) for _, way in plan.convolutions))
+        assert found.predicted_peak <= budget and found.predicted_seconds >= last - 1e-9
+        assert found.fenced == bool(found.divided)
+        last = found.predicted_seconds
+        seen.add(tuple(len(way.micros) for _, way in found.convolutions))
     assert {(1, 1, 1), (8, 8, 8)} < seen
 
 

@@ -8,13 +8,14 @@ import pytest
 from helpers import chain, unit_costs
 from networks import CONV, FORK, Spec, network, with_algorithms
 
-from vmem_jax import VDNN, BudgetError, LayersError
+from vmem_jax import VDNN, LayersError
 from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.layers import LayerKind
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import live_at
 from vmem_jax.core.validate import violations
+from vmem_jax.policy import Infeasible
 from vmem_jax.policy.vdnn import find_prefetch_layer
 
 DATA = Spec("other", 8)
@@ -26,8 +27,13 @@ LINEAR = network([DATA, CONV, CONV, CONV, CONV])
 def planned(net, policy, costs=None, budget=None):
     costs = costs or net.costs({}, rate=8.0)
     plan = policy.plan(net.program, costs, budget)
+    return plan, checked(net, plan, costs)
+
+
+def checked(net, plan, costs):
+    """The timeline of `plan`, which is valid."""
     assert violations(net.program, plan) == []
-    return plan, simulate_plan(net.program, plan, costs)
+    return simulate_plan(net.program, plan, costs)
 
 
 def live_feature_maps(net, plan, position):
@@ -143,20 +149,19 @@ def test_algorithms_without_a_budget(policy, workspaces, moves):
 
 
 def test_dyn_downgrades_where_it_must_and_takes_the_passes_in_turn():
-    """With less and less memory: nothing moved, then moved, then slower algorithms, then an error."""
+    """With less and less memory: nothing moved, then moved, then slower algorithms, then none."""
     net, costs = with_choices()
     seen = []
     _, free = planned(net, VDNN("dyn"), costs)
     for budget in range(free.peak, 0, -1):
-        try:
-            plan, timeline = planned(net, VDNN("dyn"), costs, budget)
-        except BudgetError as error:
+        found = VDNN("dyn").plan(net.program, costs, budget)
+        if isinstance(found, Infeasible):
             least = planned(net, VDNN("all", "m"), costs)[1].peak
-            assert error.lowest_peak == least == budget + 1
-            assert error.lowest_plan.transfers
+            assert found.minimum_peak == least == budget + 1
+            assert found.plan.transfers
             break
-        assert timeline.peak <= budget
-        seen.append((bool(plan.transfers), sum(way.workspace for _, way in plan.convolutions)))
+        assert checked(net, found, costs).peak <= budget
+        seen.append((bool(found.transfers), sum(way.workspace for _, way in found.convolutions)))
     assert seen == sorted(seen, key=lambda s: (s[0], -s[1]))
     assert {(False, 120), (True, 120)} <= set(seen)
     assert any(0 < workspace < 120 for moved, workspace in seen if moved)  # the greedy passes
