@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import vmem_jax
-from vmem_jax.compiling import LONG, left_out, with_ours
+from vmem_jax.compiler.compile import LONG, left_out, with_ours
 
 PASSES = "xla_disable_hlo_passes"
 

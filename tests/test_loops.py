@@ -419,7 +419,7 @@ def test_every_device_moves_the_slices_of_its_own_shards():
 def test_the_need_of_a_described_card_falls_and_the_bodies_are_in_order():
     import re
 
-    from vmem_jax.prove.targets import target
+    from vmem_jax.compiler.targets import target
     from vmem_jax.transfer import extension
 
     target("h200").device()

@@ -22,9 +22,9 @@ from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy import AbstractPolicy, Auto, MoDNN
 from vmem_jax.policy.base import Splitting
-from vmem_jax.prove.prove import need_nbytes
-from vmem_jax.prove.sub_batches import Member, prove_in_parts
-from vmem_jax.splitting import counts_of
+from vmem_jax.search.search import need_nbytes
+
+from vmem_jax.techniques.sub_batches import counts_of
 from vmem_jax.transfer.extension import describe
 
 LAYERS, ROWS, WIDTH = 6, 512, 32

@@ -16,7 +16,7 @@ from processes import in_subprocess
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.prove.prove import need_nbytes
+from vmem_jax.search.search import need_nbytes
 
 LAYERS, WIDTH, ROWS = 16, 64, 4
 STACK = 4 * LAYERS * WIDTH * WIDTH
@@ -294,7 +294,7 @@ def test_every_device_updates_its_own_shards():
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
 def test_the_need_of_a_described_card_falls_by_the_gradients(optimiser):
-    from vmem_jax.prove.targets import target
+    from vmem_jax.compiler.targets import target
 
     width, layers = 512, 32
     params = {"w": (layers, width, width), "b": (layers, width)}

@@ -71,6 +71,10 @@ class DifferentiationError(VmemError, TypeError):
     """A budgeted step was put under `grad`, `jvp` or `vmap`."""
 
 
+class CompileError(VmemError, RuntimeError):
+    """XLA does not compile a program that was made for a plan; the user's own it may compile."""
+
+
 class HostMemoryError(VmemError, MemoryError):
     """Host memory for parked tensors that cannot be pinned here; nothing was.
 

@@ -13,19 +13,22 @@ from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.batch_arguments import batch_arguments
 from vmem_jax.capture import capture
-from vmem_jax.compiling import left_out
+from vmem_jax.compiler.compile import left_out
+from vmem_jax.compiler.device import devices_of
 from vmem_jax.core.costs import Machine
 from vmem_jax.core.plan import Plan
-from vmem_jax.entry import Entry, Traced
+from vmem_jax.entry import CompiledStep
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
-from vmem_jax.options import MEANS, density_of, host_nbytes, policy_of, sub_batches_of, transport_of
-from vmem_jax.planning import Planning, Settings
+from vmem_jax.options import density_of, host_nbytes, policy_of, sub_batches_of, transport_of
+from vmem_jax.planner import plan_step
 from vmem_jax.policy import AbstractPolicy
-from vmem_jax.prove.device import devices_of
-from vmem_jax.prove.prove import need_nbytes
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.stages import Compiled, Lowered
+from vmem_jax.search.search import need_nbytes
+from vmem_jax.settings import Settings
+from vmem_jax.stages import Compiled, Lowered, run
+from vmem_jax.techniques import StepContext
+from vmem_jax.traced import TracedStep
 from vmem_jax.tune import tuned
 
 
@@ -133,7 +136,7 @@ def jit(
         raise ValueError(
             "`tune` may make another plan, but `plan` is given: leave one of them out."
         )
-    chosen, allowed, asked = policy_of(policy, allow)
+    chosen, allowed, named, required = policy_of(policy, allow)
     signature = arguments.signature(
         getattr(fun, "__wrapped__", fun) if _is_jitted(fun) else fun,
         static_argnums,
@@ -149,7 +152,8 @@ def jit(
         None if budget is None else parse_budget(budget),
         chosen,
         allowed,
-        asked,
+        named,
+        required,
         plan,
         host_nbytes(host_budget),
         transport_of(transport),
@@ -184,7 +188,7 @@ class BudgetedStep:
         functools.update_wrapper(self, fun)
         self._settings = settings
         self._tune = tune
-        self._entries: dict[Hashable, Entry] = {}
+        self._entries: dict[Hashable, CompiledStep] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
 
     # -- the public face
@@ -222,14 +226,9 @@ class BudgetedStep:
             best = entry.best
             outs = jaxpr_as_fun(rewrite(traced.captured, best.plan, best.transport))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
-        arguments.check_donation(traced.names, leaves, traced.donated)
-        run = entry.tuner or entry.best.compiled
-        if traced.whole is None:
-            outs = run(*leaves)
-            return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
-        out = run(*args, **kwargs)
-        if entry.tuner is None:
-            self._last = (_config(), run)
+        out = run(entry, call, leaves, args, kwargs)
+        if entry.tuner is None and traced.whole is not None:
+            self._last = (_config(), entry.best.compiled)
         return out
 
     def plan(self, *args: Any, target: str | None = None, **kwargs: Any) -> Plan:
@@ -246,7 +245,7 @@ class BudgetedStep:
         entry = self._entry_for(args, kwargs, target)
         plain = entry.plain_need
         if plain is None:
-            plain = need_nbytes(Planning(self._settings, entry.traced, target).compile_plain())
+            plain = need_nbytes(StepContext(self._settings, entry.traced, target=target).plain)
         program = entry.traced.captured.program
         platform = "gpu" if target is not None else devices_of(entry.traced.avals)[0].platform
         spared = entry.policy.spared(program), left_out(platform, len(program.steps))
@@ -257,17 +256,17 @@ class BudgetedStep:
             budget=entry.budget,
             plain_need=plain,
             compiled_need=entry.best.need,
-            compiles=len(entry.attempts),
             tuning=entry.tuning,
-            unsplit=entry.unsplit,
+            log=entry.log,
             spared="\n".join(filter(None, spared)),
-            uncompressed=entry.uncompressed,
             stacked="\n".join(map(str, entry.traced.captured.stacked)),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower(*args)`; `.compile()` gives the planned and proved step."""
-        return Lowered(self, args, kwargs)
+        call = arguments.prepare(self._settings.signature, args, kwargs)
+        planned = lambda target: self._entry_for(args, kwargs, target)
+        return Lowered(self._settings, call, planned)
 
     def clear_cache(self) -> None:
         """Forgets every plan and compiled step."""
@@ -276,7 +275,7 @@ class BudgetedStep:
 
     # -- trace, plan, prove
 
-    def _entry_for(self, args: tuple, kwargs: dict, target: str | None) -> Entry:
+    def _entry_for(self, args: tuple, kwargs: dict, target: str | None) -> CompiledStep:
         call = arguments.prepare(self._settings.signature, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         return self._entry(call, leaves, tree, target)
@@ -288,7 +287,7 @@ class BudgetedStep:
         tree: Any,
         target: str | None = None,
         inlined: bool = False,
-    ) -> Entry:
+    ) -> CompiledStep:
         avals = hosted.committed(tuple(map(arguments.aval_of, leaves)))
         key = (
             tree,
@@ -309,17 +308,17 @@ class BudgetedStep:
                 traced.hosted,
                 allowed="stream" in self._settings.allowed,
             )
-            planning = Planning(self._settings, traced, target, inlined)
-            entry = planning.entry(leaves)
+            step = StepContext(self._settings, traced, leaves, target, inlined)
+            entry = plan_step(step)
             if self._tune and target is None and not inlined:
-                compile_plan = functools.partial(planning.compile, entry.traced)
+                compile_plan = functools.partial(step.compile, entry.traced)
                 settle = functools.partial(self._entries.__setitem__, key)
                 limit = self._settings.host_budget
                 entry = tuned(self._settings.name, entry, compile_plan, limit, settle)
             self._entries[key] = entry
         return entry
 
-    def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> Traced:
+    def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> TracedStep:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]
         donated = tuple(call.donated(path) for path in paths)
         names = tuple(arguments.leaf_names(self._settings.signature, call.tree))
@@ -340,9 +339,9 @@ class BudgetedStep:
             by_place, by_name = call.tree
             whole = jax.tree.structure((tuple(by_place.values()), by_name))
         batch = batch_arguments(self._settings.signature, paths, names, avals, donated, out_avals)
-        return Traced(
+        return TracedStep(
             plain, captured, avals, donated, names, found["tree"], found["aux"], whole, pairs, batch
         )
 
 
-__all__ = ["MEANS", "BudgetError", "BudgetedStep", "Compiled", "Lowered", "jit"]
+__all__ = ["BudgetError", "BudgetedStep", "Compiled", "Lowered", "jit"]

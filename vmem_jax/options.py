@@ -8,30 +8,29 @@ from vmem_jax.errors import parse_budget
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
 from vmem_jax.transfer.choice import TRANSPORTS
 
-MEANS = ("order", "recompute", "offload", "stream", "workspace", "sub_batches", "compress")
-"""What a plan may use."""
+TECHNIQUES = ("order", "recompute", "offload", "stream", "workspace", "sub_batches", "compress")
+"""What a plan may use. All but the last may be used where `allow` does not say."""
 
 
-def means(allow: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The means of `allow`: all, if it is None. Raises ValueError for one that there is not."""
-    allow = MEANS if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
-    unknown = [name for name in allow if name not in MEANS]
+def techniques(allow: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Those of `allow`: all, if it is None. Raises ValueError for one that there is not."""
+    allow = TECHNIQUES if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
+    unknown = [name for name in allow if name not in TECHNIQUES]
     if unknown or not allow:
-        raise ValueError(f"`allow` names {unknown or 'nothing'}; there is {', '.join(MEANS)}.")
+        known = ", ".join(TECHNIQUES)
+        raise ValueError(f"`allow` names {unknown or 'nothing'}; there is {known}.")
     return allow
 
 
 def policy_of(
-    policy: str | AbstractPolicy, allow: Sequence[str] | None
-) -> tuple[AbstractPolicy, tuple[str, ...], tuple[str, ...]]:
-    """The policy of that name with the means of `allow`; all of these; those asked for by name.
-
-    What is asked for is an error where it cannot be: what `allow` names, or what the policy needs.
+    policy: str | AbstractPolicy, allow: str | Sequence[str] | None
+) -> tuple[AbstractPolicy, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The policy of that name; the techniques allowed, named and required, as `Settings` has them.
 
     Raises:
       ValueError: it is unknown, or `allow` leaves out what it needs.
     """
-    allowed = means(allow)
+    allowed = techniques(allow)
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))
@@ -41,7 +40,9 @@ def policy_of(
         raise ValueError(
             f"policy `{policy.name}` needs {', '.join(missing)}, which `allow`={allow!r} leaves out."
         )
-    return policy, allowed, policy.needs if allow is None else allowed
+    named = policy.needs if allow is None else allowed
+    alone = allowed if allow is not None and len(allowed) == 1 else ()
+    return policy, allowed, named, tuple(dict.fromkeys((*policy.needs, *alone)))
 
 
 def host_nbytes(host_budget: int | str | None) -> int | None:

@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from vmem_jax import arguments
+from vmem_jax import jax_compat as compat
 from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.entry import Entry
-from vmem_jax.prove.prove import Attempt
+from vmem_jax.entry import CompiledStep
+from vmem_jax.errors import DifferentiationError
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
+from vmem_jax.search.search import Attempt
+from vmem_jax.settings import Settings
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.compression import Store
 
-if TYPE_CHECKING:
-    from vmem_jax.jit import BudgetedStep
+
+def run(
+    entry: CompiledStep, call: arguments.Call, leaves: Sequence[Any], args: tuple, kwargs: dict
+) -> Any:
+    """Runs a compiled step on the leaves of `call`, which are those of `args` and `kwargs`."""
+    traced = entry.traced
+    arguments.check_donation(traced.names, leaves, traced.donated)
+    compiled = entry.tuner or entry.best.compiled
+    if traced.whole is not None:
+        return compiled(*args, **kwargs)
+    outs = compiled(*leaves)
+    return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
 
 
 class Lowered:
     """A budgeted step for given arguments, not yet compiled."""
 
-    def __init__(self, step: BudgetedStep, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._step, self._args, self._kwargs = step, args, kwargs
+    def __init__(
+        self,
+        settings: Settings,
+        call: arguments.Call,
+        planned: Callable[[str | None], CompiledStep],
+    ) -> None:
+        self._settings, self._call, self._planned = settings, call, planned
 
     def compile(self, target: str | None = None) -> Compiled:
         """The planned step, compiled and proved. Raises BudgetError if none fits.
@@ -34,29 +54,62 @@ class Lowered:
         Args:
           target: a card that is not there, "h200": its figures can be read, it cannot be called.
         """
-        entry = self._step._entry_for(self._args, self._kwargs, target)
-        return Compiled(self._step, entry, runs=target is None)
+        entry = self._planned(target)
+        return Compiled(self._settings, self._call, entry, runs=target is None)
 
     def as_text(self) -> str:
         """The StableHLO of the planned step."""
-        entry = self._step._entry_for(self._args, self._kwargs, None)
+        entry = self._planned(None)
         jaxpr = rewrite(entry.traced.captured, entry.best.plan, entry.best.transport)
         return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
 
 
 class Compiled:
-    """A compiled budgeted step; called like the user's function, dynamic arguments only."""
+    """A compiled budgeted step; called like the user's function, with the arguments that it was
+    compiled for. It holds its executable: nothing is planned or compiled when it is called."""
 
-    def __init__(self, step: BudgetedStep, entry: Entry, runs: bool) -> None:
-        self._step, self._entry, self._runs = step, entry, runs
+    def __init__(
+        self, settings: Settings, call: arguments.Call, entry: CompiledStep, runs: bool
+    ) -> None:
+        self._settings, self._entry, self._runs = settings, entry, runs
+        self._tree, self._static = jax.tree.structure(call.tree), call.static
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step.
+
+        Raises:
+          TypeError: the arguments are not those that it was compiled for.
+          ValueError: it was compiled for a card that is not there.
+        """
+        name = self._settings.name
         if not self._runs:
             raise ValueError(
-                f"`{self._step._settings.name}` was compiled for a card that is not there, so it "
-                "cannot run. Leave out `target` to compile for the devices of the arguments."
+                f"`{name}` was compiled for a card that is not there, so it cannot run. Leave out "
+                "`target` to compile for the devices of the arguments."
             )
-        return self._step(*args, **kwargs)
+        call = arguments.prepare(self._settings.signature, args, kwargs)
+        leaves, tree = jax.tree.flatten(call.tree)
+        if any(map(compat.is_tracer, leaves)):
+            raise DifferentiationError(
+                f"`{name}` is compiled, and cannot be traced: call the step that `vmem_jax.jit` "
+                "returned inside of other transformations."
+            )
+        if (tree, call.static) != (self._tree, self._static):
+            raise TypeError(
+                f"`{name}` was compiled for arguments of the structure {self._tree}, and is called "
+                f"with {tree}, or with other static arguments. Compile it for those, or call the "
+                "step that `vmem_jax.jit` returned."
+            )
+        traced = self._entry.traced
+        for label, leaf, made in zip(traced.names, leaves, traced.avals, strict=True):
+            given = arguments.aval_of(leaf)
+            if (given.shape, given.dtype) != (made.shape, made.dtype):
+                raise TypeError(
+                    f"`{name}` was compiled for `{label}` as {made.dtype}{list(made.shape)}, and is "
+                    f"called with {given.dtype}{list(given.shape)}. Compile it for that, or call the "
+                    "step that `vmem_jax.jit` returned."
+                )
+        return run(self._entry, call, leaves, args, kwargs)
 
     @property
     def plan(self) -> Plan:

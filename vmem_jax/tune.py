@@ -16,10 +16,11 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.tuning import Tuning, agree
-from vmem_jax.entry import Entry
-from vmem_jax.errors import BudgetError
-from vmem_jax.prove.prove import Attempt, prove
+from vmem_jax.entry import CompiledStep
+from vmem_jax.policy.base import Infeasible
 from vmem_jax.rewrite.transfers import layout_of
+from vmem_jax.search.search import Attempt, search
+from vmem_jax.search.variant import Family
 
 WARM_UP = 2
 """Calls before the first that is timed: they pin memory, load libraries, raise clocks."""
@@ -44,9 +45,9 @@ class Tuner:
     def __init__(
         self,
         name: str,
-        entry: Entry,
-        replan: Callable[[Entry, Costs], Attempt | None],
-        settle: Callable[[Entry], None],
+        entry: CompiledStep,
+        replan: Callable[[CompiledStep, Costs], Attempt | None],
+        settle: Callable[[CompiledStep], None],
     ) -> None:
         """Args: `replan`, another plan by other costs, or None; `settle`, takes the final entry."""
         self._name, self._entry, self._replan, self._settle = name, entry, replan, settle
@@ -138,18 +139,18 @@ class Tuner:
 
 def tuned(
     name: str,
-    entry: Entry,
+    entry: CompiledStep,
     compile_plan: Callable[[Plan], Any],
     host_budget: int | None,
-    settle: Callable[[Entry], None],
-) -> Entry:
+    settle: Callable[[CompiledStep], None],
+) -> CompiledStep:
     """`entry` with a tuner, which gives `settle` what is to stand in its place in the end."""
     again = lambda entry, costs: replan(entry, costs, compile_plan, host_budget)
     return dataclasses.replace(entry, tuner=Tuner(name, entry, again, settle))
 
 
 def replan(
-    entry: Entry,
+    entry: CompiledStep,
     costs: Costs,
     compile_plan: Callable[[Plan], Any],
     host_budget: int | None,
@@ -160,15 +161,17 @@ def replan(
       compile_plan: for plans that no attempt of `entry` has.
       host_budget: for the host memory of both plans: while they are compared both have theirs.
     """
-    program, now, policy = entry.traced.captured.program, entry.best.plan, entry.policy
+    program, now = entry.traced.captured.program, entry.best.plan
     seconds = simulate_plan(program, now, costs).seconds
-    made = {_schedule(a.plan): a.compiled for a in entry.attempts}
+    made = {_schedule(now): entry.best.compiled}
     compiles = lambda plan: made.get(_schedule(plan)) or compile_plan(plan)
-    try:
-        if policy.plan(program, costs, entry.budget).predicted_seconds >= seconds:
-            return None
-        best = prove(program, policy, costs, entry.budget, compiles, entry.plain_need)[-1]
-    except BudgetError:  # by these costs the policy goes other ways, which all end too high
+    variant = dataclasses.replace(entry.best.variant, costs=costs, compile_plan=compiles)
+    first = variant.policy.plan(program, costs, entry.budget)
+    if isinstance(first, Infeasible) or first.predicted_seconds >= seconds:
+        return None
+    found = search([[Family((1,), lambda count: variant)]], entry.budget)
+    best = found.best
+    if best is None or not found.fits:  # by these costs the policy's plans all end too high
         return None
     if _schedule(best.plan) == _schedule(now) or best.plan.predicted_seconds >= seconds:
         return None

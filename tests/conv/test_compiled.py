@@ -77,7 +77,7 @@ def layers(params, x):
 @pytest.mark.parametrize("precision", ["highest", "default"])
 def test_every_convolution_is_found_in_what_xla_compiles(dtype, precision):
     """Padding that is uneven, channels that are padded, biases that are fused: all are found."""
-    from vmem_jax.prove.targets import target
+    from vmem_jax.compiler.targets import target
 
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
     params = [shape(7, 7, 3, 32), shape(3, 3, 32, 64), shape(3, 3, 64, 64)]

@@ -17,7 +17,7 @@ from vmem_jax.conv.devices import DEVICES
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
-from vmem_jax.prove.targets import target
+from vmem_jax.compiler.targets import target
 from vmem_jax.transfer import extension
 
 

@@ -164,7 +164,7 @@ def test_what_is_fused_competes_with_what_is_not(monkeypatch, tmp_path):
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(extension.load().CUDNN_BUILT is None, reason="built without cuDNN")
 def test_xla_compiles_the_call_with_a_bias_and_puts_no_copy_around_it():
-    from vmem_jax.prove.targets import target
+    from vmem_jax.compiler.targets import target
 
     card = target("h200")
     c = dataclasses.replace(convolution(8), features_in=8, features_out=16).with_epilogue(BOTH)

@@ -22,7 +22,7 @@ from vmem_jax.core.plan import Plan, keep_plan
 from vmem_jax.core.program import Program
 from vmem_jax.policy.workspace_division import divide, front
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes, reuse
-from vmem_jax.prove.targets import target
+from vmem_jax.compiler.targets import target
 from vmem_jax.report.convolutions import configurations_table
 from vmem_jax.transfer import extension
 

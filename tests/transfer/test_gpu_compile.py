@@ -20,7 +20,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Phase
 from vmem_jax.core.validate import violations
 from vmem_jax.policy.order import canonical_order
-from vmem_jax.prove.targets import target
+from vmem_jax.compiler.targets import target
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer import compression, extension

@@ -13,9 +13,9 @@ from vmem_jax.cli.options import (
     Subparsers,
     add_command,
 )
+from vmem_jax.compiler.device import total_nbytes
+from vmem_jax.compiler.targets import TARGETS, target
 from vmem_jax.errors import show_nbytes
-from vmem_jax.prove.device import total_nbytes
-from vmem_jax.prove.targets import TARGETS, target
 from vmem_jax.transfer.extension import describe
 
 

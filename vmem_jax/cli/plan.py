@@ -17,8 +17,8 @@ from vmem_jax.cli.options import (
     job_of,
     positive,
 )
-from vmem_jax.options import MEANS
-from vmem_jax.prove.targets import TARGETS, target
+from vmem_jax.compiler.targets import TARGETS, target
+from vmem_jax.options import TECHNIQUES
 
 
 def add_plan(commands: Subparsers) -> None:
@@ -44,7 +44,7 @@ def add_plan(commands: Subparsers) -> None:
         choices=TARGETS,
         help="a card that is not there; needs vmem_jax[gpu-compile], no GPU",
     )
-    parser.add_argument("--allow", nargs="+", choices=MEANS, help="the means that a plan may use")
+    parser.add_argument("--allow", nargs="+", choices=TECHNIQUES, help="what a plan may use")
     parser.add_argument(
         "--density",
         type=float,

@@ -22,11 +22,11 @@ from vmem_jax.cli.options import (
     not_timed,
     positive,
 )
-from vmem_jax.jit import MEANS
+from vmem_jax.compiler.targets import target
+from vmem_jax.options import TECHNIQUES
 from vmem_jax.profile.measured import measured_costs, measured_machine
 from vmem_jax.profile.steps import SECONDS, StepProfile
 from vmem_jax.profile.store import Store, identity
-from vmem_jax.prove.targets import target
 from vmem_jax.report.profile import costs_table, machine_table
 
 
@@ -58,8 +58,8 @@ def add_profile(commands: Subparsers) -> None:
     parser.add_argument(
         "--allow",
         nargs="+",
-        choices=MEANS,
-        help="means for --compare's plan; by default those that are of use here",
+        choices=TECHNIQUES,
+        help="techniques for --compare's plan; by default those that are of use here",
     )
     parser.add_argument(
         "--trace", metavar="TRACE.json", help="for --compare, write both as lanes to this file"

@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from absl import logging
 
 from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import Own, own_convolutions
@@ -102,30 +101,17 @@ def with_choices(
     device: jax.Device,
     target: str | None,
     profile: bool | None,
-    allowed: Sequence[str],
-    asked: Sequence[str],
     whole: tuple[Program, Costs] | None = None,
-) -> Costs:
-    """`costs` with what can do each convolution, where that is asked for, or is allowed and known.
+) -> tuple[Costs, str]:
+    """`costs` with what can do each convolution; or as they are, and why nothing is known.
 
-    Args:
-      allowed, asked: means, as `options.policy_of` has them.
-      whole: as `choices_of` has it.
-
-    Raises:
-      ValueError, ImportError: as `choices_of`, where "workspace" is asked for.
+    The arguments are those of `choices_of`.
     """
-    known = "workspace" in allowed and target is None and device.platform == "gpu"
-    if "workspace" not in asked and not known:
-        return costs
     try:
         choices = choices_of(name, program, costs, device, target, profile, whole)
     except (ValueError, ImportError) as error:
-        if "workspace" in asked:
-            raise
-        logging.info("%s: no convolution is divided: %s", name, error)
-        return costs
-    return dataclasses.replace(costs, convolutions=choices)
+        return costs, str(error)
+    return dataclasses.replace(costs, convolutions=choices), ""
 
 
 def learner(

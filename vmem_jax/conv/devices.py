@@ -1,7 +1,7 @@
 """devices: GPUs as cuDNN has them described, so that it tells its plans for one that is not here.
 
 cuDNN reads what `cudaGetDeviceProperties` and `cudaDeviceGetAttribute` say, under names of its own.
-The figures are those of `prove/targets.py`, of NVIDIA's data sheets, and of the table of compute
+The figures are those of `compiler/targets.py`, of NVIDIA's data sheets, and of the table of compute
 capabilities in the CUDA programming guide.
 """
 

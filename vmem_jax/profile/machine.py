@@ -14,11 +14,11 @@ from absl import logging
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.compiler.device import total_nbytes
 from vmem_jax.core.costs import Machine, machine_for
 from vmem_jax.errors import VmemError
 from vmem_jax.profile.link import Rates, link_rates
 from vmem_jax.profile.timing import seconds_a_call
-from vmem_jax.prove.device import total_nbytes
 
 _NORMAL = 1 << 16  # random numbers, repeated: data of zeros runs faster than a GPU's power allows
 

@@ -14,6 +14,7 @@ from absl import logging
 
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import nbytes
+from vmem_jax.compiler.device import free_nbytes
 from vmem_jax.core.costs import Costs, Machine, Source, analytic
 from vmem_jax.core.program import Program
 from vmem_jax.policy.order import canonical_order
@@ -28,7 +29,6 @@ from vmem_jax.profile.timing import (
     dispatch_seconds,
     time_step,
 )
-from vmem_jax.prove.device import free_nbytes
 
 SECONDS = 90.0
 """How long timing a program's steps may take; profiling a model is to take under two minutes."""

@@ -23,6 +23,7 @@ from vmem_jax.policy.base import what_holds, where_peak
 from vmem_jax.policy.bound import Bound, lower_bound
 from vmem_jax.report.convolutions import steps_table
 from vmem_jax.report.trace import chrome_trace, predicted, save
+from vmem_jax.search.log import SearchLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Explanation:
       program, costs: what the plan was made from.
       timeline: what running it is predicted to be.
       tuning: what timing it gave (`jit(tune=True)`), once that is done.
-      unsplit: why the batch cannot run in parts; "" where it can.
-      uncompressed: why nothing is compressed, where that was asked for.
+      log: what the search did; None for an explanation without one.
       spared: what the search for the plan left out; "" for nothing.
       stacked: which gradients of scanned layers exist all at once, and why; "" for none.
     """
@@ -73,15 +73,13 @@ class Explanation:
     budget: int | None
     plain_need: int
     compiled_need: int
-    compiles: int
     peak_at: str
     holders: str
     seconds: float
     plain_seconds: float
     rows: tuple[LayerRow, ...]
     tuning: Tuning | None = None
-    unsplit: str = ""
-    uncompressed: str = ""
+    log: SearchLog | None = None
     spared: str = ""
     stacked: str = ""
 
@@ -112,13 +110,14 @@ class Explanation:
             f"peak: plain jit {show_nbytes(self.plain_need)}, budget {budget}, predicted "
             f"{need}, compiled {show_nbytes(self.compiled_need)} "
             f"({self.compiled_need / max(self.plain_need, 1):.0%} of plain) after "
-            f"{self.compiles} compile{'s' if self.compiles > 1 else ''}\n"
+            f"{self._effort()}\n"
             f"predicted peak at {self.peak_at}: {self.holders}\n"
             f"predicted time: {self.seconds * 1e3:.2f} ms, {self.plain_seconds * 1e3:.2f} ms without "
             f"recomputation; {self._where_times_come_from()}"
             + self._gap()
             + self._batch()
             + self._compression()
+            + self._skipped()
             + (f"\n{self.stacked}" if self.stacked else "")
             + (f"\n{self.spared}" if self.spared else "")
             + (f"\n{self.tuning}" if self.tuning is not None else "")
@@ -145,11 +144,23 @@ class Explanation:
             f"{max(self.bound.gap(self.seconds), 0.0):.1%}) or {show_nbytes(self.bound.peak)}"
         )
 
+    def _effort(self) -> str:
+        """What the search did: compiles in all, plain jit's where the budget is a share of that."""
+        if self.log is None:
+            return "no search"
+        plans, compiles = self.log.plans, self.log.compiles
+        return f"{plans} plan{'s' * (plans != 1)} and {compiles} compile{'s' * (compiles != 1)}"
+
+    def _skipped(self) -> str:
+        """The techniques that are allowed and of no use here."""
+        skipped = self.log.skipped if self.log is not None else {}
+        return "".join(f"\n{name} is not used: {why}" for name, why in skipped.items() if why)
+
     def _batch(self) -> str:
         """In how many parts the batch runs, and what is split."""
         split = [s for s, step in enumerate(self.program.steps) if step.times > 1]
         if not split:
-            return f"\nthe batch runs as a whole: {self.unsplit}" if self.unsplit else ""
+            return ""
         seconds = [self.costs.seconds[s] for s in self.plan.order]
         own = sum(self.costs.seconds[s] for s in self.plan.order if self.program.steps[s].times > 1)
         return (
@@ -161,7 +172,7 @@ class Explanation:
     def _compression(self) -> str:
         """What is compressed, into how much, and what that takes."""
         if not self.plan.compressed:
-            return f"\nnothing is compressed: {self.uncompressed}" if self.uncompressed else ""
+            return ""
         steps = self.program.steps
         nbytes = [buffer.nbytes for buffer in self.program.buffers]
         whole = self.program.uncompressed_nbytes
@@ -226,10 +237,8 @@ def explain(
     budget: int | None,
     plain_need: int,
     compiled_need: int,
-    compiles: int,
     tuning: Tuning | None = None,
-    unsplit: str = "",
-    uncompressed: str = "",
+    log: SearchLog | None = None,
     spared: str = "",
     stacked: str = "",
 ) -> Explanation:
@@ -260,10 +269,8 @@ def explain(
         budget=budget,
         plain_need=plain_need,
         compiled_need=compiled_need,
-        compiles=compiles,
         tuning=tuning,
-        unsplit=unsplit,
-        uncompressed=uncompressed,
+        log=log,
         spared=spared,
         stacked=stacked,
         peak_at=where_peak(program, timeline),

@@ -11,9 +11,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
-from vmem_jax.entry import Traced
+from vmem_jax.compiler.device import devices_of
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.prove.device import devices_of
+from vmem_jax.traced import TracedStep
 
 LONG = 20_000
 """Steps of a program from which on XLA's passes that grow with their square are left out."""
@@ -53,7 +53,7 @@ def left_out(platform: str, steps: int) -> str:
 
 
 def compile_jaxpr(
-    traced: Traced,
+    traced: TracedStep,
     jaxpr: ClosedJaxpr,
     target: str | None,
     *,
@@ -72,7 +72,7 @@ def compile_jaxpr(
     """
     avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
     if target is not None:
-        from vmem_jax.prove.targets import target as card
+        from vmem_jax.compiler.targets import target as card
 
         avals = tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)

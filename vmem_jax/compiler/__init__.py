@@ -1,0 +1,1 @@
+"""Compiling a step: for the devices that are there, and for cards that are not."""

@@ -1,0 +1,265 @@
+"""planner: a traced step, by what `jit` was told, planned, compiled and proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from absl import logging
+
+from vmem_jax.compiler.device import limit_nbytes
+from vmem_jax.conv.choices import learner
+from vmem_jax.conv.trials import try_ways
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import predicted_need
+from vmem_jax.entry import CompiledStep
+from vmem_jax.errors import PlanError, show_nbytes
+from vmem_jax.policy import AbstractPolicy, Keep
+from vmem_jax.policy.base import Infeasible, Splitting
+from vmem_jax.rewrite.compression import compressible
+from vmem_jax.search import memory
+from vmem_jax.search.failure import budget_error
+from vmem_jax.search.log import SearchLog, What
+from vmem_jax.search.params import SearchParams
+from vmem_jax.search.search import Attempt, need_nbytes, search
+from vmem_jax.search.variant import Family, Variant
+from vmem_jax.techniques import TECHNIQUES, Form, StepContext
+from vmem_jax.techniques.compress import compressing, with_compressed
+from vmem_jax.techniques.sub_batches import parts_of
+
+PARAMS = SearchParams()
+
+_ALWAYS_SAID = ("offload", "sub_batches")
+"""Techniques whose absence is worth a line also where the user names no technique."""
+
+
+def plan_step(step: StepContext) -> CompiledStep:
+    """The step planned, compiled and proved.
+
+    Raises:
+      BudgetError: no plan fits.
+      PlanError: the given one is for another step, or does not fit.
+      ValueError: a technique that is required cannot be used.
+    """
+    if step.settings.plan is not None:
+        return _by_given(step, step.settings.plan)
+    settings, log = step.settings, SearchLog(step.settings.name)
+    _check_techniques(step, log)
+    budget, plain_need = budget_nbytes(step)
+    told = dataclasses.replace(settings, name="", budget=None)
+    key = memory.key_of(step.traced.captured.program, (told, step.target, step.inlined))
+    groups = _groups(step, budget, log, memory.proved(key))
+    hosted = bool(step.traced.captured.program.hosted)
+    untouched = None if hosted else _variant(step, Keep(), 1)
+    found = search(
+        groups,
+        budget,
+        untouched=untouched,
+        plain_need=plain_need,
+        params=PARAMS,
+        log=log,
+    )
+    unbound = lambda plan: dataclasses.replace(plan, budget=None)
+    memory.keep(key, [(unbound(attempt.plan), attempt.need) for attempt in found.attempts])
+    if found.best is None or not found.fits:
+        assert budget is not None, "without a budget everything fits"
+        raise budget_error(settings.policy.name, budget, found, _hints(step, log))
+    best = found.best
+    need, compiles = show_nbytes(best.need), len(found.attempts)
+    logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
+    _warn_if_slow(step, best, budget)
+    origin, policy = best.variant.origin, best.variant.policy
+    return CompiledStep(origin, budget, plain_need, best.costs, found.attempts, policy, log)
+
+
+def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
+    """(the budget in bytes, plain jit's need where that had to be compiled)."""
+    budget, traced = step.settings.budget, step.traced
+    if isinstance(budget, float):
+        plain_need = need_nbytes(step.plain)
+        return int(budget * plain_need), plain_need
+    own = sum(b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)])
+    return limit_nbytes(budget, traced.avals, own, step.target), None
+
+
+def _check_techniques(step: StepContext, log: SearchLog) -> None:
+    """Logs the techniques that are allowed and cannot be used.
+
+    Raises:
+      ValueError: one of them is required.
+    """
+    settings = step.settings
+    for name in settings.allowed:
+        why = TECHNIQUES[name].unusable(step)
+        if why and name in settings.required:
+            verb = TECHNIQUES[name].verb
+            raise ValueError(f"`{settings.name}` cannot {verb}: {why.removesuffix('.')}.")
+        if why and (name in settings.named or name in _ALWAYS_SAID):
+            log.add(What.SKIPPED, name, why=why)
+
+
+# -- what the search chooses from
+
+
+def _groups(
+    step: StepContext, budget: int | None, log: SearchLog, proved: Sequence[tuple[Plan, int]]
+) -> list[list[Family]]:
+    """The families of `step`: its own policy's, with those that may replace it; then the same where
+    values may move after all; then the policies that are asked where nothing of that fits."""
+    settings = step.settings
+    parts = parts_of(step)
+    make = lambda context, count: _variant(context, settings.policy, count)
+    own = Family(parts.counts, functools.partial(make, step), settings.splitting, proved=proved)
+    first = [own]
+    if "compress" in settings.named and "compress" not in log.skipped and 1 in parts.counts:
+        variants, why = compressing(step, lambda s: make(s, 1), budget, PARAMS, log)
+        if why:
+            log.add(What.SKIPPED, "compress", why=why)
+        more = [count for count in parts.counts if count > 1]
+        first = [Family((1,), functools.partial(_same, v), proved=proved) for v in variants]
+        first += [dataclasses.replace(own, counts=more)] if more else []
+    others = [_other(step, policy) for policy in settings.policy.instead]
+    moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
+    last = [functools.partial(_variant, step, settings.policy, moves=True)] if moves_at_last else []
+    groups = [first, [Family(parts.counts, make, settings.splitting) for make in last]]
+    searched = not settings.policy.spared(step.traced.captured.program)
+    if searched and not step.immovable and "compress" not in settings.named:
+        # where they are enough faster than what the bound of the policy's own plans leaves
+        groups[0] += [
+            dataclasses.replace(
+                other,
+                splitting=Splitting.FASTEST if len(other.counts) > 1 else Splitting.WHOLE,
+                must_gain=PARAMS.time_tolerance,
+                bounded_by=own.make,
+            )
+            for other in others
+        ]
+    else:
+        groups.append(others)
+    return [group for group in groups if group]
+
+
+def _other(step: StepContext, policy: AbstractPolicy) -> Family:
+    """The step by another policy, which moves wherever it can."""
+    counts = parts_of(step).counts
+    counts = [n for n in counts if n == 1 or policy.splitting is not Splitting.WHOLE]
+    make = functools.partial(_variant, step, policy, moves=bool(step.transport))
+    return Family(counts, make, policy.splitting)
+
+
+def _same(variant: Variant, count: int) -> Variant:
+    del count
+    return variant
+
+
+def _variant(
+    step: StepContext, policy: AbstractPolicy, count: int, moves: bool | None = None
+) -> Variant:
+    """`step` in `count` sub-batches by `policy`.
+
+    Args:
+      moves: whether it may move values; by default where that is of use.
+    """
+    moves = not step.immovable if moves is None else moves
+    traced = step.traced if count == 1 else parts_of(step, count).into(count)
+    form = Form(traced, count, policy, policy, step.costs, moves)
+    for technique in TECHNIQUES.values():
+        form = technique.adapt(step, form)
+    traced, program = form.traced, form.traced.captured.program
+    name = policy.name if count == 1 else f"{policy.name} in {count} sub-batches"
+    learn = learner(program, step.devices[0], step.target, step.settings.profile)
+    compiles = functools.partial(step.compile, traced)
+    variant = Variant(name, program, form.policy, form.costs, compiles, origin=traced)
+    return dataclasses.replace(variant, learn=learn) if form.convolves else variant
+
+
+# -- a plan that is given
+
+
+def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
+    """The step by the user's own `plan`."""
+    if plan.compressed:
+        found = compressible(step.traced.captured, 0)
+        if not {b for b, _ in plan.compressed} <= {*found}:
+            plan.check_made_for(step.traced.captured.program)  # which it cannot be
+        sizes = dict(plan.compressed)
+        step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
+    if step.immovable and plan.moves and not step.transport:
+        raise ValueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
+    variant = _variant(step, step.settings.policy, plan.sub_batches)
+    budget, plain_need = budget_nbytes(step)
+    plan.check_made_for(variant.program)
+    if step.target is None:
+        try_ways(variant.program, plan, step.devices[0])
+    compiled = variant.compile_plan(plan)
+    need, predicted = need_nbytes(compiled), predicted_need(variant.program, plan)
+    attempt = Attempt(variant, plan, compiled, need, predicted, variant.costs)
+    limit = budget if budget is not None else plan.budget
+    if limit is not None and need > limit:
+        raise PlanError(
+            f"the given plan compiles to {show_nbytes(need)} here, over its budget of "
+            f"{show_nbytes(limit)}. Plan again for this machine."
+        )
+    log = SearchLog(step.settings.name)
+    log.add(What.COMPILED, "the given plan", plan.predicted_seconds, need)
+    made = variant.origin, limit, plain_need, variant.costs, (attempt,), variant.policy, log
+    return CompiledStep(*made)
+
+
+# -- what people are told
+
+
+def _hints(step: StepContext, log: SearchLog) -> list[str]:
+    """What may help where nothing fits, the best first."""
+    settings, hints = step.settings, []
+    if not any(step.traced.donated) and step.traced.captured.program.outputs:
+        hints.append("Donate the state (`donate_argnums`), whose memory the new state then takes.")
+    missing = [name for name in TECHNIQUES if name not in settings.allowed]
+    if missing and settings.policy.name == "auto":
+        names = ", ".join(f'"{name}"' for name in missing)
+        hints.append(f"`allow` leaves out {names}.")
+    elif settings.policy.name != "auto":
+        hints.append("Policy `auto` has more techniques.")
+    if step.immovable and step.transport:
+        hints.append('Measure times (`profile=True`), or let `allow` name "offload".')
+    for name in ("sub_batches",):
+        if why := log.skipped.get(name):
+            hints.append(f"Its batch cannot run in parts: {why}.")
+    hints.append("Else take a larger `budget` or a smaller batch.")
+    return hints
+
+
+def _warn_if_slow(step: StepContext, best: Attempt, budget: int | None) -> None:
+    """Warns where the plan is predicted to take far longer than plain jit."""
+    plain = sum(step.costs.seconds)
+    seconds = best.plan.predicted_seconds
+    if budget is None or not plain or seconds <= PARAMS.slow * plain:
+        return
+    variant = _variant(step, step.settings.policy, best.plan.sub_batches)
+    enough = _budget_for(variant, PARAMS.bearable * plain, budget)
+    logging.warning(
+        "%s: in %s the fastest plan that was found is predicted to take %.1f times as long as plain "
+        "jit (%.1f ms for %.1f ms). With `budget=%s` it would be %.1f times.",
+        step.settings.name,
+        show_nbytes(budget),
+        seconds / plain,
+        seconds * 1e3,
+        plain * 1e3,
+        repr(show_nbytes(enough)),
+        PARAMS.bearable,
+    )
+
+
+def _budget_for(variant: Variant, seconds: float, budget: int) -> int:
+    """About the lowest budget at which `variant` is predicted to take at most `seconds`."""
+    free = variant.policy.plan(variant.program, variant.costs, None)
+    low, high = budget, max(budget, 0 if isinstance(free, Infeasible) else free.predicted_peak)
+    for _ in range(PARAMS.looks):
+        middle = (low + high) // 2
+        plan = variant.policy.plan(variant.program, variant.costs, middle)
+        if isinstance(plan, Infeasible) or plan.predicted_seconds > seconds:
+            low = middle
+        else:
+            high = middle
+    return high

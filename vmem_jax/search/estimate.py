@@ -1,0 +1,126 @@
+"""estimate: a plan that fits as XLA's heap will hold it, found before anything is compiled.
+
+A policy plans for the bytes that are live at once, and the heap takes more, another share of each
+plan (`core.heap`). So a plan is made again, for less, until its heap is within the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import predicted_need
+from vmem_jax.policy.base import Infeasible
+from vmem_jax.search.log import SearchLog
+from vmem_jax.search.params import SearchParams
+from vmem_jax.search.variant import Variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A plan, and what it is predicted to need.
+
+    Attributes:
+      plan: its `budget` is what it was planned for, at or below what it is to fit in.
+      need: bytes, with XLA's heap.
+      seconds: that planning took.
+      is_lowest: whether the policy has no plan with a lower peak.
+    """
+
+    plan: Plan
+    need: int
+    seconds: float = 0.0
+    is_lowest: bool = False
+
+    def fits(self, budget: int | None) -> bool:
+        """Whether it is predicted to need no more than `budget` bytes."""
+        return budget is None or self.need <= budget
+
+
+def planned(variant: Variant, goal: int | None, log: SearchLog) -> Estimate | Infeasible:
+    """What the policy plans for `goal` bytes live at once, and what the heap takes for it."""
+    start = time.perf_counter()
+    plan = variant.policy.plan(variant.program, variant.costs, goal)
+    log.plans += 1
+    if isinstance(plan, Infeasible):
+        return plan
+    need = predicted_need(variant.program, plan)
+    return Estimate(plan, need, time.perf_counter() - start)
+
+
+def lowest_of(variant: Variant, failure: Infeasible) -> Estimate | None:
+    """The plan with the lowest peak that a policy names; None where it names none."""
+    if failure.plan is None:
+        return None
+    need = predicted_need(variant.program, failure.plan)
+    return Estimate(failure.plan, need, is_lowest=True)
+
+
+def estimate(
+    variant: Variant,
+    goal: int | None,
+    params: SearchParams,
+    log: SearchLog,
+    before: Estimate | None = None,
+) -> Estimate | Infeasible:
+    """The fastest of some plans that are predicted to need at most `goal` bytes on XLA's heap, or the
+    one that needs the least.
+
+    What the heap takes beside what is live is taken off what is planned for, until it fits or nothing
+    lower can be planned; then half of it is given back, since another plan may lose less.
+
+    Args:
+      before: a plan that compiled to too much: what the heap takes of it is taken off at once.
+
+    Returns:
+      Infeasible where the policy has no plan with so little live at once, and names none either.
+    """
+    if goal is None:
+        return planned(variant, None, log)
+    tolerance = 1 + params.plan_tolerance_of(len(variant.program.steps))
+    floor = variant.program.resident_nbytes + 1  # what is planned for below it has no other plan
+    target = goal  # what is planned for
+    over: int | None = None  # planned for, and at last too much
+    within: int | None = None  # planned for, and little enough
+    fits = fails = None
+    if before is not None:
+        target = max(goal - (before.need - before.plan.predicted_peak), floor)
+        over, fails = goal, before.plan
+    found: list[Estimate] = []
+    lowest: Estimate | None = None
+    failure: Infeasible | None = None
+    while len(found) < params.plans_per_estimate:
+        one = planned(variant, target, log)
+        if isinstance(one, Infeasible):
+            failure = one
+            if lowest is not None or (lowest := lowest_of(variant, one)) is None:
+                break
+            one, target = lowest, lowest.plan.predicted_peak
+        found.append(one)
+        if one.fits(goal):
+            within, fits = target, one.plan
+        else:
+            over, fails = target, one.plan
+        if within is None:
+            if lowest is not None:
+                break  # nothing lower can be planned
+            target = max(goal - (one.need - one.plan.predicted_peak), floor)
+        elif (
+            over is None
+            or fits is None
+            or fails is None
+            or fits.predicted_seconds <= tolerance * fails.predicted_seconds
+        ):
+            break
+        else:
+            target = (over + within) // 2
+    if not found:
+        assert failure is not None, "every round has a plan or a failure"
+        return failure
+    fitting = [one for one in found if one.fits(goal)]
+    if fitting:
+        best = min(fitting, key=lambda one: one.plan.predicted_seconds)
+    else:
+        best = min(found, key=lambda one: one.need)
+    return dataclasses.replace(best, seconds=sum(one.seconds for one in found))

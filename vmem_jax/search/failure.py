@@ -1,0 +1,61 @@
+"""failure: what to say where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vmem_jax.core.planned import planned_program, restated, simulate_plan
+from vmem_jax.errors import BudgetError
+from vmem_jax.policy.base import what_holds, where_peak
+from vmem_jax.search.search import Found
+
+
+def budget_error(policy: str, budget: int, found: Found, hints: Sequence[str] = ()) -> BudgetError:
+    """The error for `found`, which does not fit: the minimum peak, where it stands, what helps.
+
+    Args:
+      policy: the name of the one that was asked for.
+      budget: bytes.
+      hints: what else may help, the best first; said where nothing more specific is.
+    """
+    if found.best is None:
+        assert found.failure is not None, "nothing was compiled, so the policies said why"
+        failure = found.failure
+        return BudgetError(
+            policy=policy,
+            budget=budget,
+            lowest_peak=failure.minimum_peak,
+            at=failure.at,
+            holders=failure.holders,
+            advice=failure.advice or " ".join(hints),
+            lowest_plan=failure.plan,
+        )
+    lowest = found.best
+    program = lowest.variant.program
+    plan = restated(lowest.plan, lowest.costs)
+    timeline = simulate_plan(program, plan, lowest.costs)
+    program = planned_program(program, plan)
+    peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
+    advice = " ".join(hints)
+    if program.resident_nbytes > budget and found.failure is None:
+        advice = (
+            "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), use a "
+            "smaller dtype or model, or a larger `budget`."
+        )
+    elif peak is not None and peak.convolution and lowest.need - peak.workspace <= budget:
+        advice = (
+            "Without the workspace of that convolution it would fit: time what else can do it, with "
+            "`profile=True` or `vmem-jax profile --conv`, and leave `allow` out or let it name "
+            '"workspace"; or ask for a larger `budget`.'
+        )
+    return BudgetError(
+        policy=policy,
+        budget=budget,
+        lowest_peak=lowest.need,
+        at=where_peak(program, timeline),
+        holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
+        compiled=True,
+        advice=advice,
+        lowest_plan=dataclasses.replace(lowest.plan, budget=lowest.need),
+    )

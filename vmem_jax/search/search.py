@@ -1,0 +1,423 @@
+"""The best-first search: the fastest plan, of any variant, that compiles to the budget.
+
+Each candidate is a variant on its way: bounded (seconds that no plan of it goes below), then
+planned (a plan that is predicted to fit, and its seconds), then compiled. A queue holds them by their
+seconds, and the first is taken one stage further. So a plan that is compiled is the fastest but for
+what is ahead of it in the queue, and once nothing there can be faster by the tolerance, it is the
+result. A plan that compiles to too much goes back with a lower goal: its variant needs more than
+predicted.
+
+Families are tried in groups: those of the second only where no variant of the first fits, and so
+on. Where nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler
+may use less than predicted, and it tells the true minimum peak.
+
+Best-first search with bounds: Land and Doig, "An automatic method of solving discrete programming
+problems", Econometrica 28 (1960), as branch and bound has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.liveness import least_nbytes
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import predicted_need, restated
+from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
+from vmem_jax.policy.base import Infeasible, Splitting
+from vmem_jax.search.estimate import Estimate, estimate, planned
+from vmem_jax.search.log import SearchLog, What
+from vmem_jax.search.params import SearchParams
+from vmem_jax.search.variant import Family, Variant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attempt:
+    """One plan and what it compiled to.
+
+    Attributes:
+      variant: of which it is a plan.
+      plan: its `budget` is the user's.
+      compiled: the compiled step; None once another plan is taken.
+      need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
+      predicted_need: bytes that this was predicted to be, with XLA's heap.
+      costs: what the plan was made from, with what its compiled step told.
+      plan_seconds: seconds that planning took.
+    """
+
+    variant: Variant
+    plan: Plan
+    compiled: Any
+    need: int
+    predicted_need: int
+    costs: Costs
+    plan_seconds: float = 0.0
+
+    @property
+    def transport(self) -> Any:
+        """What carries the plan's transfers, an `AbstractTransport`; None if it has none."""
+        return getattr(self.compiled, "transport", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search ends with.
+
+    Attributes:
+      best: the attempt to run; where nothing fits, the one that needs the least, or None where
+        nothing was compiled.
+      fits: whether that is within the budget.
+      attempts: all that were compiled, `best` last; of the others the compiled steps are let go.
+      failure: the lowest of what policies said, where nothing was compiled.
+    """
+
+    best: Attempt | None
+    fits: bool
+    attempts: tuple[Attempt, ...]
+    failure: Infeasible | None = None
+
+
+def need_nbytes(compiled: Any) -> int:
+    """Bytes of device memory that a compiled step needs.
+
+    `peak_memory_in_bytes` is not used: it counts host buffers on some backends and leaves the
+    temporaries out on the CPU.
+    """
+    stats = compiled.memory_analysis()
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def search(
+    groups: Sequence[Sequence[Family]],
+    budget: int | None,
+    *,
+    untouched: Variant | None = None,
+    plain_need: int | None = None,
+    params: SearchParams | None = None,
+    log: SearchLog | None = None,
+) -> Found:
+    """The fastest plan by prediction that compiles to at most `budget` bytes.
+
+    Args:
+      groups: families; a group is tried only where nothing of those before it fits.
+      budget: bytes, or None for no limit.
+      untouched: the step as plain jit runs it, where that may be taken.
+      plain_need: bytes that it needs, where it was compiled.
+
+    Raises:
+      VmemError: nothing could be planned or compiled; the first reason.
+    """
+    found = _Search(budget, untouched, plain_need, params or SearchParams(), log or SearchLog())
+    return found.run(groups)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A variant on its way.
+
+    Attributes:
+      family, count: which it is; `variant` is None until it is looked at.
+      seconds: that no plan of it goes below, or that its plan is predicted to take.
+      estimate: its plan, once there is one.
+      goal: bytes that it is predicted to need at the most.
+      misses: its plans that compiled to too much.
+      is_proved: the need of its plan is known, since it was compiled before.
+    """
+
+    family: Family
+    count: int
+    variant: Variant | None = None
+    seconds: float = 0.0
+    is_bounded: bool = False
+    estimate: Estimate | None = None
+    goal: int | None = None
+    misses: tuple[Attempt, ...] = ()
+    is_proved: bool = False
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The first in the queue has the lowest: by seconds, and the fewest sub-batches of those
+        that take as long. A family that must gain stands as far behind."""
+        return self.seconds / (1 - self.family.must_gain), self.count
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(
+        self,
+        budget: int | None,
+        untouched: Variant | None,
+        plain_need: int | None,
+        params: SearchParams,
+        log: SearchLog,
+    ) -> None:
+        self.budget, self.untouched, self.plain_need = budget, untouched, plain_need
+        self.params, self.log = params, log
+        self.queue: list[tuple[tuple[float, int], int, _Candidate]] = []
+        self.over: list[_Candidate] = []  # with the lowest plan that is known, which does not fit
+        self.failures: list[Infeasible] = []
+        self.reasons: list[VmemError] = []
+        self.attempts: list[Attempt] = []
+        self.best: Attempt | None = None
+        self.order = 0
+        self.opened: set[tuple[Family, int]] = set()
+
+    def run(self, groups: Sequence[Sequence[Family]]) -> Found:
+        for group in groups:
+            for family in group:
+                self._open(family, family.counts[0], 0.0)
+            while self.queue:
+                self._advance(heapq.heappop(self.queue)[-1])
+            if self.best is None and self.budget is not None and group is not groups[-1]:
+                self._compile_lowest(1, int((1 + self.params.memory_tolerance) * self.budget))
+            if self.best is not None:
+                return self._found(self.best)
+        self._compile_lowest(self.params.max_compiles)
+        if self.best is None:
+            self._compile_untouched()
+        if self.best is not None:
+            return self._found(self.best)
+        if self.attempts:
+            return self._found(min(self.attempts, key=lambda attempt: attempt.need))
+        if self.failures:
+            failure = min(self.failures, key=lambda one: one.minimum_peak)
+            return Found(None, False, (), failure)
+        assert self.reasons, "every candidate has a plan, a failure or a reason"
+        raise self.reasons[0]
+
+    def _found(self, best: Attempt) -> Found:
+        """`best`, and the others without their compiled steps, which hold memory."""
+        others = (dataclasses.replace(a, compiled=None) for a in self.attempts if a is not best)
+        return Found(best, self._fits(best), (*others, best))
+
+    def _fits(self, attempt: Attempt) -> bool:
+        return self.budget is None or attempt.need <= self.budget
+
+    def _push(self, candidate: _Candidate) -> None:
+        self.order += 1
+        heapq.heappush(self.queue, (candidate.rank, self.order, candidate))
+
+    def _open(self, family: Family, count: int, seconds: float) -> None:
+        """The variant of `family` in `count` sub-batches, once; it takes no less than `seconds`."""
+        if (family, count) not in self.opened:
+            self.opened.add((family, count))
+            self._push(_Candidate(family, count, seconds=seconds, goal=self.budget))
+
+    def _open_next(self, candidate: _Candidate, seconds: float) -> None:
+        """The same with the next number of sub-batches, where there may be several."""
+        family = candidate.family
+        later = [count for count in family.counts if count > candidate.count]
+        if later and family.splitting is not Splitting.WHOLE:
+            self._open(family, later[0], seconds)
+
+    def _give_up(self, candidate: _Candidate) -> None:
+        """Its plan is not compiled as long as anything is predicted to fit."""
+        self.over.append(candidate)
+        if candidate.family.splitting is Splitting.FEWEST and candidate.variant is not None:
+            self._open_next(candidate, candidate.variant.lower_bound())
+
+    # -- the stages
+
+    def _advance(self, candidate: _Candidate) -> None:
+        """Takes a candidate one stage further, unless nothing that it gives would be better."""
+        if self.best is not None:
+            enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
+            if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
+                if candidate.variant is not None:
+                    name, seconds = candidate.variant.name, candidate.seconds
+                    self.log.add(What.PRUNED, name, seconds, why="what fits is as fast")
+                return
+        try:
+            if not candidate.is_bounded:
+                self._bound(candidate)
+            elif candidate.estimate is None:
+                self._plan(candidate)
+            else:
+                self._compile(candidate)
+        except (LayersError, HostMemoryError, CompileError) as error:
+            self._drop(candidate, error)
+
+    def _drop(self, candidate: _Candidate, error: VmemError) -> None:
+        name = candidate.variant.name if candidate.variant else "variant"
+        self.log.add(What.DROPPED, name, why=str(error).split("\n")[0])
+        self.reasons.append(error)
+
+    def _bound(self, candidate: _Candidate) -> None:
+        """Makes the variant, and finds how fast it can be at most."""
+        family, count = candidate.family, candidate.count
+        variant = family.make(count)
+        bounding = family.bounded_by(count) if family.bounded_by else variant
+        free = bounding.lower_bound()  # whatever memory it takes
+        if family.splitting is not Splitting.FEWEST:
+            self._open_next(candidate, free)
+        candidate = dataclasses.replace(candidate, variant=variant, is_bounded=True, seconds=free)
+        for plan, need in family.proved:
+            if _is_of(plan, variant) and need <= (self.budget or need):
+                again = dataclasses.replace(
+                    candidate, estimate=Estimate(plan, need), is_proved=True
+                )
+                self._push(dataclasses.replace(again, seconds=plan.predicted_seconds))
+        if self.budget is not None and least_nbytes(variant.program) <= self.budget:
+            candidate = dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget))
+        self._push(candidate)
+
+    def _plan(self, candidate: _Candidate) -> None:
+        """Finds a plan that is predicted to fit, or the lowest."""
+        variant = candidate.variant
+        assert variant is not None
+        before = None
+        if candidate.misses:
+            missed = candidate.misses[-1]
+            before = Estimate(missed.plan, missed.predicted_need)
+        found = estimate(variant, candidate.goal, self.params, self.log, before)
+        if isinstance(found, Infeasible):
+            self.log.add(What.OVER, variant.name, nbytes=found.minimum_peak)
+            self.failures.append(found)
+        elif found.fits(candidate.goal):
+            seconds = found.plan.predicted_seconds
+            self.log.add(What.PLANNED, variant.name, seconds, found.need)
+            self._push(dataclasses.replace(candidate, estimate=found, seconds=seconds))
+        else:
+            self.log.add(What.OVER, variant.name, found.plan.predicted_seconds, found.need)
+            self._give_up(dataclasses.replace(candidate, estimate=found))
+
+    def _compile(self, candidate: _Candidate) -> None:
+        """Compiles its plan: it is the best so far, or the candidate goes back with a lower goal."""
+        variant, misses = candidate.variant, candidate.misses
+        assert variant is not None and candidate.estimate is not None
+        spare = self.params.max_compiles - len(self.attempts)
+        if self.best is None:
+            spare -= self.params.reserved_compiles
+        known = any(_same(attempt.plan, candidate.estimate.plan) for attempt in misses)
+        if spare <= 0 or known or len(misses) >= self.params.compiles_per_variant:
+            self._give_up(candidate)
+            return
+        attempt = self._attempt(variant, candidate.estimate)
+        if self._fits(attempt):
+            return
+        assert self.budget is not None, "without a budget everything fits"
+        if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
+            still = variant.without_transfers
+            if not misses:
+                other = _Candidate(candidate.family, candidate.count, still, goal=self.budget)
+                self._push(dataclasses.replace(other, seconds=candidate.seconds, is_bounded=True))
+        variant = dataclasses.replace(variant, costs=attempt.costs)
+        # what the compiler takes beside what would now be predicted is taken off, and a little more
+        # each time, since freeing other values moves the peak
+        more = attempt.need - predicted_need(variant.program, restated(attempt.plan, attempt.costs))
+        step = int(len(misses) * self.params.memory_step * self.budget)
+        goal = self.budget - max(more, 0) - step
+        candidate = dataclasses.replace(
+            candidate, variant=variant, estimate=None, goal=goal, misses=(*misses, attempt)
+        )
+        self._push(candidate)
+
+    def _attempt(self, variant: Variant, one: Estimate) -> Attempt:
+        """A plan, compiled, and noted. It may be planned for less than the user's budget."""
+        start = time.perf_counter()
+        compiled = variant.compile_plan(one.plan)
+        need = need_nbytes(compiled)
+        logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
+        plan = dataclasses.replace(one.plan, budget=self.budget)
+        costs = variant.learn(variant.costs, compiled)
+        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds)
+        self.attempts.append(attempt)
+        seconds = one.plan.predicted_seconds
+        if self._fits(attempt):
+            self.log.add(What.COMPILED, variant.name, seconds, need)
+            if self.best is None or seconds < self.best.plan.predicted_seconds:
+                self.best = attempt
+        else:
+            why = (
+                f"{show_nbytes(one.need)} were predicted, {show_nbytes(self.budget or 0)} are there"
+            )
+            self.log.add(What.MISSED, variant.name, seconds, need, why)
+        return attempt
+
+    # -- where nothing is predicted to fit
+
+    def _compile_lowest(self, most: int, limit: float = math.inf) -> None:
+        """Compiles the plans with the lowest predicted need, until one fits or none can be lower.
+
+        Args:
+          most: of these, how many.
+          limit: bytes; what is predicted to need more is left.
+        """
+        waiting = sorted(self.over, key=lambda one: (not one.is_proved, _need(one)))
+        compiled: list[Attempt] = []
+        while waiting and self.best is None and len(self.attempts) < self.params.max_compiles:
+            candidate = waiting.pop(0)
+            variant, one = candidate.variant, candidate.estimate
+            assert variant is not None and one is not None
+            if any(one.need >= a.need or _same(a.plan, one.plan) for a in self.attempts):
+                continue  # another came to less than is predicted for it
+            if one.need > limit or len(compiled) >= most:
+                return
+            if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
+                return
+            try:
+                attempt = self._attempt(variant, one)
+            except (HostMemoryError, CompileError) as error:
+                self._drop(candidate, error)
+                continue
+            compiled.append(attempt)
+            if attempt.need > self.params.far * one.need:
+                waiting = [*self._less_extreme(candidate, attempt), *waiting]
+
+    def _less_extreme(self, candidate: _Candidate, attempt: Attempt) -> list[_Candidate]:
+        """Plans for somewhat more than the lowest peak that is predicted, where that compiled to far
+        more: what recomputes a tenth of it is predicted higher and compiles lower."""
+        variant, found = candidate.variant, []
+        assert variant is not None
+        for factor in self.params.less_extreme:
+            one = planned(variant, int(factor * attempt.plan.predicted_peak), self.log)
+            if not isinstance(one, Infeasible) and one.need < attempt.need:
+                found.append(dataclasses.replace(candidate, estimate=one))
+        return found
+
+    def _compile_untouched(self) -> None:
+        """Compiles the step as plain jit has it, if that may need less than anything else does."""
+        if self.untouched is None:
+            return
+        one = planned(self.untouched, None, self.log)
+        assert isinstance(one, Estimate), "without a budget there is always a plan"
+        if self.plain_need is None:
+            lowest = min((a.need for a in self.attempts), default=math.inf)
+            if self.budget is None or one.need > self.params.untouched * min(self.budget, lowest):
+                return
+        elif self.attempts and self.plain_need >= min(a.need for a in self.attempts):
+            return
+        try:
+            self._attempt(self.untouched, one)
+        except CompileError as error:
+            self.reasons.append(error)
+
+
+def _is_of(plan: Plan, variant: Variant) -> bool:
+    """Whether `plan` is one that the variant may come to."""
+    can_move = variant.costs.link is not None or not plan.moves
+    same = plan.program == variant.program.fingerprint and plan.policy == variant.policy.name
+    return same and can_move
+
+
+def _need(candidate: _Candidate) -> float:
+    return math.inf if candidate.estimate is None else candidate.estimate.need
+
+
+def _same(a: Plan, b: Plan) -> bool:
+    calls = lambda plan: [(s, configuration.calls) for s, configuration in plan.divided]
+    facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan), plan.sub_batches)
+    return facts(a) == facts(b) and a.compressed == b.compressed

@@ -1,0 +1,30 @@
+"""Techniques: one file each, and the table of them."""
+
+from __future__ import annotations
+
+from vmem_jax.techniques.base import AbstractTechnique, Form
+from vmem_jax.techniques.compress import Compress
+from vmem_jax.techniques.context import StepContext
+from vmem_jax.techniques.offload import Offload
+from vmem_jax.techniques.order import Order
+from vmem_jax.techniques.recompute import Recompute
+from vmem_jax.techniques.stream import Stream
+from vmem_jax.techniques.sub_batches import SubBatches
+from vmem_jax.techniques.workspace import Workspace
+
+TECHNIQUES: dict[str, AbstractTechnique] = {
+    technique.name: technique
+    for technique in (
+        Order(),
+        Recompute(),
+        SubBatches(),
+        Offload(),
+        Stream(),
+        Workspace(),
+        Compress(),
+    )
+}
+"""In the order in which they adapt a form: the costs of a part before what moves in it, and what is
+hosted before the convolutions. A new technique is a file and one entry here."""
+
+__all__ = ["TECHNIQUES", "AbstractTechnique", "Form", "StepContext"]

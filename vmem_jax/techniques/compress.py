@@ -1,0 +1,172 @@
+"""compress: what waits for the backward pass does so without its zeros, on its way and in host
+memory. Done only where `allow` names it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.core.compression import compressed_nbytes
+from vmem_jax.core.plan import Plan
+from vmem_jax.policy.base import Infeasible
+from vmem_jax.profile.density import densities
+from vmem_jax.rewrite.compression import compressed, compressible, rectified
+from vmem_jax.rewrite.transfers import layout_of
+from vmem_jax.search.estimate import estimate
+from vmem_jax.search.log import SearchLog
+from vmem_jax.search.params import SearchParams
+from vmem_jax.search.variant import Variant
+from vmem_jax.techniques.base import AbstractTechnique
+from vmem_jax.techniques.context import StepContext
+from vmem_jax.traced import TracedStep
+from vmem_jax.transfer import compression, ffi
+
+_MARGIN = 1 / 32
+"""Of the values that are expected: for so many more there is room. What finds none overflows."""
+
+_WORTH = 0.9
+"""Of its bytes: what takes more than this share of them when compressed stays as it is."""
+
+_SMALL = 1 / 500
+"""Of all temporaries: smaller values are not worth two kernels."""
+
+_FREE = 1.01
+"""Of the time of all steps: within this factor there is nothing to gain from compression."""
+
+_MOST = 3
+"""Choices of what is compressed that are compiled, one after another, until one fits."""
+
+
+class Compress(AbstractTechnique):
+    """Values that wait without their zeros."""
+
+    name: ClassVar[str] = "compress"
+    verb: ClassVar[str] = "compress"
+
+    def unusable(self, step: StepContext) -> str:
+        if self.name not in step.settings.named:
+            return "`allow` does not name it"
+        traced, density = step.traced, step.settings.density
+        why = ffi.unusable(step.platform, step.devices, traced.captured.shards.mesh, step.inlined)
+        why = why or compression.unusable(step.platform)
+        if len(step.devices) > 1:
+            return f"it runs on {len(step.devices)} devices"
+        if density is None and not (step.leaves and all(map(compat.is_array, step.leaves))):
+            return "its arguments are shapes alone, which tell no zeros: call it, or give `density`"
+        if density is None and traced.hosted:
+            return "some of its arguments are in host memory: give `density`"
+        if not why and step.target is None:
+            why = compression.cannot_overflow(step.devices[0])
+        return why
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """A variant, and how good its plan is predicted to be: whether it does not fit, and then its
+    bytes, else its seconds."""
+
+    variant: Variant
+    traced: TracedStep
+    plan: Plan | None
+    rank: tuple[bool, float]
+
+
+def compressing(
+    step: StepContext,
+    make: Any,
+    budget: int | None,
+    params: SearchParams,
+    log: SearchLog,
+) -> tuple[list[Variant], str]:
+    """The variants of `step` with what waits compressed, the best by prediction first, the one that
+    compresses nothing among them; or that one alone, and why.
+
+    Tried is what is moved without it, with what is then moved besides, and all that can be.
+
+    Args:
+      make: StepContext -> its variant with the batch as a whole.
+      budget: bytes.
+    """
+    settings, always = step.settings, step.settings.policy.compresses
+
+    def tried(context: StepContext) -> _Choice:
+        variant = make(context)
+        found = estimate(variant, budget, params, log)
+        if isinstance(found, Infeasible):
+            return _Choice(variant, context.traced, None, (True, found.minimum_peak))
+        pinned = layout_of(variant.program, found.plan).nbytes if found.plan.moves else 0
+        rank = (False, found.plan.predicted_seconds)
+        for need, limit in ((found.need, budget), (pinned, settings.host_budget)):
+            if limit is not None and need > limit:
+                rank = (True, need)
+        return _Choice(variant, context.traced, found.plan, rank)
+
+    best = tried(step)
+    fits, seconds = not best.rank[0], sum(best.variant.costs.seconds)
+    if fits and not always and best.rank[1] <= _FREE * seconds:
+        return [best.variant], "it fits without, and is as fast as it can be"
+    sizes, why = compressed_sizes(step.traced, step.leaves, settings.density, budget)
+    if not sizes:
+        return [best.variant], why
+    with_some = lambda some: tried(step.of(with_compressed(step.traced, sizes, some)))
+    found, some = best, frozenset[int]()
+    choices = [] if always else [best]
+    buffer_of = {v: b for b, v in enumerate(step.traced.captured.variables)}
+    while found.plan is not None:
+        variables = found.traced.captured.variables
+        moved = {buffer_of.get(variables[t.buffer], -1) for t in found.plan.transfers}
+        more = some | (moved & sizes.keys())
+        if more == some:
+            break
+        some = more
+        found = with_some(some)
+        choices.append(found)
+    if some != sizes.keys() and not always:
+        choices.append(with_some(sizes.keys()))
+    choices = sorted(choices or [best], key=lambda choice: choice.rank)
+    if not choices[0].variant.program.compressed:
+        why = "no plan is predicted to be better with it"
+    return [choice.variant for choice in choices[:_MOST]], why
+
+
+def compressed_sizes(
+    traced: TracedStep, leaves: Sequence[Any], density: float | None, limit: int | None
+) -> tuple[dict[int, int], str]:
+    """Buffers of `traced` and how many bytes each takes when compressed; and why there are none.
+
+    Args:
+      leaves: the arguments.
+      density: of what ReLUs and masks leave, from 0 to 1; None to count the zeros of every residual
+        on `leaves`.
+      limit: bytes of device memory that counting may need.
+    """
+    captured = traced.captured
+    found = compressible(captured, _SMALL)
+    if density is not None:
+        known = dict.fromkeys(rectified(captured, found), density)
+    else:
+        counted = densities(captured, found, leaves, limit)
+        if isinstance(counted, str):
+            return {}, f"{counted}; `density` would spare it that"
+        known = counted
+    sizes = {}
+    for b, share in known.items():
+        aval: Any = captured.variables[b].aval
+        room = min(share * (1 + _MARGIN), 1.0)
+        nbytes = compressed_nbytes(aval.size, aval.dtype.itemsize, room)
+        if nbytes <= _WORTH * captured.program.buffers[b].nbytes:
+            sizes[b] = nbytes
+    if sizes:
+        return sizes, ""
+    least = f": of the emptiest {min(known.values()):.0%} are none" if known else ""
+    return {}, f"of its {len(found)} large residuals none has enough zeros{least}"
+
+
+def with_compressed(
+    traced: TracedStep, sizes: Mapping[int, int], some: Collection[int]
+) -> TracedStep:
+    """`traced` with the buffers `some` compressed, each into as many bytes as `sizes` has."""
+    pairs = [(b, sizes[b]) for b in some]
+    return dataclasses.replace(traced, captured=compressed(traced.captured, pairs))

@@ -1,0 +1,141 @@
+"""What techniques are told of the step: as it was traced, what `jit` was told, and the card."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from vmem_jax.compiler.compile import compile_jaxpr
+from vmem_jax.compiler.device import devices_of
+from vmem_jax.core.costs import Costs, analytic, machine_for
+from vmem_jax.core.plan import Plan
+from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.profile.measured import costs_of
+from vmem_jax.rewrite.compression import sites
+from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.rewrite.transfers import layout_of, parks
+from vmem_jax.settings import Settings
+from vmem_jax.traced import TracedStep
+from vmem_jax.transfer.choice import choose, open_transport
+from vmem_jax.transfer.compression import Store
+from vmem_jax.transfer.executable import Moving
+
+T = TypeVar("T")
+
+
+class StepContext:
+    """A traced step for its devices, or for a card that is not there.
+
+    Args:
+      leaves: its arguments, or their shapes.
+      target: that card, by name.
+      inlined: the step is called inside another jit.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        traced: TracedStep,
+        leaves: Sequence[Any] = (),
+        target: str | None = None,
+        inlined: bool = False,
+    ) -> None:
+        self.settings, self.traced, self.leaves = settings, traced, leaves
+        self.target, self.inlined = target, inlined
+        self._known: dict[str, Any] = {}
+
+    def of(self, traced: TracedStep) -> StepContext:
+        """The same for another form of the step."""
+        return StepContext(self.settings, traced, self.leaves, self.target, self.inlined)
+
+    def cached(self, key: str, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for this step."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    @functools.cached_property
+    def devices(self) -> list[jax.Device]:
+        return devices_of(self.traced.avals)
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.target is not None else self.devices[0].platform
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Of the step with its batch as a whole."""
+        settings, captured = self.settings, self.traced.captured
+        if self.target is not None:
+            return analytic(captured.program, settings.machine or machine_for(self.target))
+        device, machine = self.devices[0], settings.machine
+        return costs_of(captured, device, machine=machine, profile=settings.profile)
+
+    @property
+    def transport(self) -> str:
+        """The name of what carries transfers, "ffi" or "memory_kinds"; "" where nothing can."""
+        return self._moving[0]
+
+    @property
+    def immovable(self) -> str:
+        """Why no value is moved as long as anything else fits; "" where values may be."""
+        return self._moving[1]
+
+    @functools.cached_property
+    def _moving(self) -> tuple[str, str]:
+        settings, captured = self.settings, self.traced.captured
+        named = "offload" in settings.named or (
+            settings.plan is not None and parks(captured.program, settings.plan)
+        )
+        if not named and self.platform == "cpu":
+            return "", "a CPU's memory is the host's own (`allow` may name it all the same)"
+        mesh = captured.shards.mesh
+        how, why = choose(settings.transport, self.platform, self.devices, mesh, self.inlined)
+        if how and not named and not self.costs.sources:
+            why = (
+                "its times are a roofline's, which does not tell what hides under compute, so "
+                "transfers are left for budgets that nothing else meets: measure times with "
+                "`profile=True` or `vmem-jax profile`, or let `allow` name it"
+            )
+        return how, why
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """The step as plain jit compiles it, with all arguments on the device."""
+        return self._compile(self.traced, self.traced.plain, is_plain=True)
+
+    def compile(self, traced: TracedStep, plan: Plan) -> Any:
+        """`traced`, which is a form of this step, compiled by `plan`.
+
+        Raises:
+          HostMemoryError: the plan parks more in host memory than it may.
+          CompileError: XLA refuses the rewritten program.
+        """
+        if not plan.fenced:
+            return self.plain
+        mover, store, captured = None, None, traced.captured
+        if parks(captured.program, plan):
+            layout, limit = layout_of(captured.program, plan), self.settings.host_budget
+            mover = open_transport(self.transport, layout, limit, captured.shards.mesh)
+        if captured.program.compressed:
+            store = Store(sites(captured))
+        jaxpr = rewrite(captured, plan, mover, 0 if store is None else store.id)
+        compiled = self._compile(traced, jaxpr)
+        if mover is None and store is None:
+            return compiled
+        return Moving(compiled, mover, store, [] if self.target else self.devices)
+
+    def _compile(self, traced: TracedStep, jaxpr: ClosedJaxpr, is_plain: bool = False) -> Any:
+        settings = self.settings
+        return compile_jaxpr(
+            traced,
+            jaxpr,
+            self.target,
+            name=settings.name,
+            sig=settings.signature,
+            options=settings.compiler_options,
+            streams=not is_plain,
+        )

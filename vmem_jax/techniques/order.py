@@ -1,0 +1,19 @@
+"""order: exact residuals, and the order of the steps. Every policy but `keep` does it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vmem_jax.techniques.base import AbstractTechnique
+from vmem_jax.techniques.context import StepContext
+
+
+class Order(AbstractTechnique):
+    """The steps in another order, and what the backward pass needs replaced by smaller values that
+    give the same bits."""
+
+    name: ClassVar[str] = "order"
+    verb: ClassVar[str] = "change the order of its steps"
+
+    def unusable(self, step: StepContext) -> str:
+        return ""

@@ -1,0 +1,155 @@
+"""sub_batches: the batch runs in parts, one after another, and their gradients are added up.
+
+With more of them less is live at once, and every kernel is launched once for each and reads its
+weights again. moDNN (Chen et al., DATE 2018, section IV-A) calls the parts sub-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.batch import Batch, Mixing, follow_batch
+from vmem_jax.capture.places import place_of
+from vmem_jax.core.costs import Costs, Machine, machine_for, of_parts
+from vmem_jax.errors import SubBatchError
+from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.policy.base import Splitting
+from vmem_jax.techniques.base import AbstractTechnique, Form
+from vmem_jax.techniques.context import StepContext
+from vmem_jax.traced import TracedStep
+
+LEAST_BUSY = 1.0
+"""Launches' worth of time that a kernel of one sub-batch takes in the mean, at least: with less, more
+than half of the time goes into starting kernels."""
+
+
+class SubBatches(AbstractTechnique):
+    """The batch in parts."""
+
+    name: ClassVar[str] = "sub_batches"
+    verb: ClassVar[str] = "run in sub-batches"
+
+    def unusable(self, step: StepContext) -> str:
+        settings = step.settings
+        if settings.sub_batches is not None:
+            return ""
+        if settings.policy.splitting is Splitting.WHOLE:
+            return f"policy `{settings.policy.name}` plans the batch as a whole"
+        return parts_of(step).why
+
+    def adapt(self, step: StepContext, form: Form) -> Form:
+        """With the costs of its parts."""
+        if form.count == 1:
+            return form
+        return dataclasses.replace(form, costs=_part_costs(step, form.traced))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """In how many sub-batches a step may run.
+
+    Attributes:
+      counts: how many, in rising order.
+      into: the step in so many.
+      why: why it runs as a whole alone, for people; "" where it need not.
+    """
+
+    counts: Sequence[int]
+    into: Callable[[int], TracedStep]
+    why: str = ""
+
+
+def parts_of(step: StepContext, count: int | None = None) -> Parts:
+    """In how many sub-batches `step` may run.
+
+    Args:
+      count: how many there must be; by default what `jit` was told, or all that are worth a try.
+
+    Raises:
+      SubBatchError: there cannot be so many.
+    """
+    settings, traced = step.settings, step.traced
+    count = settings.sub_batches if count is None else count
+    if count == 1 or (count is None and settings.splitting is Splitting.WHOLE):
+        return Parts((1,), lambda count: traced)
+    found = step.cached("batch", lambda: _follow(traced))
+    if isinstance(found, str):
+        if count is not None:
+            raise SubBatchError(f"`{settings.name}` cannot run in {count} sub-batches: {found}.")
+        return Parts((1,), lambda count: traced, found)
+    cut = lambda: functools.cache(functools.partial(traced.in_sub_batches, found))
+    into = step.cached("parts", cut)
+    if count is not None:
+        if count > found.size:
+            raise SubBatchError(
+                f"`{settings.name}` cannot run in {count} sub-batches: its batch has {found.size} "
+                "samples."
+            )
+        return Parts((count,), into)
+    most = _most(step)
+    counts = tuple(n for n in counts_of(found.size) if n <= most)
+    why = ""
+    if counts == (1,) and found.size > 1:
+        why = "a kernel of half of the batch takes less time than it takes to start"
+    return Parts(counts, into, why)
+
+
+def _most(step: StepContext) -> float:
+    """How many sub-batches there may be for a kernel of one to take `LEAST_BUSY` launches."""
+    launch = _machine(step).launch
+    seconds = step.costs.seconds
+    busy = sum(max(s - launch, 0.0) for s in seconds)
+    return max(1.0, busy / (LEAST_BUSY * launch * max(len(seconds), 1))) if launch else len(seconds)
+
+
+def _machine(step: StepContext) -> Machine:
+    name = step.target or step.devices[0].device_kind
+    return step.settings.machine or machine_for(name)
+
+
+def counts_of(size: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, … up to `size` samples; a divisor of that stands for the power of two below it."""
+    powers = (2**n for n in range(size.bit_length()))
+    divisor = lambda n: size % n == 0
+    return tuple(next(filter(divisor, range(p, min(2 * p, size + 1))), p) for p in powers)
+
+
+def _part_costs(step: StepContext, parts: TracedStep) -> Costs:
+    """Costs of `step` in sub-batches, from those of its batch as a whole.
+
+    What moves within the loop does so for each part, as its steps run for each: so the link is slower
+    by their number.
+    """
+    whole, costs = step.traced.captured.program, step.costs
+    found = of_parts(parts.captured.program, _machine(step), whole, costs)
+    link, count = costs.link, parts.captured.program.sub_batches
+    if link is not None and not parts.hosted:
+        slower = {lane: getattr(link, lane) / count for lane in ("out", "into", "both")}
+        link = dataclasses.replace(link, **slower)
+    return dataclasses.replace(found, link=link)
+
+
+def _follow(traced: TracedStep) -> Batch | str:
+    """The step by samples; or why its batch cannot run in parts."""
+    if traced.batch.why:
+        return traced.batch.why
+    if traced.captured.shards.device_count > 1:
+        return "it runs on several devices"
+    found = follow_batch(traced.captured.separate, traced.batch.layouts, traced.batch.size)
+    return found if isinstance(found, Batch) else _said(traced.captured.separate, found)
+
+
+def _said(flat: ClosedJaxpr, mixing: Mixing) -> str:
+    eqns = compat.open_jaxpr(flat).eqns
+    if mixing.mixer < 0:
+        return mixing.why
+    if mixing.why:
+        return f"{place_of(eqns[mixing.mixer])}: {mixing.why}"
+    mixer = f"{place_of(eqns[mixing.mixer])} needs all samples at once"
+    if mixing.reader in (-1, mixing.mixer):
+        return mixer
+    return f"{mixer}, and {place_of(eqns[mixing.reader])} waits for it sample by sample"
