@@ -18,6 +18,7 @@ from vmem_jax.errors import PlanError, show_nbytes
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.rewrite.compression import compressible
+from vmem_jax.rewrite.transfers import parks
 from vmem_jax.search import memory
 from vmem_jax.search.failure import budget_error
 from vmem_jax.search.log import SearchLog, What
@@ -185,7 +186,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
             plan.check_made_for(step.traced.captured.program)  # which it cannot be
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
-    if step.immovable and plan.moves and not step.transport:
+    if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise ValueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     variant = _variant(step, step.settings.policy, plan.sub_batches)
     budget, plain_need = budget_nbytes(step)
@@ -236,25 +237,26 @@ def _warn_if_slow(step: StepContext, best: Attempt, budget: int | None) -> None:
     seconds = best.plan.predicted_seconds
     if budget is None or not plain or seconds <= PARAMS.slow * plain:
         return
-    variant = _variant(step, step.settings.policy, best.plan.sub_batches)
-    enough = _budget_for(variant, PARAMS.bearable * plain, budget)
+    enough = _budget_for(_variant(step, step.settings.policy, 1), PARAMS.bearable * plain, budget)
     logging.warning(
         "%s: in %s the fastest plan that was found is predicted to take %.1f times as long as plain "
-        "jit (%.1f ms for %.1f ms). With `budget=%s` it would be %.1f times.",
+        "jit, %.2f ms for %.2f ms.%s",
         step.settings.name,
         show_nbytes(budget),
         seconds / plain,
         seconds * 1e3,
         plain * 1e3,
-        repr(show_nbytes(enough)),
-        PARAMS.bearable,
+        f" In {show_nbytes(enough)} it would be {PARAMS.bearable} times." if enough else "",
     )
 
 
-def _budget_for(variant: Variant, seconds: float, budget: int) -> int:
-    """About the lowest budget at which `variant` is predicted to take at most `seconds`."""
+def _budget_for(variant: Variant, seconds: float, budget: int) -> int | None:
+    """About the lowest budget at which `variant` is predicted to take at most `seconds`; None where
+    it takes longer whatever the budget."""
     free = variant.policy.plan(variant.program, variant.costs, None)
-    low, high = budget, max(budget, 0 if isinstance(free, Infeasible) else free.predicted_peak)
+    if isinstance(free, Infeasible) or free.predicted_seconds > seconds:
+        return None
+    low, high = budget, max(budget, free.predicted_peak)
     for _ in range(PARAMS.looks):
         middle = (low + high) // 2
         plan = variant.policy.plan(variant.program, variant.costs, middle)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind
@@ -143,31 +143,33 @@ def infeasible(
     Args:
       program: as `lowest` has it, with what it loops and divides.
     """
+    holders, advice = what_holds(program, timeline), ""
     if program.resident_nbytes > budget:
-        largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
-        return Infeasible(
-            policy=policy,
-            budget=budget,
-            minimum_peak=max(timeline.peak, program.resident_nbytes),
-            at=where_peak(program, timeline),
-            holders=(
-                f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the "
-                f"largest is {program.buffers[largest].label}, "
-                f"{show_nbytes(program.buffers[largest].nbytes)}"
-            ),
-            advice=(
-                "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), "
-                "use a smaller dtype or model, or a larger `budget`."
-            ),
-            plan=lowest,
-        )
+        holders, advice = residents(program), RESIDENTS_ADVICE
     return Infeasible(
         policy=policy,
         budget=budget,
-        minimum_peak=timeline.peak,
+        minimum_peak=max(timeline.peak, program.resident_nbytes),
         at=where_peak(program, timeline),
-        holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
+        holders=holders,
+        advice=advice,
         plan=lowest,
+    )
+
+
+RESIDENTS_ADVICE = (
+    "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), use a smaller "
+    "dtype or model, or a larger `budget`."
+)
+"""What helps where the arguments and outputs are over the budget."""
+
+
+def residents(program: Program) -> str:
+    """For people: what the arguments and outputs take, and the largest."""
+    largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
+    return (
+        f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the largest is "
+        f"{program.buffers[largest].label}, {show_nbytes(program.buffers[largest].nbytes)}"
     )
 
 
@@ -177,13 +179,12 @@ def where_peak(program: Program, timeline: Timeline) -> str:
     return program.steps[timeline.order[timeline.peak_at]].where
 
 
-def what_holds(
-    program: Program, order: Sequence[int], position: int, transfers: Sequence[Transfer] = ()
-) -> str:
-    """For people: bytes by kind at `position`, the workspace there, and the largest buffers."""
+def what_holds(program: Program, timeline: Timeline) -> str:
+    """For people: bytes by kind at the peak, the workspace there, and the largest buffers."""
+    order, position = timeline.order, timeline.peak_at
     if position < 0:
         return ""
-    live = live_at(program, order, position, transfers)
+    live = live_at(program, order, position, timeline.transfers)
     kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
     kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
     if workspace := program.steps[order[position]].workspace:

@@ -274,7 +274,7 @@ def explain(
         spared=spared,
         stacked=stacked,
         peak_at=where_peak(program, timeline),
-        holders=what_holds(program, plan.order, timeline.peak_at, plan.transfers),
+        holders=what_holds(program, timeline),
         seconds=timeline.seconds,
         plain_seconds=plain_seconds,
         rows=tuple(

@@ -78,7 +78,7 @@ def predicted(
         line = {"budget": budget}
         tracks.append(Track("budget", [(0.0, line), (timeline.seconds, line)]))
     if timeline.peak_at >= 0:
-        holders = what_holds(program, timeline.order, timeline.peak_at, timeline.transfers)
+        holders = what_holds(program, timeline)
         about = {
             "nbytes": timeline.peak,
             "at": where_peak(program, timeline),

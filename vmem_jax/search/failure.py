@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vmem_jax.core.planned import planned_program, restated, simulate_plan
 from vmem_jax.errors import BudgetError
-from vmem_jax.policy.base import what_holds, where_peak
+from vmem_jax.policy.base import RESIDENTS_ADVICE, residents, what_holds, where_peak
 from vmem_jax.search.search import Found
 
 
@@ -37,12 +37,9 @@ def budget_error(policy: str, budget: int, found: Found, hints: Sequence[str] = 
     timeline = simulate_plan(program, plan, lowest.costs)
     program = planned_program(program, plan)
     peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
-    advice = " ".join(hints)
-    if program.resident_nbytes > budget and found.failure is None:
-        advice = (
-            "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), use a "
-            "smaller dtype or model, or a larger `budget`."
-        )
+    advice, holders = " ".join(hints), what_holds(program, timeline)
+    if program.resident_nbytes > budget:
+        advice, holders = RESIDENTS_ADVICE, residents(program)
     elif peak is not None and peak.convolution and lowest.need - peak.workspace <= budget:
         advice = (
             "Without the workspace of that convolution it would fit: time what else can do it, with "
@@ -54,7 +51,7 @@ def budget_error(policy: str, budget: int, found: Found, hints: Sequence[str] = 
         budget=budget,
         lowest_peak=lowest.need,
         at=where_peak(program, timeline),
-        holders=what_holds(program, timeline.order, timeline.peak_at, timeline.transfers),
+        holders=holders,
         compiled=True,
         advice=advice,
         lowest_plan=dataclasses.replace(lowest.plan, budget=lowest.need),
