@@ -55,6 +55,10 @@ class BudgetError(VmemError, ValueError):
         return self
 
 
+class TechniqueError(VmemError, ValueError):
+    """A technique that the step cannot use, where `allow` names no other or the policy needs it."""
+
+
 class SubBatchError(VmemError, ValueError):
     """Sub-batches were asked for, and the batch of the step cannot be split so."""
 

@@ -14,7 +14,7 @@ from vmem_jax.conv.trials import try_ways
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.entry import CompiledStep
-from vmem_jax.errors import PlanError, show_nbytes
+from vmem_jax.errors import PlanError, TechniqueError, show_nbytes
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.rewrite.compression import compressible
@@ -41,7 +41,7 @@ def plan_step(step: StepContext) -> CompiledStep:
     Raises:
       BudgetError: no plan fits.
       PlanError: the given one is for another step, or does not fit.
-      ValueError: a technique that is required cannot be used.
+      TechniqueError: a technique that is required cannot be used.
     """
     if step.settings.plan is not None:
         return _by_given(step, step.settings.plan)
@@ -88,14 +88,14 @@ def _check_techniques(step: StepContext, log: SearchLog) -> None:
     """Logs the techniques that are allowed and cannot be used.
 
     Raises:
-      ValueError: one of them is required.
+      TechniqueError: one of them is required.
     """
     settings = step.settings
     for name in settings.allowed:
         why = TECHNIQUES[name].unusable(step)
         if why and name in settings.required:
             verb = TECHNIQUES[name].verb
-            raise ValueError(f"`{settings.name}` cannot {verb}: {why.removesuffix('.')}.")
+            raise TechniqueError(f"`{settings.name}` cannot {verb}: {why.removesuffix('.')}.")
         if why and (name in settings.named or name in _ALWAYS_SAID):
             log.add(What.SKIPPED, name, why=why)
 
@@ -187,7 +187,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
-        raise ValueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
+        raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     variant = _variant(step, step.settings.policy, plan.sub_batches)
     budget, plain_need = budget_nbytes(step)
     plan.check_made_for(variant.program)

@@ -63,14 +63,14 @@ class Streaming(AbstractPolicy):
         target = budget
         for _ in range(_TRIES):
             found = self.inner.plan(program, means, target)
-            if isinstance(found, Infeasible):
-                if found.plan is None:
-                    return found
-                lowest, timeline = self._streamed(program, found.plan, costs, budget)
-                return dataclasses.replace(found, plan=lowest)
-            plan, timeline = self._streamed(program, found, costs, budget)
+            inner = found.plan if isinstance(found, Infeasible) else found
+            if inner is None:
+                return found
+            plan, timeline = self._streamed(program, inner, costs, budget)
             if budget is None or target is None or timeline.peak <= budget:
                 return plan
+            if isinstance(found, Infeasible):
+                break
             target -= timeline.peak - budget
         assert budget is not None, "without a budget the first plan is taken"
         return infeasible(plan.policy, planned_program(program, plan), timeline, budget, plan)

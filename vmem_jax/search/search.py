@@ -171,6 +171,7 @@ class _Search:
         self.failures: list[Infeasible] = []
         self.reasons: list[VmemError] = []
         self.attempts: list[Attempt] = []
+        self.known: list[Attempt] = []  # compiled by earlier searches, and over this budget
         self.best: Attempt | None = None
         self.order = 0
         self.opened: set[tuple[Family, int]] = set()
@@ -191,7 +192,8 @@ class _Search:
         if self.best is not None:
             return self._found(self.best)
         if self.attempts:
-            return self._found(min(self.attempts, key=lambda attempt: attempt.need))
+            every = [*self.attempts, *self.known]
+            return self._found(min(every, key=lambda attempt: attempt.need))
         if self.failures:
             failure = min(self.failures, key=lambda one: one.minimum_peak)
             return Found(None, False, (), failure)
@@ -265,7 +267,12 @@ class _Search:
             self._open_next(candidate, free)
         candidate = dataclasses.replace(candidate, variant=variant, is_bounded=True, seconds=free)
         for plan, need in family.proved:
-            if _is_of(plan, variant) and need <= (self.budget or need):
+            if not _is_of(plan, variant):
+                continue
+            if self.budget is not None and need > self.budget:
+                known = Attempt(variant, plan, None, need, need, variant.costs)
+                self.known.append(known)
+            else:
                 again = dataclasses.replace(
                     candidate, estimate=Estimate(plan, need), is_proved=True
                 )
@@ -396,7 +403,8 @@ class _Search:
         assert isinstance(one, Estimate), "without a budget there is always a plan"
         if self.plain_need is None:
             lowest = min((a.need for a in self.attempts), default=math.inf)
-            if self.budget is None or one.need > self.params.untouched * min(self.budget, lowest):
+            enough = lowest if self.attempts else self.budget or math.inf
+            if one.need > self.params.untouched * enough:
                 return
         elif self.attempts and self.plain_need >= min(a.need for a in self.attempts):
             return
