@@ -1,0 +1,419 @@
+"""search: what is compiled, in which order, and what is kept. The compiler is a function here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from search_cases import (
+    BUDGET,
+    FAST,
+    HIGH,
+    LOW,
+    PROGRAM,
+    STAYING,
+    STILL,
+    Compiler,
+    Recording,
+    auto,
+    compiled,
+    family,
+    find,
+    lowest_plan,
+    over,
+    untouched,
+    variant,
+)
+
+from vmem_jax import POLICIES
+from vmem_jax.core.convolution import XLA, Configuration, Micro
+from vmem_jax.core.planned import simulate_plan
+from vmem_jax.core.simulate import simulate
+from vmem_jax.errors import CompileError, HostMemoryError, LayersError
+from vmem_jax.policy.base import Infeasible
+from vmem_jax.policy.convolving import Convolving
+from vmem_jax.search.failure import budget_error
+from vmem_jax.search.log import SearchLog, What
+from vmem_jax.search.params import SearchParams
+from vmem_jax.search.search import need_nbytes
+
+PARAMS = SearchParams()
+
+
+def needs(found):
+    return [attempt.need for attempt in found.attempts]
+
+
+def test_need_is_arguments_outputs_and_temporaries_less_aliases():
+    assert need_nbytes(compiled(123)) == 123
+
+
+def test_a_plan_that_fits_is_compiled_once():
+    found = find(variant())
+    assert found.fits and needs(found) == [found.best.need]
+    assert found.best.plan.transfers and found.best.need <= BUDGET
+    assert found.best.plan.budget == BUDGET
+
+
+def test_without_a_budget_the_first_plan_is_taken():
+    found = find(variant(over(lambda plan: 1000)), budget=None)
+    assert found.fits and len(found.attempts) == 1 and found.best.plan.budget is None
+
+
+# -- what compiles to too much
+
+
+def test_the_excess_is_taken_off_what_is_planned_for():
+    found = find(variant(over(lambda plan: 3)))
+    assert 1 < len(found.attempts) <= PARAMS.compiles_per_variant
+    assert found.attempts[0].need > BUDGET >= found.best.need
+    assert found.best is found.attempts[-1] and found.best.plan.budget == BUDGET
+
+
+def test_a_little_more_is_taken_off_for_each_plan_that_missed():
+    """Every plan compiles to 1 B over the budget, so each is planned for as much less again."""
+    policy = Recording(allow=STAYING)
+    compile_plan = Compiler(lambda plan: BUDGET + 1)
+    find(variant(compile_plan, policy, STILL), memory_step=0.1)
+    peaks = [plan.predicted_peak for plan in compile_plan.plans]
+    assert len(peaks) > 2 and peaks[0] > peaks[1] > peaks[2]
+
+
+def test_the_compiled_steps_of_plans_that_missed_are_let_go():
+    found = find(variant(over(lambda plan: 3)))
+    assert found.best.compiled is not None
+    assert all(attempt.compiled is None for attempt in found.attempts[:-1])
+
+
+def test_plans_that_move_give_way_to_one_that_does_not():
+    found = find(variant(over(lambda plan: 1000 if plan.transfers else 0)))
+    assert found.fits and found.attempts[0].plan.transfers
+    assert not found.best.plan.transfers
+
+
+def test_what_moves_nothing_is_planned_for_the_whole_budget():
+    policy = Recording()
+    compile_plan = Compiler(lambda p: BUDGET + 1 if p.transfers else p.predicted_peak)
+    found = find(variant(compile_plan, policy))
+    assert found.fits and not found.best.plan.transfers
+    assert (None, BUDGET) in policy.asked  # what transfers took beside is not taken off
+    assert len(policy.asked) == len({*policy.asked})  # and nothing is planned twice
+
+
+def test_no_plan_is_compiled_twice():
+    """What compiles to too much is not compiled again, whatever it is planned for."""
+    compile_plan = Compiler(lambda plan: HIGH + 1000)
+    find(variant(compile_plan, auto(STAYING), STILL))
+    facts = [(plan.order, plan.transfers) for plan in compile_plan.plans]
+    assert len(facts) == len({*facts})
+
+
+# -- the numbers of compiles
+
+
+@pytest.mark.parametrize("families", [1, 2, 5])
+@pytest.mark.parametrize("most, reserved", [(1, 0), (2, 1), (4, 3), (8, 3)])
+def test_one_limit_counts_the_compiles_of_all_variants(families, most, reserved):
+    compile_plan = over(lambda plan: 1000)
+    group = [
+        family(variant(compile_plan, auto(STAYING), slower(n))) for n in range(families)
+    ]
+    params = {"max_compiles": most, "reserved_compiles": reserved}
+    find(group, group, **params, without=untouched(compile_plan), untouched=1e9)
+    assert 0 < len(compile_plan.plans) <= most
+
+
+def slower(n):
+    """Costs of a variant whose every step takes that much longer."""
+    return dataclasses.replace(STILL, seconds=tuple((1 + n / 1000) * s for s in STILL.seconds))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_so_many_plans_of_a_variant_are_compiled_before_the_next_has_its_turn(most):
+    """The first is predicted to be faster whatever is taken off, and never fits."""
+    first, second = Compiler(lambda plan: BUDGET + 1), Compiler()
+    group = [
+        family(variant(first, auto(STAYING), STILL)),
+        family(variant(second, auto(STAYING), slower(9_000), "second")),
+    ]
+    found = find(group, compiles_per_variant=most)
+    assert found.fits and found.best.variant.name == "second"
+    assert len(first.plans) == most and len(second.plans) == 1
+
+
+def test_compiles_are_left_for_the_minimum_peak():
+    """Four of five would go to the first variant; of the second only the lowest plan is known."""
+    compile_plan = Compiler(lambda plan: BUDGET + 100)
+    low = lowest_plan(POLICIES["recompute"]())
+
+    class Short(POLICIES["recompute"]):
+        name = "short"
+
+        def plan(self, program, costs, budget):
+            return Infeasible("short", budget, BUDGET + 1, "", plan=low)
+
+    lowest = Compiler(lambda plan: BUDGET + 1)
+    group = [
+        family(variant(compile_plan, auto(STAYING), STILL)),
+        family(variant(lowest, Short(), STILL)),
+    ]
+    params = {"max_compiles": 5, "compiles_per_variant": 9}
+    found = find(group, **params, reserved_compiles=2)
+    assert len(lowest.plans) == 1 and found.best.need == BUDGET + 1
+    assert len(compile_plan.plans) >= 3
+
+
+# -- groups
+
+
+def test_a_later_group_is_tried_only_where_nothing_of_the_first_fits():
+    first, second = over(lambda plan: 1000), Compiler()
+    group = variant(first, auto(STAYING), STILL), variant(second, auto(STAYING), STILL, "second")
+    found = find(*group)
+    assert found.fits and found.best.variant.name == "second"
+    assert len(first.plans) > 0 < len(second.plans)
+
+    policy = Recording(allow=STAYING)
+    first, second = Compiler(), Compiler()
+    found = find(variant(first, auto(STAYING), STILL), variant(second, policy, STILL))
+    assert found.fits and len(first.plans) == 1
+    assert not second.plans and not policy.asked
+
+
+def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_group():
+    """Of the first group all is predicted to need a little too much, and compiles to less."""
+    low = lowest_plan(POLICIES["recompute"]())
+    budget = variant_need(low) - 1
+    later = Compiler()
+
+    def groups(compile_plan):
+        mine = variant(compile_plan, POLICIES["recompute"](), STILL, "first")
+        return mine, variant(later, POLICIES["recompute"](), FAST, "later")
+
+    first = Compiler(lambda plan: budget)
+    found = find(*groups(first), budget=budget, memory_tolerance=0.5)
+    assert found.fits and found.best.variant.name == "first" and not later.plans
+    find(*groups(Compiler(lambda plan: budget + 1)), budget=budget, memory_tolerance=0.5)
+    assert later.plans or first.plans  # what is left of the compiles goes to the next group
+
+
+def variant_need(plan):
+    from vmem_jax.core.planned import predicted_need
+
+    return predicted_need(PROGRAM, plan)
+
+
+# -- what cannot be planned or compiled
+
+
+def refuse(error):
+    def compile_plan(plan):
+        raise error
+
+    return compile_plan
+
+
+HOST = HostMemoryError(nbytes=2, limit_nbytes=1, limit="a test")
+
+
+@pytest.mark.parametrize("error", [CompileError("refused"), HOST], ids=["xla", "host memory"])
+def test_a_compile_that_fails_drops_its_variant_and_the_next_is_taken(error):
+    log = SearchLog()
+    group = [
+        family(variant(refuse(error), auto(STAYING), STILL, "refused")),
+        family(variant(None, auto(STAYING), slower(1), "next")),
+    ]
+    found = find(group, log=log)
+    assert found.fits and found.best.variant.name == "next"
+    (line,) = log.of(What.DROPPED)
+    assert line.variant == "refused" and line.why == str(error)
+
+
+@pytest.mark.parametrize("error", [CompileError("refused"), HOST], ids=["xla", "host memory"])
+def test_where_only_the_lowest_plans_are_left_a_failing_one_gives_way_to_the_next(error):
+    budget, log = LOW + 1, SearchLog()
+    good = Compiler(lambda plan: budget)
+    group = [
+        family(variant(refuse(error), POLICIES["recompute"](), STILL, "refused")),
+        family(variant(good, POLICIES["recompute"](), slower(1), "next")),
+    ]
+    found = find(group, budget=budget, log=log)
+    assert found.fits and found.best.variant.name == "next" and log.of(What.DROPPED)
+
+
+@pytest.mark.parametrize("error", [CompileError("refused"), HOST], ids=["xla", "host memory"])
+def test_a_failing_compile_is_raised_where_nothing_else_is_there(error):
+    with pytest.raises(type(error)):
+        find(variant(refuse(error), auto(STAYING), STILL))
+
+
+class Unlayered(POLICIES["recompute"]):
+    """A policy that cannot plan for the program."""
+
+    name = "unlayered"
+
+    def plan(self, program, costs, budget):
+        raise LayersError("no layers")
+
+
+def test_a_policy_that_finds_no_layers_is_dropped_and_the_next_is_taken():
+    log = SearchLog()
+    group = [
+        family(variant(None, Unlayered(), STILL, "unlayered")),
+        family(variant(None, auto(STAYING), slower(1), "next")),
+    ]
+    found = find(group, log=log)
+    assert found.fits and found.best.variant.name == "next"
+    assert [line.variant for line in log.of(What.DROPPED)] == ["unlayered"]
+    found = find(*[[each] for each in group])
+    assert found.fits and found.best.variant.name == "next"
+
+
+def test_that_a_policy_finds_no_layers_is_raised_where_nothing_else_is_there():
+    with pytest.raises(LayersError):
+        find(variant(None, Unlayered(), STILL))
+
+
+def test_what_another_policy_says_stands_where_one_finds_no_layers():
+    """Nothing fits, so the peak of the one that plans is named and not why the other cannot."""
+    group = [
+        family(variant(None, Unlayered(), STILL)),
+        family(variant(Compiler(), POLICIES["recompute"](), STILL)),
+    ]
+    found = find(group, budget=LOW + 1)
+    assert not found.fits and found.best is not None
+
+
+# -- the untouched program
+
+
+def test_the_untouched_program_runs_where_only_it_fits():
+    compile_plan = over(lambda plan: 1000 if plan.fenced else BUDGET - plan.predicted_peak)
+    found = find(variant(compile_plan), without=untouched(compile_plan))
+    assert found.fits and not found.best.plan.fenced and found.best.plan.policy == "keep"
+    assert found.best.need == BUDGET
+
+
+@pytest.mark.parametrize("factor, is_compiled", [(2.0, False), (1e9, True)])
+def test_the_untouched_program_is_not_compiled_where_it_is_far_too_large(factor, is_compiled):
+    budget, compile_plan = LOW + 1, Compiler()
+    assert HIGH > 2 * budget
+    one = variant(compile_plan, POLICIES["recompute"](), STILL)
+    found = find(one, budget=budget, without=untouched(compile_plan), untouched=factor)
+    assert not found.fits
+    assert any(not plan.fenced for plan in compile_plan.plans) == is_compiled
+
+
+def test_the_untouched_program_is_not_compiled_where_its_need_is_known_to_be_too_much():
+    compile_plan = over(lambda plan: 1000)
+    known = {"without": untouched(compile_plan), "plain_need": HIGH + 2000}
+    found = find(variant(compile_plan), **known)
+    assert not found.fits and compile_plan.plans
+    assert all(plan.fenced for plan in compile_plan.plans)
+
+
+# -- where nothing fits
+
+
+def error_of(found, budget, policy="auto"):
+    return budget_error(policy, budget, found)
+
+
+def test_nothing_over_the_budget_fits_and_the_error_names_the_lowest():
+    compile_plan = over(lambda plan: 1000)
+    found = find(variant(compile_plan), plain_need=HIGH + 1000)
+    assert not found.fits
+    error = error_of(found, BUDGET)
+    assert error.compiled and error.lowest_peak == min(needs(found)) > BUDGET
+    assert error.lowest_plan.budget == error.lowest_peak
+
+
+def test_an_error_is_the_policys_own_where_it_names_no_plan():
+    class Blind(POLICIES["recompute"]):
+        def plan(self, program, costs, budget):
+            return Infeasible("blind", budget, budget + 5, "there", holders="that")
+
+    compile_plan = Compiler()
+    found = find(variant(compile_plan, Blind(), STILL))
+    assert not found.fits and found.best is None and not compile_plan.plans
+    error = error_of(found, BUDGET)
+    assert (error.lowest_peak, error.at, error.compiled) == (BUDGET + 5, "there", False)
+
+
+@pytest.mark.parametrize("badly", [True, False])
+def test_the_minimum_peak_where_the_lowest_plan_compiles_badly(badly):
+    """The plan with the lowest predicted peak recomputes the most, and XLA makes the least of it."""
+    policy, budget = POLICIES["recompute"](), LOW + 1
+    least = lowest_plan(policy).predicted_peak
+    times = lambda plan: 3 if badly and plan.predicted_peak == least else 1
+    compile_plan = Compiler(lambda plan: times(plan) * plan.predicted_peak)
+    found = find(variant(compile_plan, policy, STILL), budget=budget)
+    asked = [plan.predicted_peak for plan in compile_plan.plans]
+    assert asked[0] == least and len(asked) == (2 if badly else 1)
+    error = error_of(found, budget, "recompute")
+    assert error.compiled and error.lowest_peak == asked[-1] <= 1.25 * least
+
+
+def falling(count, lowest_of, compile_plan):
+    """A family of one variant whose lowest plan is for `lowest_of(count)` bytes; nothing fits."""
+    plan = POLICIES["recompute"]().plan(PROGRAM, STILL, lowest_of(count))
+
+    class Falling(POLICIES["recompute"]):
+        name = "falling"
+
+        def plan(self, program, costs, budget):
+            return Infeasible("falling", budget, plan.predicted_peak, "", plan=plan)
+
+    return family(variant(compile_plan, Falling(), STILL, f"falling{count}"))
+
+
+@pytest.mark.parametrize("less, compiles", [(0.0, 2), (0.005, 2), (0.05, 4)])
+def test_lowest_plans_that_compile_to_as_much_are_not_tried_further(less, compiles):
+    nbytes = lambda plan: int(100_000 * (1 - less) ** (len(compile_plan.plans) - 1))
+    compile_plan = Compiler(nbytes)
+    group = [
+        falling(n, lambda n: HIGH - (HIGH - LOW) * n // 6, compile_plan) for n in range(4)
+    ]
+    found = find(group, budget=LOW + 1, less_extreme=())
+    assert len(compile_plan.plans) == compiles
+    assert found.best.need == min(needs(found)) == int(100_000 * (1 - less) ** (compiles - 1))
+
+
+def test_a_lowest_plan_is_not_compiled_where_another_came_to_less_than_is_predicted_for_it():
+    compile_plan = Compiler(lambda plan: LOW + 2)
+    group = [falling(n, lambda n: BUDGET + 2 * n, compile_plan) for n in range(3)]
+    found = find(group, budget=LOW + 1)
+    assert len(compile_plan.plans) == 1 and found.best.need == LOW + 2
+
+
+@pytest.mark.parametrize("known", ["of the lowest", "of the others"])
+def test_no_other_plan_is_compiled_where_heaps_tell_that_it_is_no_lower(heap, known):
+    """The lowest compiles to three times its peak, which its heap tells; or theirs are as large."""
+    policy = POLICIES["recompute"]()
+    least = lowest_plan(policy).predicted_peak
+    large = lambda plan: (plan.predicted_peak == least) == (known == "of the lowest")
+    heap(lambda program, plan: (4 if large(plan) else 1) * plan.predicted_peak)
+    compile_plan = Compiler(lambda plan: 3 * least)
+    found = find(variant(compile_plan, policy, STILL), budget=LOW + 1)
+    assert [plan.predicted_peak for plan in compile_plan.plans] == [least]
+    assert found.best.need == 3 * least
+
+
+# -- what compiled steps tell
+
+
+def test_what_the_first_compiled_step_tells_is_planned_with():
+    """A convolution turns out to have a workspace where the peak is; the next plan makes room."""
+    order = range(len(PROGRAM.steps))
+    s = simulate(PROGRAM, order, FAST).peak_at
+    own = Configuration((Micro(1, XLA, (), (HIGH - LOW) // 4, FAST.seconds[s]),))
+    learn = lambda costs, compiled: dataclasses.replace(costs, convolutions={s: (own,)})
+    there = lambda plan: dataclasses.replace(plan, convolutions=((s, own),))
+    compile_plan = lambda plan: compiled(simulate_plan(PROGRAM, there(plan), FAST).peak)
+    one = variant(compile_plan, Convolving(auto(STAYING)), learn=learn)
+    found = find(one, budget=HIGH)
+    assert found.fits
+    assert [a.costs.convolutions for a in found.attempts] == [{s: (own,)}] * len(found.attempts)
+    first, *_, last = found.attempts
+    assert first.need > HIGH == first.plan.predicted_peak
+    assert last.need == last.plan.predicted_peak <= HIGH  # nothing is taken off for no reason
