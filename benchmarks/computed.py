@@ -19,7 +19,8 @@ from variants import policy_of
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import MACHINES, Costs, analytic
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import Costs, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.pool import Allocate, fragmentation, requests_of
 from vmem_jax.core.program import Kind, Program
@@ -58,7 +59,7 @@ def captured(model: str, batch: int, dtype: str) -> Program:
 def planned(case: Case) -> tuple[Program, Costs, Plan]:
     """The plan of a case without a budget, by the roofline of CARD."""
     program = captured(case.model, case.batch, case.dtype)
-    costs = analytic(program, MACHINES[CARD])
+    costs = analytic(program, CARDS[CARD].machine)
     policy = policy_of(case.variant)
     policy = vmem_jax.POLICIES[policy]() if isinstance(policy, str) else policy
     return program, costs, policy.plan(program, costs, None)
@@ -145,7 +146,7 @@ def recomputations(table: Table) -> list[Cell]:
     found = _strategies("AlexNet", drawn.program, drawn.costs({}, rate=1e9), order)
     for model in ("resnet50", "resnet101"):
         program = captured(model, 32, "float32")
-        costs = analytic(program, MACHINES[CARD])
+        costs = analytic(program, CARDS[CARD].machine)
         found += _strategies(f"{model}:32", program, costs, routed(program, costs))
     return found
 

@@ -37,8 +37,8 @@ from absl import app, flags
 from manifest import Case
 from records import LEAST_OF, Record
 
+from vmem_jax.core.cards import TARGETS
 from vmem_jax.errors import show_nbytes
-from vmem_jax.prove.targets import TARGETS
 
 HERE = Path(__file__).parent
 FLAGS = flags.FLAGS

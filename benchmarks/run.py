@@ -30,10 +30,10 @@ import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.layers import kernels_of
+from vmem_jax.core.cards import TARGETS
 from vmem_jax.errors import show_nbytes
 from vmem_jax.models import Job, job
 from vmem_jax.profile.measured import measured_costs
-from vmem_jax.prove.targets import TARGETS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "vgg16", "Model of vmem_jax.models.")

@@ -17,13 +17,13 @@ from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.compiler.device import total_nbytes
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size, show_nbytes
 from vmem_jax.jax_compat import DESCRIBED_OPTIONS
 from vmem_jax.models import Job
 from vmem_jax.policy import AbstractPolicy
-from vmem_jax.prove.device import total_nbytes
-from vmem_jax.prove.prove import need_nbytes
+from vmem_jax.search.search import need_nbytes
 
 WRAPPED = ("checkpoint", "offload")
 """Variants without a budget: the step as JAX's own users would write it, by `job(wrap=...)`."""
@@ -75,7 +75,7 @@ class Place:
         shapes = work.state_shapes(), work.batch
         if self.target is None:
             return shapes
-        from vmem_jax.prove.targets import target
+        from vmem_jax.compiler.targets import target
 
         sharding = target(self.target).sharding()
         placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)

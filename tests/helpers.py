@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from vmem_jax.core.costs import MACHINES, Costs
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 
-FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
+FAST = dataclasses.replace(CARDS["cpu"].machine, link_out=1e12, link_in=1e12, link_both=2e12)
 """A machine whose link hides everything, so that plans move rather than recompute."""
 
 

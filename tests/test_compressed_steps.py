@@ -15,8 +15,9 @@ from steps import CASES, normal
 import vmem_jax
 from vmem_jax import Plan, PlanError
 from vmem_jax.capture import capture
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.compression import compressed_nbytes
-from vmem_jax.core.costs import MACHINES, analytic
+from vmem_jax.core.costs import analytic
 from vmem_jax.core.program import COMPRESS, Phase
 from vmem_jax.core.validate import check_program
 from vmem_jax.errors import show_nbytes
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SLOW = dataclasses.replace(
-    MACHINES["cpu"],
+    CARDS["cpu"].machine,
     flops={"": 5e12},
     bandwidth=1e12,
     link_out=2e10,
@@ -121,7 +122,7 @@ def test_the_backward_pass_reads_what_was_compressed(name, density):
         assert all(program.steps[r].phase is Phase.FORWARD for r in readers)
     with Store(sites(other)) as store:
         store.open(jax.devices()[0])
-        costs = analytic(program, MACHINES["cpu"])
+        costs = analytic(program, CARDS["cpu"].machine)
         jaxpr = rewrite(other, Keep().plan(program, costs, None), store=store.id)
         leaves = jax.tree.leaves(args)
         run = lambda closed: jax.block_until_ready(jax.jit(jaxpr_as_fun(closed))(*leaves))

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from helpers import BACKWARD, FORWARD, Builder
 
-from vmem_jax.core.costs import MACHINES, Costs, Source, analytic, of_parts
+from vmem_jax.core.cards import CARDS, machine_for
+from vmem_jax.core.costs import Costs, Source, analytic, of_parts
 from vmem_jax.core.program import BEGIN
 
-H200 = MACHINES["h200"]
+H200 = CARDS["h200"].machine
 LARGE = 2**30  # bytes, of which launches are no part
 
 
@@ -56,3 +57,14 @@ def test_what_was_not_measured_is_the_roofline():
     whole, parts = program(WHOLE), program(WHOLE, LARGE // 2, sub_batches=2)
     found = of_parts(parts, H200, whole, analytic(whole, H200))
     assert found.seconds == pytest.approx(analytic(parts, H200).seconds) and found.sources == ()
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_has_rates_of_its_own(name):
+    """A target is costed as itself: "a100-40gb" is neither an H200 nor the 80 GB card."""
+    machine = machine_for(name)
+    assert machine is CARDS[name].machine and machine.name == name
+    if (hardware := CARDS[name].hardware) is not None:
+        assert machine_for(hardware.title) is machine and machine.memory == hardware.memory_nbytes
+    others = [card.machine for card in CARDS.values() if card.name != name]
+    assert all(machine.bandwidth != other.bandwidth for other in others)

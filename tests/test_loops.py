@@ -19,7 +19,8 @@ from vmem_jax import Plan
 from vmem_jax.capture import capture
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.loops import stacks as found_stacks
-from vmem_jax.core.costs import MACHINES, analytic
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import analytic
 from vmem_jax.core.looped import EXTRA, IN_FLIGHT, costs_with_looped, stacks, with_looped
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import check_program, violations
@@ -427,7 +428,7 @@ def test_the_need_of_a_described_card_falls_and_the_bodies_are_in_order():
         pytest.skip("the extension was built without CUDA")
     w, _ = jax.eval_shape(arguments)
     args = w, jax.ShapeDtypeStruct((1 << 15, WIDTH), jnp.float32)
-    fast = dataclasses.replace(MACHINES["h200"], link_out=1e13, link_in=1e13, link_both=2e13)
+    fast = dataclasses.replace(CARDS["h200"].machine, link_out=1e13, link_in=1e13, link_both=2e13)
     entry = lambda **how: vmem_jax.jit(training(), machine=fast, **how)._entry_for(args, {}, "h200")
     kept = entry(budget="10GiB", policy="exact").best
     looped = entry(budget=int(0.3 * kept.need), allow=("order", "offload")).best

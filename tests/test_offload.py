@@ -17,6 +17,7 @@ import pytest
 import transfer_cases as cases
 from helpers import FAST, unit_costs
 from test_jit import batch, need, params, plain_need, step
+from vmem_jax.planning import Planning
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
@@ -24,7 +25,6 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import violations
-from vmem_jax.planning import Planning
 from vmem_jax.policy import AbstractPolicy, Auto
 from vmem_jax.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parked

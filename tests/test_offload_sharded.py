@@ -22,11 +22,11 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import transfer_cases as cases
 import vmem_jax
-from vmem_jax.core.costs import MACHINES
+from vmem_jax.core.cards import CARDS
 
 KIND = AxisType.Auto
 SPECS = P(None, "model"), P("model"), P("data")  # two weights a layer, the batch
-FAST = dataclasses.replace(MACHINES["cpu"], link_out=1e12, link_in=1e12, link_both=2e12)
+FAST = dataclasses.replace(CARDS["cpu"].machine, link_out=1e12, link_in=1e12, link_both=2e12)
 
 def arguments(specs=None, kind=None):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind or KIND,) * 2)
@@ -253,7 +253,7 @@ def test_the_need_of_described_cards_falls():
     out = in_subprocess(
         STEP
         + """
-FAST = dataclasses.replace(MACHINES["h200"], link_out=1e13, link_in=1e13, link_both=2e13)
+FAST = dataclasses.replace(CARDS["h200"].machine, link_out=1e13, link_in=1e13, link_both=2e13)
 args = jax.tree.map(
     lambda a: jax.ShapeDtypeStruct(a.shape[:-2] + (16 * a.shape[-2], a.shape[-1])
                                    if a.shape[0] == 2048 else a.shape, a.dtype,

@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import SHAPES, unit_costs
+from vmem_jax.prove import placed as placing
+from vmem_jax.prove.placed import planned
+from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
+from vmem_jax.prove.sub_batches import Member, prove_in_parts
 
 from vmem_jax import POLICIES, BudgetError
 from vmem_jax.core.convolution import XLA, Configuration, Micro
@@ -14,10 +18,6 @@ from vmem_jax.core.costs import Link
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.convolving import Convolving
-from vmem_jax.prove import placed as placing
-from vmem_jax.prove.placed import planned
-from vmem_jax.prove.prove import MOST_COMPILES, need_nbytes, prove
-from vmem_jax.prove.sub_batches import Member, prove_in_parts
 
 PROGRAM = SHAPES["chain"]
 FAST = dataclasses.replace(unit_costs(PROGRAM), link=Link(1e6, 1e6, 2e6))

@@ -23,7 +23,6 @@ from vmem_jax.errors import SubBatchError
 from vmem_jax.policy import AbstractPolicy, Auto, MoDNN
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.search import need_nbytes
-
 from vmem_jax.techniques.sub_batches import counts_of
 from vmem_jax.transfer.extension import describe
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from vmem_jax.compiler import targets
-from vmem_jax.compiler.targets import TARGETS, Target, target
+from vmem_jax.compiler.targets import Target, target
+from vmem_jax.core.cards import CARDS, TARGETS
 
 MiB = 2**20
 has_compiler = targets._plugin_name() is not None
@@ -74,13 +75,13 @@ def test_missing_plugin_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_description_states_the_memory(name):
-    card = targets._CARDS[name]
-    assert f"device_memory_size: {card.memory_nbytes}\n" in card.text_proto()
+    card = CARDS[name].hardware
+    assert f"device_memory_size: {card.memory_nbytes}\n" in targets.text_proto(card)
 
 
 def test_names_cover_the_current_cards():
     assert {"a100", "h100", "h200", "b200", "rtx6000pro"} <= set(TARGETS)
-    assert targets._CARDS["h200"].memory_nbytes == 150_109_880_320  # a live card's own figure
+    assert CARDS["h200"].hardware.memory_nbytes == 150_109_880_320  # a live card's own figure
 
 
 @pytest.mark.gpu_compile

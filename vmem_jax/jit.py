@@ -15,7 +15,7 @@ from vmem_jax.batch_arguments import batch_arguments
 from vmem_jax.capture import capture
 from vmem_jax.compiler.compile import left_out
 from vmem_jax.compiler.device import devices_of
-from vmem_jax.core.costs import Machine
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.entry import CompiledStep
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vmem_jax.arguments import Signature
-from vmem_jax.core.costs import Machine
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.policy.base import Splitting

@@ -16,8 +16,9 @@ from vmem_jax.conv.choices import _after_own, learner
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.layers import convolutions_of
+from vmem_jax.core.cards import machine_for
 from vmem_jax.core.convolution import Configuration, Convolution, Micro, Pass
-from vmem_jax.core.costs import Source, analytic, machine_for
+from vmem_jax.core.costs import Source, analytic
 
 LAYER = Convolution(
     which=Pass.FORWARD,

@@ -10,8 +10,8 @@ import pytest
 from convolutions import convolution
 
 from vmem_jax.conv.database import Database, Entry, identity_of
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import XLA, Convolution, Epilogue, Micro, Pass
-from vmem_jax.core.costs import MACHINES
 from vmem_jax.profile.store import Measured, Store
 
 HERE = identity_of("NVIDIA H200", "9.14.0")
@@ -113,7 +113,7 @@ def test_a_time_takes_the_place_of_none_and_never_the_reverse(database):
 def test_it_lies_apart_from_the_profile(database, tmp_path):
     """The identity may be the same: they are two files."""
     store = Store(HERE, tmp_path)
-    store.add(Measured(MACHINES["h200"]))
+    store.add(Measured(CARDS["h200"].machine))
     database.add({FORWARD: Entry((FAST,))})
     assert store.path != database.path
     assert store.load().machine and database.load()

@@ -20,8 +20,9 @@ from vmem_jax.conv import choices, cudnn
 from vmem_jax.conv.choice import by_xla, choose
 from vmem_jax.conv.choices import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import XLA, Configuration, Micro, Pass
-from vmem_jax.core.costs import MACHINES, Source, analytic
+from vmem_jax.core.costs import Source, analytic
 from vmem_jax.policy.ucudnn import allowed
 from vmem_jax.policy.workspace_reuse import BatchSizes
 from vmem_jax.search.search import need_nbytes
@@ -109,7 +110,7 @@ def test_a_saved_plan_runs_again(budgeted, tmp_path):
 
 def program_and_costs():
     program = capture(jax.jit(step).trace(*arguments()).jaxpr).program
-    return program, analytic(program, MACHINES["h200"])
+    return program, analytic(program, CARDS["h200"].machine)
 
 
 def test_on_a_cpu_it_is_slices_of_xlas_own(monkeypatch):
@@ -164,7 +165,7 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
     Database(identity_of("NVIDIA H200", "91900")).add(entries)
     steps = [dataclasses.replace(x, epilogue_nbytes=31 * 2**20) for x in program.steps]
     program = dataclasses.replace(program, steps=tuple(steps))  # as with a bias and a ReLU
-    besides = 31 * 2**20 / MACHINES["h200"].bandwidth
+    besides = 31 * 2**20 / CARDS["h200"].machine.bandwidth
     timed = dataclasses.replace(costs, sources=(Source.MEASURED,) * len(costs.seconds))
     for told, seconds in ((costs, 1e-3), (timed, costs.seconds[s])):  # a roofline gives way
         found = choices_of("step", program, told, H200)

@@ -22,8 +22,9 @@ from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.layers import kernels_of
 from vmem_jax.conv.slices import layouts, whole
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import XLA, Configuration, Epilogue, Micro
-from vmem_jax.core.costs import MACHINES, analytic
+from vmem_jax.core.costs import analytic
 from vmem_jax.core.validate import violations
 from vmem_jax.transfer import extension
 
@@ -143,9 +144,9 @@ def test_what_is_fused_competes_with_what_is_not(monkeypatch, tmp_path):
     monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(cudnn, "version", lambda: 91900)
     program = capture(jax.jit(step).trace(*arguments()).jaxpr).program
-    costs = analytic(program, MACHINES["h200"])
+    costs = analytic(program, CARDS["h200"].machine)
     s, c = next((s, x.convolution) for s, x in enumerate(program.steps) if x.convolution)
-    besides = program.steps[s].epilogue_nbytes / MACHINES["h200"].bandwidth
+    besides = program.steps[s].epilogue_nbytes / CARDS["h200"].machine.bandwidth
     alone, fused = c.variants
     micro = lambda engine, workspace, seconds: Entry((Micro(8, engine, (), workspace, seconds),))
     database = Database(identity_of("NVIDIA H200", "91900"))

@@ -9,14 +9,14 @@ from test_jit import batch, params, step
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import MACHINES
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.profile.observe import observe
 from vmem_jax.report.compare import compare
 
 pytestmark = pytest.mark.gpu
 
-FAST = dataclasses.replace(MACHINES["h200"], link_out=1e12, link_in=1e12, link_both=2e12)
+FAST = dataclasses.replace(CARDS["h200"].machine, link_out=1e12, link_in=1e12, link_both=2e12)
 
 
 @pytest.fixture

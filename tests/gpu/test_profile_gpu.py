@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import machine_for
+from vmem_jax.core.cards import machine_for
 from vmem_jax.models import job
 from vmem_jax.profile.machine import measure
 from vmem_jax.profile.steps import profile_steps

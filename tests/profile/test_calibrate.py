@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 from helpers import FORWARD, Builder
 
-from vmem_jax.core.costs import MACHINES, Machine, Source, analytic, machine_for
+from vmem_jax.core.cards import CARDS, machine_for
+from vmem_jax.core.costs import Source, analytic
+from vmem_jax.core.machine import Machine
 from vmem_jax.profile.calibrate import StepClass, Timing, calibrate, class_of, costs_from
 
 CONV, FUSED, PRODUCT = StepClass.CONVOLUTION, StepClass.FUSED, StepClass.PRODUCT
@@ -133,7 +135,7 @@ def test_classes(op, fusible, expected):
 
 @pytest.mark.parametrize("name", ["h200", "cpu"])
 def test_shipped_defaults_are_complete(name):
-    machine = MACHINES[name]
+    machine = CARDS[name].machine
     assert machine_for({"h200": "NVIDIA H200", "cpu": "cpu"}[name]) is machine
     for rate in (machine.link_out, machine.link_in, machine.link_both, machine.pinning):
         assert rate > 0

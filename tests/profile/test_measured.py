@@ -15,7 +15,8 @@ import pytest
 import vmem_jax
 from vmem_jax import cli
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import MACHINES, Source
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import Source
 from vmem_jax.profile import link as link_module
 from vmem_jax.profile import machine as machine_module
 from vmem_jax.profile import measured as measured_module
@@ -78,7 +79,7 @@ def test_what_cannot_be_measured_keeps_the_shipped_figure(device, monkeypatch, c
     monkeypatch.setattr(machine_module, "_bandwidth", fails)
     with caplog.at_level(logging.WARNING, logger="absl"):
         machine = measure(device)
-    shipped = MACHINES["cpu"]
+    shipped = CARDS["cpu"].machine
     assert (machine.bandwidth, machine.link_both) == (shipped.bandwidth, shipped.link_both)
     assert "device memory" in caplog.text and "the link" in caplog.text
 
@@ -141,7 +142,7 @@ def of_another(**changes):
     ids=["corrupt", "foreign", "another device", "another version"],
 )
 def test_a_file_that_cannot_be_trusted_is_said_and_measured_again(device, caplog, spoil, says):
-    measured = lambda: measured_costs(captured(), device, machine=MACHINES["cpu"])
+    measured = lambda: measured_costs(captured(), device, machine=CARDS["cpu"].machine)
     measured()
     path = Store(identity(device)).path
     path.write_text(spoil(path.read_text()))
@@ -167,7 +168,7 @@ def test_a_directory_that_cannot_be_written_is_said(device, monkeypatch, tmp_pat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path / "file" / "directory"))
     with caplog.at_level(logging.WARNING, logger="absl"):
-        assert measured_costs(captured(), device, machine=MACHINES["cpu"]).measured
+        assert measured_costs(captured(), device, machine=CARDS["cpu"].machine).measured
     assert "nothing is kept" in caplog.text
 
 
@@ -189,7 +190,7 @@ def test_jit_uses_what_was_measured_and_never_measures_unasked(device, monkeypat
     assert set(costs.sources) == {Source.MEASURED} and are_42_each(costs)
 
 
-@pytest.mark.parametrize("options", [{"profile": False}, {"machine": MACHINES["a100"]}])
+@pytest.mark.parametrize("options", [{"profile": False}, {"machine": CARDS["a100"].machine}])
 def test_jit_leaves_it_on_demand(device, monkeypatch, options):
     monkeypatch.setattr("vmem_jax.profile.steps.time_step", lambda *a, **k: 42.0)
     measured_costs(captured(), device)
@@ -204,7 +205,7 @@ def test_jit_measures_on_demand(device):
 
 
 def test_steps_without_a_machine_use_the_shipped_one(device):
-    found = measured_costs(captured(), device, machine=MACHINES["cpu"])
+    found = measured_costs(captured(), device, machine=CARDS["cpu"].machine)
     assert kept(device).machine is None
     assert known_costs(captured(), device) == found.costs
 

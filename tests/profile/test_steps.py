@@ -13,14 +13,15 @@ import pytest
 from jax import lax
 
 from vmem_jax.capture import capture
-from vmem_jax.core.costs import MACHINES, Source, analytic
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import Source, analytic
 from vmem_jax.profile import steps as steps_module
 from vmem_jax.profile import timing as timing_module
 from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.steps import distinct_parts, profile_steps
 from vmem_jax.profile.timing import Dispatch, Operands
 
-CPU = MACHINES["cpu"]
+CPU = CARDS["cpu"].machine
 
 
 @pytest.fixture

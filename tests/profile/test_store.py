@@ -11,7 +11,9 @@ import sys
 import jax
 import pytest
 
-from vmem_jax.core.costs import MACHINES, Machine, Source
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import Source
+from vmem_jax.core.machine import Machine
 from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.kept import Identity, cache_directory
 from vmem_jax.profile.store import SCHEMA, Measured, Store, identity
@@ -36,8 +38,8 @@ def distrusted(store, caplog, says):
 
 
 def test_what_goes_in_comes_out(store):
-    store.add(Measured(MACHINES["h200"], TIMINGS))
-    assert store.load() == Measured(MACHINES["h200"], TIMINGS)
+    store.add(Measured(CARDS["h200"].machine, TIMINGS))
+    assert store.load() == Measured(CARDS["h200"].machine, TIMINGS)
 
 
 def test_nothing_is_there_at_first_and_nothing_is_said(store, caplog):
@@ -46,16 +48,16 @@ def test_nothing_is_there_at_first_and_nothing_is_said(store, caplog):
 
 
 def test_entries_are_merged_and_the_new_ones_hold(store):
-    store.add(Measured(MACHINES["h200"], TIMINGS))
+    store.add(Measured(CARDS["h200"].machine, TIMINGS))
     newer = dataclasses.replace(TIMINGS["a"], seconds=2.0)
     store.add(Measured(None, {"a": newer, "c": TIMINGS["b"]}))
     assert store.load() == Measured(
-        MACHINES["h200"], {"a": newer, "b": TIMINGS["b"], "c": TIMINGS["b"]}
+        CARDS["h200"].machine, {"a": newer, "b": TIMINGS["b"], "c": TIMINGS["b"]}
     )
 
 
 def test_people_can_read_it(store):
-    store.add(Measured(MACHINES["h200"], TIMINGS))
+    store.add(Measured(CARDS["h200"].machine, TIMINGS))
     content = json.loads(store.path.read_text())
     assert content["device"] == "NVIDIA H200" and content["versions"]["driver"] == "580.159"
     assert content["steps"]["b"]["batch"] == "32 of 256"
@@ -104,7 +106,7 @@ def test_bytes_that_are_no_text(store, caplog):
     ],
 )
 def test_a_file_that_is_not_what_it_should_be(store, caplog, change, says):
-    store.add(Measured(MACHINES["h200"], TIMINGS))
+    store.add(Measured(CARDS["h200"].machine, TIMINGS))
     content = json.loads(store.path.read_text())
     change(content)
     store.path.write_text(json.dumps(content))
@@ -165,7 +167,7 @@ def test_a_write_that_fails_leaves_the_old_file(store, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        store.add(Measured(MACHINES["h200"], {}))
+        store.add(Measured(CARDS["h200"].machine, {}))
     assert store.load() == Measured(None, TIMINGS)
     assert not list(store.path.parent.glob("*.tmp"))
 
@@ -198,4 +200,5 @@ def test_the_module_loads_without_the_file_system():
 
 
 def test_a_machine_survives_the_trip():
-    assert Machine(**json.loads(json.dumps(dataclasses.asdict(MACHINES["cpu"])))) == MACHINES["cpu"]
+    cpu = CARDS["cpu"].machine
+    assert Machine(**json.loads(json.dumps(dataclasses.asdict(cpu)))) == cpu

@@ -14,13 +14,13 @@ from jax.extend.core import jaxpr_as_fun
 import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.compiler.targets import target
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.compression import compressed_nbytes
-from vmem_jax.core.costs import MACHINES
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Phase
 from vmem_jax.core.validate import violations
 from vmem_jax.policy.order import canonical_order
-from vmem_jax.compiler.targets import target
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer import compression, extension
@@ -187,7 +187,7 @@ def copies(text):
 def test_xlas_copies_free_memory_and_stay_beside_the_work():
     target("h200")  # first, so that JAX misses no driver when it looks for devices
     link = dict.fromkeys(("link_out", "link_in", "link_both"), 1e12)  # all that is moved hides
-    machine = dataclasses.replace(MACHINES["h200"], **link)
+    machine = dataclasses.replace(CARDS["h200"].machine, **link)
     options = {"allow": ("order", "offload"), "donate_argnums": 0, "machine": machine}
     kept = vmem_jax.jit(mlp, budget="1GiB", policy="exact", donate_argnums=0)
     kept_need = kept._entry_for(mlp_shapes(), {}, "h200").best.need

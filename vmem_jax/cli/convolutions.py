@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from vmem_jax.cli.options import bar, not_timed
-from vmem_jax.compiler.targets import TARGETS
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.database import Database
 from vmem_jax.conv.layers import convolutions_of, kernels_of
 from vmem_jax.conv.profiler import Profile, profile
+from vmem_jax.core.cards import TARGETS
 from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.policy.workspace_division import front
 from vmem_jax.policy.workspace_reuse import BatchSizes, reuse

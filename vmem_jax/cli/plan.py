@@ -17,7 +17,8 @@ from vmem_jax.cli.options import (
     job_of,
     positive,
 )
-from vmem_jax.compiler.targets import TARGETS, target
+from vmem_jax.compiler.targets import target
+from vmem_jax.core.cards import TARGETS
 from vmem_jax.options import TECHNIQUES
 
 

@@ -26,48 +26,29 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from vmem_jax.core.cards import CARDS, TARGETS, Hardware
+
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Card:
-    """What XLA:GPU's decisions depend on, for one card.
-
-    XLA knows more fields (unit rates, PCIe bandwidth, versions). Without them an H200 compiles to
-    the same text, and older XLA releases refuse the fields they do not know.
-    """
-
-    title: str
-    compute_capability: tuple[int, int]
-    accelerated: bool  # architecture-specific instructions (sm_90a, sm_100a)
-    memory_nbytes: int
-    memory_bandwidth: int  # bytes/s
-    l2_cache_nbytes: int
-    clock_ghz: float
-    core_count: int  # streaming multiprocessors
-    fpus_per_core: int
-    threads_per_core: int
-    shared_memory_per_core: int  # bytes
-    shared_memory_per_block: int  # bytes, the most a kernel can opt in to
-
-    def text_proto(self) -> str:
-        """This card as the text of XLA's GpuTargetConfigProto."""
-        major, minor = self.compute_capability
-        extension = "ACCELERATED_FEATURES" if self.accelerated else "NONE"
-        return f"""\
+def text_proto(card: Hardware) -> str:
+    """`card` as the text of XLA's GpuTargetConfigProto."""
+    major, minor = card.compute_capability
+    extension = "ACCELERATED_FEATURES" if card.accelerated else "NONE"
+    return f"""\
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
-  device_memory_size: {self.memory_nbytes}
-  memory_bandwidth: {self.memory_bandwidth}
-  l2_cache_size: {self.l2_cache_nbytes}
-  clock_rate_ghz: {self.clock_ghz}
-  core_count: {self.core_count}
-  fpus_per_core: {self.fpus_per_core}
-  threads_per_core_limit: {self.threads_per_core}
-  shared_memory_per_core: {self.shared_memory_per_core}
+  device_memory_size: {card.memory_nbytes}
+  memory_bandwidth: {card.memory_bandwidth}
+  l2_cache_size: {card.l2_cache_nbytes}
+  clock_rate_ghz: {card.clock_ghz}
+  core_count: {card.core_count}
+  fpus_per_core: {card.fpus_per_core}
+  threads_per_core_limit: {card.threads_per_core}
+  shared_memory_per_core: {card.shared_memory_per_core}
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {self.shared_memory_per_block}
+  shared_memory_per_block_optin: {card.shared_memory_per_block}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_warp: 32
@@ -80,86 +61,8 @@ gpu_device_info {{
   block_dim_limit_z: 65535
 }}
 platform_name: "CUDA"
-device_description_str: "{self.title}"
+device_description_str: "{card.title}"
 """
-
-
-_AMPERE = _Card(
-    title="NVIDIA A100-SXM4-80GB",
-    compute_capability=(8, 0),
-    accelerated=False,
-    memory_nbytes=85_100_068_864,
-    memory_bandwidth=2_039_040_000_000,
-    l2_cache_nbytes=41_943_040,
-    clock_ghz=1.41,
-    core_count=108,
-    fpus_per_core=64,
-    threads_per_core=2048,
-    shared_memory_per_core=167_936,
-    shared_memory_per_block=166_912,
-)
-_HOPPER = _Card(
-    title="NVIDIA H100 80GB HBM3",
-    compute_capability=(9, 0),
-    accelerated=True,
-    memory_nbytes=84_942_979_072,
-    memory_bandwidth=3_352_320_000_000,
-    l2_cache_nbytes=52_428_800,
-    clock_ghz=1.98,
-    core_count=132,
-    fpus_per_core=128,
-    threads_per_core=2048,
-    shared_memory_per_core=233_472,
-    shared_memory_per_block=232_448,
-)
-
-# The H200's figures were read from a live card (JAX 0.11.2, driver 580.159). The others are those
-# of openxla/xla, xla/backends/gpu/target_config/specs: a100_sxm_{40,80}, h100_sxm, b200,
-# rtx6000pro. XLA gives the RTX PRO 6000 its nominal 96 GiB; a live card reports somewhat less.
-_CARDS = {
-    "a100": _AMPERE,
-    "a100-40gb": dataclasses.replace(
-        _AMPERE,
-        title="NVIDIA A100-SXM4-40GB",
-        memory_nbytes=42_331_013_120,
-        memory_bandwidth=1_555_200_000_000,
-    ),
-    "h100": _HOPPER,
-    "h200": dataclasses.replace(
-        _HOPPER,
-        title="NVIDIA H200",
-        memory_nbytes=150_109_880_320,
-        memory_bandwidth=4_814_304_000_000,
-        l2_cache_nbytes=62_914_560,
-    ),
-    "b200": dataclasses.replace(
-        _HOPPER,
-        title="NVIDIA B200",
-        compute_capability=(10, 0),
-        memory_nbytes=191_514_411_008,
-        memory_bandwidth=7_672_320_000_000,
-        l2_cache_nbytes=132_644_864,
-        clock_ghz=1.965,
-        core_count=148,
-    ),
-    "rtx6000pro": _Card(
-        title="NVIDIA RTX PRO 6000 Blackwell",
-        compute_capability=(12, 0),
-        accelerated=False,
-        memory_nbytes=103_079_215_104,
-        memory_bandwidth=1_792_000_000_000,
-        l2_cache_nbytes=134_217_728,
-        clock_ghz=2.6,
-        core_count=188,
-        fpus_per_core=128,
-        threads_per_core=1536,
-        shared_memory_per_core=131_072,
-        shared_memory_per_block=101_376,
-    ),
-}
-
-TARGETS: tuple[str, ...] = tuple(_CARDS)
-"""The names that `target` knows. "a100" is the 80 GB card; "h100" and "a100" are SXM modules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,15 +143,15 @@ def target(name: str) -> Target:
       ValueError: the name is unknown.
       ImportError: JAX's CUDA wheels, which hold XLA's GPU compiler, are not installed.
     """
-    if name not in _CARDS:
+    hardware = CARDS[name].hardware if name in CARDS else None
+    if hardware is None:
         raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}")
     if _plugin_name() is None:
         raise ImportError(
             f"compiling for {name!r} needs XLA's GPU compiler from JAX's CUDA wheels (no GPU): "
             'pip install "vmem_jax[gpu-compile]"'
         )
-    card = _CARDS[name]
-    return Target(name, card.memory_nbytes, card.text_proto())
+    return Target(name, hardware.memory_nbytes, text_proto(hardware))
 
 
 def _plugin_name() -> str | None:

@@ -14,8 +14,10 @@ import jax
 from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.known import Known, known, profile_on
+from vmem_jax.core.cards import machine_for
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
-from vmem_jax.core.costs import Costs, Machine, Source, machine_for
+from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
 from vmem_jax.policy.workspace_division import desirable, front
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes

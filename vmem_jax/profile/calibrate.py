@@ -8,7 +8,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from vmem_jax.core.costs import Costs, Machine, Source, analytic
+from vmem_jax.core.costs import Costs, Source, analytic
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program, Step
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 
 from vmem_jax.capture.capture import Captured
-from vmem_jax.core.costs import Costs, Machine, analytic, machine_for
+from vmem_jax.core.cards import machine_for
+from vmem_jax.core.costs import Costs, analytic
+from vmem_jax.core.machine import Machine
 from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.machine import measure
 from vmem_jax.profile.steps import (

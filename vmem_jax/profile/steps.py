@@ -15,7 +15,8 @@ from absl import logging
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.compiler.device import free_nbytes
-from vmem_jax.core.costs import Costs, Machine, Source, analytic
+from vmem_jax.core.costs import Costs, Source, analytic
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
 from vmem_jax.policy.order import canonical_order
 from vmem_jax.profile.calibrate import Timing, costs_from

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from vmem_jax.core.costs import Machine, Source
+from vmem_jax.core.costs import Source
+from vmem_jax.core.machine import Machine
 from vmem_jax.profile.calibrate import Timing
 from vmem_jax.profile.kept import Identity, Kept, positive
 

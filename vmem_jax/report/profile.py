@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from vmem_jax.core.costs import Costs, Machine, Source
+from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
 from vmem_jax.errors import show_nbytes
 

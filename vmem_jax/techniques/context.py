@@ -10,7 +10,8 @@ import jax
 
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.compiler.device import devices_of
-from vmem_jax.core.costs import Costs, analytic, machine_for
+from vmem_jax.core.cards import machine_for
+from vmem_jax.core.costs import Costs, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.profile.measured import costs_of

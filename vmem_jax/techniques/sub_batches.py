@@ -14,7 +14,9 @@ from typing import ClassVar
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.places import place_of
-from vmem_jax.core.costs import Costs, Machine, machine_for, of_parts
+from vmem_jax.core.cards import machine_for
+from vmem_jax.core.costs import Costs, of_parts
+from vmem_jax.core.machine import Machine
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy.base import Splitting

@@ -1,0 +1,223 @@
+"""cards: what is known of each device, in one table.
+
+A card's hardware is what XLA and cuDNN are told of one that is not there. The H200's figures were
+read from a live card (JAX 0.11.2, driver 580.159). The others are those of openxla/xla,
+xla/backends/gpu/target_config/specs (a100_sxm_40, a100_sxm_80, h100_sxm, b200, rtx6000pro), of
+NVIDIA's data sheets, and of the table of compute capabilities in the CUDA programming guide. XLA
+gives the RTX PRO 6000 its nominal 96 GiB; a live card reports somewhat less.
+
+Its machine is what it achieves: of the H200 as `vmem-jax profile` measured it (JAX 0.11.2, cuDNN
+9.19); of a card that was not measured the share of its data sheet that an H200 reaches of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vmem_jax.core.machine import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a compiler's decisions depend on, for one GPU.
+
+    XLA knows more fields (unit rates, PCIe bandwidth, versions). Without them an H200 compiles to
+    the same text, and older XLA releases refuse the fields they do not know.
+
+    Attributes:
+      accelerated: whether it has architecture-specific instructions (sm_90a, sm_100a).
+      memory_bandwidth: bytes a second.
+      core_count: streaming multiprocessors.
+      shared_memory_per_core: bytes.
+      shared_memory_per_block: bytes, the most that a kernel can opt in to.
+      memory_clock_khz, memory_bus_bits: for cuDNN's lists; 0 where they are not known.
+    """
+
+    title: str
+    compute_capability: tuple[int, int]
+    accelerated: bool
+    memory_nbytes: int
+    memory_bandwidth: int
+    l2_cache_nbytes: int
+    clock_ghz: float
+    core_count: int
+    fpus_per_core: int
+    threads_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block: int
+    memory_clock_khz: int = 0
+    memory_bus_bits: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """One device.
+
+    Attributes:
+      name: short, "h200".
+      machine: what it achieves.
+      hardware: what compilers are told of it; None for a CPU.
+    """
+
+    name: str
+    machine: Machine
+    hardware: Hardware | None = None
+
+
+_A100 = Hardware(
+    title="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    accelerated=False,
+    memory_nbytes=85_100_068_864,
+    memory_bandwidth=2_039_040_000_000,
+    l2_cache_nbytes=41_943_040,
+    clock_ghz=1.41,
+    core_count=108,
+    fpus_per_core=64,
+    threads_per_core=2048,
+    shared_memory_per_core=167_936,
+    shared_memory_per_block=166_912,
+    memory_clock_khz=1_593_000,
+    memory_bus_bits=5120,
+)
+_A100_40 = dataclasses.replace(
+    _A100,
+    title="NVIDIA A100-SXM4-40GB",
+    memory_nbytes=42_331_013_120,
+    memory_bandwidth=1_555_200_000_000,
+    memory_clock_khz=1_215_000,
+)
+_H100 = Hardware(
+    title="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    accelerated=True,
+    memory_nbytes=84_942_979_072,
+    memory_bandwidth=3_352_320_000_000,
+    l2_cache_nbytes=52_428_800,
+    clock_ghz=1.98,
+    core_count=132,
+    fpus_per_core=128,
+    threads_per_core=2048,
+    shared_memory_per_core=233_472,
+    shared_memory_per_block=232_448,
+    memory_clock_khz=2_619_000,
+    memory_bus_bits=5120,
+)
+_H200 = dataclasses.replace(
+    _H100,
+    title="NVIDIA H200",
+    memory_nbytes=150_109_880_320,
+    memory_bandwidth=4_814_304_000_000,
+    l2_cache_nbytes=62_914_560,
+    memory_clock_khz=3_201_000,
+    memory_bus_bits=6016,
+)
+_B200 = dataclasses.replace(
+    _H100,
+    title="NVIDIA B200",
+    compute_capability=(10, 0),
+    memory_nbytes=191_514_411_008,
+    memory_bandwidth=7_672_320_000_000,
+    l2_cache_nbytes=132_644_864,
+    clock_ghz=1.965,
+    core_count=148,
+    memory_clock_khz=0,
+    memory_bus_bits=0,
+)
+_RTX6000PRO = Hardware(
+    title="NVIDIA RTX PRO 6000 Blackwell",
+    compute_capability=(12, 0),
+    accelerated=False,
+    memory_nbytes=103_079_215_104,
+    memory_bandwidth=1_792_000_000_000,
+    l2_cache_nbytes=134_217_728,
+    clock_ghz=2.6,
+    core_count=188,
+    fpus_per_core=128,
+    threads_per_core=1536,
+    shared_memory_per_core=131_072,
+    shared_memory_per_block=101_376,
+)
+
+# Its convolutions run at 710 TFLOP/s where they are large and square, and at some 560 in whole
+# training steps (VGG, ResNet). Its steps start later beside copies, by 1 µs (VGG-116) to 3 µs
+# (ResNet-152): by so much plans with transfers take longer than was predicted without it
+# (docs/benchmarks.md, Transfers).
+_MEASURED = Machine(
+    "h200",
+    flops={
+        "bfloat16": 748e12,
+        "float16": 727e12,
+        "float32": 377e12,  # TF32, which JAX's default precision uses on these cards
+        "float64": 33.5e12,
+        "": 49.3e12,
+    },
+    bandwidth=3.1e12,
+    launch=1e-6,
+    memory=_H200.memory_nbytes,
+    link_out=55.3e9,
+    link_in=55.3e9,
+    link_both=97.7e9,
+    link_delay=2e-6,
+    convolutions={"bfloat16": 560e12, "float16": 560e12, "float32": 280e12},
+    pinning=2.8e-10,
+)
+
+
+def _like_h200(
+    name: str, hardware: Hardware, tensor: float, fp32: float, link: float = 1.0
+) -> Card:
+    """A card that was not measured.
+
+    Args:
+      tensor, fp32: bfloat16 and strict float32 by its data sheet, operations a second.
+      link: as a share of PCIe 5 x16.
+    """
+    tensor, fp32 = tensor / 990e12, fp32 / 67e12
+    strict = ("float64", "")
+    share = {dtype: fp32 if dtype in strict else tensor for dtype in _MEASURED.flops}
+    machine = dataclasses.replace(
+        _MEASURED,
+        name=name,
+        flops={dtype: rate * share[dtype] for dtype, rate in _MEASURED.flops.items()},
+        bandwidth=_MEASURED.bandwidth * hardware.memory_bandwidth / _H200.memory_bandwidth,
+        memory=hardware.memory_nbytes,
+        link_out=_MEASURED.link_out * link,
+        link_in=_MEASURED.link_in * link,
+        link_both=_MEASURED.link_both * link,
+        convolutions={dtype: rate * tensor for dtype, rate in _MEASURED.convolutions.items()},
+    )
+    return Card(name, machine, hardware)
+
+
+CARDS: dict[str, Card] = {
+    card.name: card
+    for card in (
+        _like_h200("a100", _A100, 312e12, 19.5e12, 0.5),
+        _like_h200("a100-40gb", _A100_40, 312e12, 19.5e12, 0.5),
+        _like_h200("h100", _H100, 990e12, 67e12),
+        Card("h200", _MEASURED, _H200),
+        _like_h200("b200", _B200, 2250e12, 80e12),
+        _like_h200("rtx6000pro", _RTX6000PRO, 500e12, 125e12),
+        Card("cpu", Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30, 5e9, 5e9, 5e9)),
+    )
+}
+"""By name. "a100" is the 80 GB card; "h100" and "a100" are SXM modules."""
+
+TARGETS: tuple[str, ...] = tuple(name for name, card in CARDS.items() if card.hardware)
+"""Cards that a step can be planned and compiled for without one being there."""
+
+
+def machine_for(name: str) -> Machine:
+    """The machine of a card's name, or of a JAX `device_kind` ("NVIDIA H200"), or the nearest: h200
+    for GPUs, cpu."""
+    if name in CARDS:
+        return CARDS[name].machine
+    kind = name.lower().replace(" ", "")
+    titles = {card.hardware.title: card for card in CARDS.values() if card.hardware}
+    if name in titles:
+        return titles[name].machine
+    for known, card in CARDS.items():
+        if known in kind:
+            return card.machine
+    return CARDS["h200" if "nvidia" in kind else "cpu"].machine
