@@ -152,6 +152,15 @@ class _Candidate:
         that take as long. A family that must gain stands as far behind."""
         return self.seconds / (1 - self.family.must_gain), self.count
 
+    @property
+    def expected(self) -> float:
+        """Bytes that its plan is expected to compile to: what is predicted, and by how much the last
+        plan of the variant went over its prediction."""
+        if self.estimate is None:
+            return math.inf
+        missed = self.misses[-1] if self.misses else None
+        return self.estimate.need + (max(missed.need - missed.predicted_need, 0) if missed else 0)
+
 
 class _Search:
     """The state of one search."""
@@ -228,8 +237,13 @@ class _Search:
     def _give_up(self, candidate: _Candidate) -> None:
         """Its plan is not compiled as long as anything is predicted to fit."""
         self.over.append(candidate)
-        if candidate.family.splitting is Splitting.FEWEST and candidate.variant is not None:
-            self._open_next(candidate, candidate.variant.lower_bound())
+        self._open_next_of_fewest(candidate)
+
+    def _open_next_of_fewest(self, candidate: _Candidate) -> None:
+        """Where the fewest sub-batches are wanted, the next number is looked at only now."""
+        if candidate.family.splitting is Splitting.FEWEST:
+            seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
+            self._open_next(candidate, seconds)
 
     # -- the stages
 
@@ -256,6 +270,7 @@ class _Search:
         name = candidate.variant.name if candidate.variant else "variant"
         self.log.add(What.DROPPED, name, why=str(error).split("\n")[0])
         self.reasons.append(error)
+        self._open_next_of_fewest(candidate)
 
     def _bound(self, candidate: _Candidate) -> None:
         """Makes the variant, and finds how fast it can be at most."""
@@ -293,6 +308,7 @@ class _Search:
         if isinstance(found, Infeasible):
             self.log.add(What.OVER, variant.name, nbytes=found.minimum_peak)
             self.failures.append(found)
+            self._open_next_of_fewest(candidate)
         elif found.fits(candidate.goal):
             seconds = found.plan.predicted_seconds
             self.log.add(What.PLANNED, variant.name, seconds, found.need)
@@ -363,15 +379,17 @@ class _Search:
           most: of these, how many.
           limit: bytes; what is predicted to need more is left.
         """
-        waiting = sorted(self.over, key=lambda one: (not one.is_proved, _need(one)))
+        waiting = sorted(self.over, key=lambda one: (not one.is_proved, one.expected))
         compiled: list[Attempt] = []
         while waiting and self.best is None and len(self.attempts) < self.params.max_compiles:
             candidate = waiting.pop(0)
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            if any(one.need >= a.need or _same(a.plan, one.plan) for a in self.attempts):
-                continue  # another came to less than is predicted for it
-            if one.need > limit or len(compiled) >= most:
+            if any(candidate.expected >= a.need for a in self.attempts):
+                continue  # another came to less than is expected of it
+            if any(_same(a.plan, one.plan) for a in self.attempts):
+                continue
+            if candidate.expected > limit or len(compiled) >= most:
                 return
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
@@ -404,7 +422,8 @@ class _Search:
         if self.plain_need is None:
             lowest = min((a.need for a in self.attempts), default=math.inf)
             enough = lowest if self.attempts else self.budget or math.inf
-            if one.need > self.params.untouched * enough:
+            may = len(self.attempts) < self.params.max_compiles
+            if not may or one.need > self.params.untouched * enough:
                 return
         elif self.attempts and self.plain_need >= min(a.need for a in self.attempts):
             return
@@ -419,10 +438,6 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
     can_move = variant.costs.link is not None or not plan.moves
     same = plan.program == variant.program.fingerprint and plan.policy == variant.policy.name
     return same and can_move
-
-
-def _need(candidate: _Candidate) -> float:
-    return math.inf if candidate.estimate is None else candidate.estimate.need
 
 
 def _same(a: Plan, b: Plan) -> bool:
