@@ -43,22 +43,6 @@ import vmem_jax
 from vmem_jax.models import job
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("out", "", "File for the rows; rows of other cases that it has are kept.")
-flags.DEFINE_enum(
-    "cases", "all", ["all", "small"], "Which are recorded; the small are a test, too."
-)
-flags.DEFINE_string("only", "", "Only cases with a name in which this regular expression is found.")
-flags.DEFINE_bool("resume", False, "Leave out cases that --out has a row of.")
-flags.DEFINE_float("limit", 300.0, "Seconds by a clock after which a case is ended.")
-flags.DEFINE_string("device", "h200", "The card to compile for.")
-flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
-flags.DEFINE_list("compare", [], "Two files of rows, the older first: tells what differs.")
-flags.DEFINE_bool("partial", False, "Compare only cases that both files have.")
-flags.DEFINE_float("seconds", DEFAULT.seconds, "Tolerated share: predicted seconds of a case.")
-flags.DEFINE_float("lowest", DEFAULT.lowest, "Tolerated share: lowest peak of a case.")
-flags.DEFINE_float("compiles", DEFAULT.compiles, "Tolerated share: sum of all compiles.")
-flags.DEFINE_float("planning", DEFAULT.planning, "Tolerated share: sum of planning's CPU seconds.")
-
 DEVICES = 4
 """CPU devices that each case has, to describe the mesh of a sharded step with."""
 
@@ -245,11 +229,11 @@ def _failed(error: Exception) -> dict[str, Any]:
 
 
 def _child(case: Case, device: str, commit: str, results: Connection) -> None:
-    """A case in its own process, with no more than one error reported and nothing measured before."""
+    """Sends the row of a case, from a process of its own."""
+    origin = records.origin(commit)
     with tempfile.TemporaryDirectory() as empty:
-        os.environ["VMEM_JAX_CACHE"] = empty  # what was profiled here is of this machine
+        os.environ["VMEM_JAX_CACHE"] = empty  # no times that were measured on this machine
         try:
-            origin = records.origin(commit)
             facts = decide(case, device)
         except Exception as error:
             logging.exception("%s cannot be asked for", case.name)
@@ -300,7 +284,8 @@ def record() -> None:
 def compare() -> int:
     """Prints what differs; returns the exit status."""
     before, after = (decision_rows.read(Path(path)) for path in FLAGS.compare)
-    limits = Tolerances(FLAGS.seconds, FLAGS.lowest, FLAGS.compiles, FLAGS.planning)
+    names = [field.name for field in dataclasses.fields(Tolerances)]
+    limits = Tolerances(**{name: FLAGS[f"tolerate_{name}"].value for name in names})
     found = decision_rows.changes(before, after, limits, FLAGS.partial)
     print(decision_rows.table(found))
     worse = [change for change in found if change.worse]
@@ -327,5 +312,26 @@ def main(argv: list[str]) -> None:
     record()
 
 
+def define_flags() -> None:
+    define = flags.DEFINE_float
+    flags.DEFINE_string("out", "", "File for the rows; rows of other cases that it has are kept.")
+    flags.DEFINE_enum(
+        "cases", "all", ["all", "small"], "Which are recorded; small ones are a test."
+    )
+    flags.DEFINE_string("only", "", "Only cases in whose name this regular expression is found.")
+    flags.DEFINE_bool("resume", False, "Leave out cases that --out has a row of.")
+    define("limit", 300.0, "Seconds by a clock after which a case is ended.")
+    flags.DEFINE_string("device", "h200", "The card to compile for.")
+    flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
+    flags.DEFINE_list("compare", [], "Two files of rows, the older first: prints what differs.")
+    flags.DEFINE_bool("partial", False, "Compare only cases that both files have.")
+    share = "By what share this may rise: "
+    define("tolerate_seconds", DEFAULT.seconds, share + "the predicted seconds of a case.")
+    define("tolerate_lowest", DEFAULT.lowest, share + "the lowest peak of a case.")
+    define("tolerate_compiles", DEFAULT.compiles, share + "the sum of all compiles.")
+    define("tolerate_planning", DEFAULT.planning, share + "the sum of planning's CPU seconds.")
+
+
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
