@@ -134,8 +134,8 @@ _FIGURES = (
 
 
 DEFAULT = Tolerances()
-"""What is not measured is the same each time. CPU seconds are not: with other work on the same two cores
-the same plans of five cases took 26 % more."""
+"""What is not measured is the same each time. CPU seconds are not: with more other work on the
+same two cores the plans of five cases took 26 % more."""
 
 
 def changes(

@@ -151,13 +151,11 @@ def arguments(case: Case, shapes: Any) -> Any:
     return jax.tree.map(weight, state), jax.tree.map(lambda a: split(a, P("data")), batch)
 
 
-def budget_of(asked: str, shapes: Any, devices: int) -> int | float | str | None:
+def budget_of(asked: str, shapes: Any, devices: int) -> int | float | str:
     """The budget of a case as `vmem_jax.jit` takes it."""
     if asked == "minimum":
         nbytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)) // devices
         return nbytes + nbytes // 100
-    if asked == "none":
-        return None
     return asked if asked[-1].isalpha() else float(asked)
 
 
