@@ -75,19 +75,23 @@ class Counter:
 
 
 def hooks() -> dict[str, list[tuple[type, str]]]:
-    """What is counted: methods of classes, by what they do."""
-    return {
+    """The methods of classes that are counted, by what they do; those that there are.
+
+    Nothing else of the search is known here, so that it can be replaced.
+    """
+    methods = {
         "plan": [(policy, "plan") for policy in vmem_jax.POLICIES.values()],
         "lower": [(jax.stages.Traced, "lower")],
         "compile": [(jax.stages.Lowered, "compile")],
     }
+    return {n: [(o, m) for o, m in each if hasattr(o, m)] for n, each in methods.items()}
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Counter]]:
-    """Counts the calls of `hooks` until it ends."""
-    counters = {name: Counter() for name in hooks()}
-    methods = [(n, owner, m) for n, each in hooks().items() for owner, m in each]
+    """Counts the calls of `hooks` until it ends; what has no method is not among the counters."""
+    methods = [(name, *method) for name, each in hooks().items() for method in each]
+    counters = {name: Counter() for name, *_ in methods}
     inherited = object()
     before = [vars(owner).get(method, inherited) for _, owner, method in methods]
     for name, owner, method in methods:
@@ -193,25 +197,28 @@ def decide(case: Case, device: str) -> dict[str, Any]:
         except Exception as error:
             facts = _failed(error)
         spent = cpu_seconds() - began
-    lowering, compiling = counters["lower"].seconds, counters["compile"].seconds
+    calls = {name: counter.calls for name, counter in counters.items()}
+    seconds = {name: round(counter.seconds, 3) for name, counter in counters.items()}
+    planning = spent - seconds.get("lower", 0.0) - seconds.get("compile", 0.0)
     return {
         **({"budget_nbytes": budget} if isinstance(budget, int) else {}),
         **facts,
-        "plans": counters["plan"].calls,
-        "compiles": counters["compile"].calls,
-        "policy_seconds": round(counters["plan"].seconds, 3),
-        "planning_seconds": round(spent - lowering - compiling, 3),
-        "lowering_seconds": round(lowering, 3),
-        "compile_seconds": round(compiling, 3),
+        "plans": calls.get("plan"),
+        "compiles": calls.get("compile"),
+        "policy_seconds": seconds.get("plan"),
+        "planning_seconds": round(planning, 3),
+        "lowering_seconds": seconds.get("lower"),
+        "compile_seconds": seconds.get("compile"),
     }
 
 
 def _facts(compiled: Any) -> dict[str, Any]:
+    attempts = getattr(compiled, "attempts", ())
     return {
         "outcome": "ok",
         "budget_nbytes": compiled.plan.budget,
         **facts_of_plan(compiled.plan),
-        "predicted_need": compiled.attempts[-1].predicted_need,
+        "predicted_need": attempts[-1].predicted_need if attempts else None,
         "need": compiled.need_nbytes,
     }
 

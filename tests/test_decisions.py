@@ -205,10 +205,12 @@ def test_a_case_that_fails_dies_or_hangs_is_a_row():
     assert out.split() == ["RuntimeError", "Crash", "Timeout"]
 
 
-def test_every_case_has_a_name_of_its_own_and_a_row():
+def test_every_case_has_a_name_of_its_own_and_every_row_a_case():
     names = [case.name for case in CASES]
     assert len(names) == len(set(names))
-    assert [*decision_rows.read(ROWS)] == names
+    rows = [*decision_rows.read(ROWS)]
+    assert rows == [name for name in names if name in rows]
+    assert set(rows) >= SMALL and 10 <= len(SMALL) <= 15
 
 
 @pytest.mark.gpu_compile
