@@ -8,7 +8,8 @@
 //   B::DeviceGuard(device)    makes the device current for a scope
 //   B::CopyToHost, CopyToDevice, CopyOnDevice(stream, to, from, nbytes)
 //   B::PoisonDevice, PoisonHost(stream, memory, nbytes)
-//   B::Delay(stream, seconds), B::Fail(stream, message), B::Drain(stream)
+//   B::Delay(stream, seconds), B::Fail(stream, message)
+//   B::Drain(stream)           waits for what is on it, whatever comes of that; noexcept
 //   B::Mark, B::NewMark, B::Origin: see recording.h
 //   B::kOneThreadLaunches     whether one thread at a time launches a device's work, run by run
 //
@@ -34,6 +35,7 @@
 #include "layout.h"
 #include "recording.h"
 #include "slot_stack.h"
+#include "teardown.h"
 #include "tensor_cache.h"
 
 namespace vmem {
@@ -73,7 +75,7 @@ class DeviceArena {
 
   // Copies that are in flight use the memory that goes now, so this one waits for them.
   ~DeviceArena() {
-    typename B::DeviceGuard guard(lanes_.device);
+    const TeardownGuard<B> guard(lanes_.device);
     B::Drain(lanes_.to_host);
     B::Drain(lanes_.to_device);
   }

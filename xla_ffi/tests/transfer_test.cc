@@ -15,6 +15,7 @@
 #include "cpu_backend.h"
 #include "engine.h"
 #include "expect.h"
+#include "teardown.h"
 
 namespace vmem {
 namespace {
@@ -281,6 +282,35 @@ void TestFreedWhileInFlight() {
   arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
 }
 
+// The CPU twin of a device that may be lost: it cannot be made current then.
+struct LosableBackend : CpuBackend {
+  static inline bool lost = false;
+
+  struct DeviceGuard {
+    explicit DeviceGuard(int) {
+      if (lost) throw Error(Code::kInternal, "the device is lost");
+    }
+  };
+};
+
+// A failure in the destructor does not end the process, and copies in flight are still waited for.
+void TestFreedOnALostDevice() {
+  auto& engine = Engine<LosableBackend>::Get();
+  const std::int64_t id = Layouts::Get().Add(Flat(1));
+  engine.Pin(id, 0, false);
+  Tensor source = Filled(1);
+  engine.Inject(Delayed(5e-3));
+  engine.Find(id, 0)->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+  engine.Inject({});
+  const std::uint64_t before = TeardownFailures::Get().count();
+  LosableBackend::lost = true;
+  Layouts::Get().Remove(id);
+  engine.Free(id);
+  LosableBackend::lost = false;
+  EXPECT(TeardownFailures::Get().count() == before + 1);
+  EXPECT(TeardownFailures::Get().first().find("the device is lost") != std::string::npos);
+}
+
 // Against a list of bytes.
 void TestFreeRanges() {
   std::mt19937 random(0);
@@ -357,6 +387,7 @@ int main() {
   vmem::TestRecording();
   vmem::TestThreads();
   vmem::TestFreedWhileInFlight();
+  vmem::TestFreedOnALostDevice();
   vmem::TestStopWithTransfersInFlight();
   std::puts("all passed");
 }
