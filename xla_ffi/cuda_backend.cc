@@ -20,6 +20,7 @@ double HostSeconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// A delay that tests inject: nothing is waited for, so there is no event to wait on in its place.
 void CUDART_CB SleepOnHost(void* microseconds) {
   std::this_thread::sleep_for(
       std::chrono::microseconds(reinterpret_cast<std::intptr_t>(microseconds)));
