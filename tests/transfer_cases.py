@@ -234,8 +234,7 @@ def poison_shows_a_missing_wait(device):
 
 def loops_push_and_pop(device):
     x = data(device)
-    # Without FENCE_OPTIONS: with them XLA:CPU 0.12 aborts while it compiles barriers in this loop
-    expected = jax.jit(looping_step(None))(jax.device_put(x, device))
+    expected = jit(looping_step(None), device)(x)
     for cached in (0, 2, LAYERS):
         with pinned(device, STACK) as arena, injected(delay_seconds=1e-3, poison=True):
             arena.set_cache_capacity(device, cached * NBYTES)

@@ -9,6 +9,7 @@ from vmem_jax.conv.api import conv_general_dilated
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import (
     BudgetError,
+    CompileError,
     DifferentiationError,
     HostMemoryError,
     LayersError,
@@ -41,6 +42,7 @@ __all__ = [
     "Auto",
     "BudgetError",
     "BudgetedStep",
+    "CompileError",
     "DifferentiationError",
     "Exact",
     "HostMemoryError",
