@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import linecache
 import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +34,55 @@ plan fits; and "invalid", where plain jit itself fails, so that the program says
 OUR_ROOT = str(Path(vmem_jax.__file__).parent)
 
 
-def check(spec: Spec, options: Sequence[tuple[int, Options, bool]]) -> Iterator[Row]:
-    """A row for each of the options: their index, the options, and whether a lowest peak that is
-    named is asked for as the budget."""
-    try:
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A program as plain `jax.jit` runs it.
+
+    Attributes:
+      compiled: with what is not used kept, as the library counts it: it is there.
+      reference: makes the results in double precision.
+    """
+
+    program: Program
+    compiled: Any
+    expected: Any
+    reference: Callable[[], Any]
+
+    @classmethod
+    def of(cls, spec: Spec) -> Plain:
+        """Compiles and runs it."""
         program = build(spec)
-        plain = jax.jit(program.step).lower(*program.fresh()).compile()
-        expected = jax.block_until_ready(plain(*program.fresh()))
-    except Exception as error:  # a program that JAX does not take
-        found = {"signature": "", "detail": _first_line(error), "trace": traceback.format_exc()}
-        yield from (
-            {"option": i, "outcome": INVALID, "seconds": 0.0, **found} for i, _, _ in options
-        )
-        return
-    reference = functools.cache(lambda: _in_double(spec))
-    for index, one, ask in options:
-        began = time.perf_counter()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                row = _checked(program, plain, expected, one, ask, reference)
-        except Exception as error:
-            row = _raised(error)
-        row = {"option": index, **row, "layers": program.layers, "plain_need": need_nbytes(plain)}
-        yield {**row, "seconds": round(time.perf_counter() - began, 2)}
+        args = program.fresh()
+        compiled = jax.jit(program.step, keep_unused=True).lower(*args).compile()
+        expected = jax.block_until_ready(compiled(*args))
+        return cls(program, compiled, expected, functools.cache(lambda: _in_double(spec)))
+
+    @property
+    def need_nbytes(self) -> int:
+        return need_nbytes(self.compiled)
+
+
+def check(plain: Plain, options: Options, ask: bool) -> Row:
+    """What becomes of a program with some options.
+
+    Args:
+      ask: whether a lowest peak that is named is asked for as the budget.
+    """
+    began = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = _checked(plain, options, ask)
+    except Exception as error:
+        row = _raised(error)
+    more = {"layers": plain.program.layers, "plain_need": plain.need_nbytes}
+    return {**row, **more, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def invalid(error: Exception) -> Row:
+    """A row for a program that plain jit does not take."""
+    trace = traceback.format_exc()
+    return {"outcome": INVALID, "signature": "", "detail": _first_line(error), "trace": trace}
 
 
 def need_nbytes(compiled: Any) -> int:
@@ -67,10 +93,8 @@ def need_nbytes(compiled: Any) -> int:
     return buffers - stats.alias_size_in_bytes
 
 
-def _checked(
-    program: Program, plain: Any, expected: Any, options: Options, ask: bool, reference: Any
-) -> Row:
-    need = need_nbytes(plain)
+def _checked(plain: Plain, options: Options, ask: bool) -> Row:
+    program, need = plain.program, plain.need_nbytes
     keywords, budget = options.keywords(need), options.nbytes(need)
     try:
         step = vmem_jax.jit(program.step, **keywords)
@@ -101,7 +125,7 @@ def _checked(
     agreed, why = "exact", ""
     for _ in range(2 if compiled.plan.moves else 1):  # again: with an arena that was used
         got = jax.block_until_ready(runs(*program.fresh()))
-        one, what = compare(program, plain, expected, got, reference)
+        one, what = compare(program, plain.compiled, plain.expected, got, plain.reference)
         agreed, why = (one, what) if _worse(one, agreed) else (agreed, why)
     untouched = not compiled.plan.fenced and options.mode != "inner"
     if untouched and agreed != "exact" and not keywords.get("donate_argnums"):

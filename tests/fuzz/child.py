@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .check import ENDED, HUNG, Row
+from .check import ENDED, HUNG, INVALID, Row
 from .options import Options
 from .programs import Spec
-from .worker import as_json
+from .worker import PLAIN, as_json
 
 WALL = 4
 """As many times the limit of processor seconds, on the clock: where nothing is computed at all, on a
@@ -58,7 +58,7 @@ class Child:
             assert self._process is not None and self._process.stdin is not None
             self._process.stdin.write(as_json(spec, left).encode() + b"\n")
             self._process.stdin.flush()
-            at = left[0][0]
+            at = PLAIN
             for kind, value in self._lines(until):
                 if kind == "at":
                     at = value
@@ -70,6 +70,11 @@ class Child:
                 elif kind == "late":
                     self.close()
                     return
+                elif at == PLAIN:  # that plain jit ends or hangs is no finding
+                    failed = {**value, "outcome": INVALID, "signature": ""}
+                    yield from ({"option": i, **failed} for i, _, _ in left)
+                    left = []
+                    self.close()
                 else:
                     yield {"option": at, **value}
                     left = [one for one in left if one[0] != at]
@@ -154,7 +159,7 @@ class Child:
         return {
             "outcome": ENDED,
             "signature": f"ended:{name}:{_reason(said)}",
-            "detail": f"{name}: {said[-300:]}",
+            "detail": f"{name}: {_reason(said) or said[-300:]}",
             "trace": said[-6000:],
         }
 

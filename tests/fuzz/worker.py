@@ -1,7 +1,8 @@
 """A process that checks programs: jobs as lines of JSON come in, rows go out.
 
-A job is {"spec", "options": [[index, options, ask], ...]}. Before each of the options a line {"at":
-index} is written, so that who started this knows what was at work where it ends or hangs.
+A job is {"spec", "options": [[index, options, ask], ...]}. Before each of the options a line
+{"at": index} is written, and {"at": PLAIN} before plain jit compiles, so that who started this knows
+what was at work where it ends or hangs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import json
 import os
 import sys
 
+PLAIN = -1
+"""Stands for an index while plain jit is at work."""
+
 
 def main() -> None:
     rows = os.fdopen(os.dup(1), "w", buffering=1)
@@ -19,21 +23,24 @@ def main() -> None:
     faulthandler.enable()
     import jax
 
-    from .check import check
+    from .check import Plain, check, invalid
     from .options import Options
 
+    write = lambda **line: print(json.dumps(line), file=rows)
     for line in sys.stdin:
         job = json.loads(line)
-        options = [(i, Options(**one), ask) for i, one, ask in job["options"]]
-        at = iter([i for i, _, _ in options])
-        print(json.dumps({"at": next(at)}), file=rows)
-        for row in check(job["spec"], options):
-            row["jax"] = jax.__version__
-            print(json.dumps({"row": row}), file=rows)
-            if (i := next(at, None)) is not None:
-                print(json.dumps({"at": i}), file=rows)
+        write(at=PLAIN)
+        plain = failed = None
+        try:
+            plain = Plain.of(job["spec"])
+        except Exception as error:
+            failed = invalid(error)
+        for index, options, ask in job["options"]:
+            write(at=index)
+            row = failed or check(plain, Options(**options), ask)
+            write(row={"option": index, **row, "jax": jax.__version__})
         jax.clear_caches()
-        print(json.dumps({"done": True}), file=rows)
+        write(done=True)
 
 
 def as_json(spec: dict, options: list) -> str:
