@@ -127,8 +127,14 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
         got = jax.block_until_ready(runs(*program.fresh()))
         one, what = compare(program, plain.compiled, plain.expected, got, plain.reference)
         agreed, why = (one, what) if _worse(one, agreed) else (agreed, why)
-    untouched = not compiled.plan.fenced and options.mode != "inner"
-    if untouched and agreed != "exact" and not keywords.get("donate_argnums"):
+    # on a GPU kernels are chosen by time, and some add in any order
+    untouched = not compiled.plan.fenced and jax.default_backend() == "cpu"
+    if (
+        untouched
+        and agreed != "exact"
+        and options.mode != "inner"
+        and "donate_argnums" not in keywords
+    ):
         agreed, why = WRONG, why or "the untouched program has other bits than plain jit's"
     if agreed == WRONG:
         return {

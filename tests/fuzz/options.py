@@ -57,12 +57,17 @@ def draw_options(seed: int, index: int, transport: str = "any") -> Options:
     """
     draw = Draw(VERSION, seed, 10_000 + index)
     others = [name for name in POLICIES if name != "auto"]
-    more: dict[str, Any] = {"policy": "auto" if draw.chance(0.5) else draw.one(others)}
-    allow = draw.one(["all", "all", "all", "some", "some", "most"])
-    if allow == "some":
-        more["allow"] = draw.some(MEANS[:6])
-    elif allow == "most":
-        more["allow"] = MEANS if draw.chance(0.4) else ("order", "recompute", "offload")
+    policy = "auto" if draw.chance(0.5) else draw.one(others)
+    more: dict[str, Any] = {"policy": policy}
+    needs = POLICIES[policy].needs
+    if draw.chance(0.5 if policy == "auto" else 0.2):
+        allow = {*draw.some(["order", "recompute", "offload", "stream", "sub_batches"])}
+        allow |= {name for name in ("workspace", "compress") if draw.chance(0.15)}
+        if draw.chance(0.9):
+            allow |= {*needs}
+        more["allow"] = tuple(name for name in MEANS if name in allow)
+        if "compress" in allow and draw.chance(0.8):
+            more["density"] = 0.5
     drawn = draw.one(["auto", "auto", "ffi", "ffi", "memory_kinds"])
     more["transport"] = drawn if transport == "any" else transport
     if (donated := draw.one([(), (), (0,), (0, 1), (0, 1, 2)])) != ():
@@ -78,7 +83,7 @@ def draw_options(seed: int, index: int, transport: str = "any") -> Options:
     if draw.chance(0.03):
         more["tune"] = True
     return Options(
-        share=round(draw.between(0.3, 1.0), 3),
+        share=round(draw.between(*draw.one([(0.25, 1.0), (0.6, 1.0)])), 3),
         form=draw.one(["bytes", "bytes", "bytes", "share", "text"]),
         mode=draw.one(MODES),
         jit=more,

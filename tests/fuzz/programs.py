@@ -25,6 +25,9 @@ Spec = dict[str, Any]
 MOST = 2**17
 """Elements of the activations: what is larger is cut, so that a program takes about a second."""
 
+FEWEST = 2**12
+"""Elements of the inputs, of most programs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -53,10 +56,13 @@ class Program:
 def draw_spec(seed: int) -> Spec:
     """The program of `seed`."""
     draw = Draw(VERSION, seed)
-    # mostly such that activations are the larger part, or no budget below plain's need can be met
     batch = draw.one([1, 2, 4, 8, 16, 16, 32, 32, 33, 64, 64, 96, 128])
     time = draw.one([1, 4, 9, 16, 25, 36, 36, 64, 64, 64])
     channels = draw.one([4, 8, 8, 12, 16, 32])
+    if draw.chance(0.9):
+        # mostly the activations are the larger part, or no budget below plain's need can be met
+        while batch * time * channels < FEWEST:
+            batch, time = 2 * batch, 2 * time if time < 36 else time
     if draw.chance(0.02):
         batch, time = draw.one([(0, time), (batch, 0)])
     count = draw.one([1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 11])
