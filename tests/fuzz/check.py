@@ -203,7 +203,7 @@ def _raised(error: Exception) -> Row:
     trace = "".join(traceback.format_exception(error))
     return {
         "outcome": CRASHED,
-        "signature": f"crashed:{type(error).__name__}:{_place(error)}",
+        "signature": f"crashed:{_kind(error)}:{_place(error)}",
         "detail": f"{type(error).__name__}: {_first_line(error)}",
         "trace": trace[-6000:],
     }
@@ -219,6 +219,12 @@ def _on_purpose(error: Exception) -> bool:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = linecache.getline(frame.filename, frame.lineno or 0).strip()
     return frame.filename.startswith(OUR_ROOT) and said.startswith("raise ")
+
+
+def _kind(error: Exception) -> str:
+    """The type of an error; of the runtime's, with its status."""
+    name = type(error).__name__
+    return f"{name} {str(error).split(':')[0]}" if name == "JaxRuntimeError" else name
 
 
 def _place(error: Exception) -> str:
