@@ -18,7 +18,7 @@ COSTS = costs_of(CHAIN)
 
 def explained(costs=COSTS, order=ORDER, **changes) -> Explanation:
     plan = plan_of(CHAIN, order, **changes)
-    return explain(CHAIN, costs, plan, budget=None, plain_need=100, compiled_need=50, compiles=1)
+    return explain(CHAIN, costs, plan, budget=None, plain_need=100, compiled_need=50)
 
 
 def test_what_is_away_at_the_peak_does_not_hold_bytes_there():

@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"batch_arguments", "core", "capture", "policy", "prove", "jax_compat"},
     ),
     "batch_arguments.py": ({"jax"}, {"arguments", "capture"}),
-    "compiling.py": ({"jax"}, {"arguments", "entry", "hosted", "prove", "jax_compat"}),
+    "compiling.py": ({"jax"}, {"arguments", "entry", "errors", "hosted", "prove", "jax_compat"}),
     "splitting.py": (set(), {"capture", "core", "entry", "errors", "prove", "jax_compat"}),
     "hosted.py": ({"jax"}, {"capture", "errors", "jax_compat"}),
     "options.py": (set(), {"errors", "policy", "transfer"}),

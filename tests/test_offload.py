@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import logging
 import re
 import threading
 
@@ -16,8 +15,7 @@ import numpy as np
 import pytest
 import transfer_cases as cases
 from helpers import FAST, unit_costs
-from test_jit import batch, need, params, plain_need, step
-from vmem_jax.planning import Planning
+from test_jit import assert_close, batch, need, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
@@ -25,9 +23,11 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import violations
-from vmem_jax.policy import AbstractPolicy, Auto
+from vmem_jax.policy import AbstractPolicy, Auto, Infeasible
 from vmem_jax.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parked
+from vmem_jax.search.log import What
+from vmem_jax.techniques import StepContext
 from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.extension import describe
 from vmem_jax.transfer.ffi import Ffi
@@ -109,9 +109,7 @@ class Gloomy(Timid):
 
     def plan(self, program, costs, budget):
         plan = vmem_jax.POLICIES["recompute"]().plan(program, costs, budget)
-        raise BudgetError(
-            policy=self.name, budget=budget, lowest_peak=2 * budget, at="", lowest_plan=plan
-        )
+        return Infeasible(self.name, budget, 2 * budget, at="", plan=plan)
 
 
 def test_the_lowest_plan_of_another_policy_is_compiled_where_it_is_near():
@@ -129,9 +127,9 @@ class Wasteful(Timid):
     name = "wasteful"
 
     def plan(self, program, costs, budget):
-        with pytest.raises(BudgetError) as error:
-            Auto(allow=("order", "recompute")).plan(program, costs, program.resident_nbytes + 1)
-        return dataclasses.replace(error.value.lowest_plan, policy=self.name, budget=budget)
+        everything = Auto(allow=("order", "recompute"))
+        lowest = everything.plan(program, costs, program.resident_nbytes + 1).plan
+        return dataclasses.replace(lowest, policy=self.name, budget=budget)
 
 
 def test_another_policy_is_asked_where_it_is_faster():
@@ -241,18 +239,15 @@ def test_nothing_moves_on_a_cpu_unless_it_is_asked_for():
     assert compiled.arena is None and not compiled.plan.transfers
 
 
-def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="absl")
-    moving = Auto(allow=("order", "offload"))  # not by `jit(allow=...)`, which would ask for it
-    monkeypatch.setattr(
-        Planning, "_choose_transport", lambda planning, asked: ("ffi", "its times are a roofline's")
-    )
+def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch):
+    moving = Auto(allow=("order", "offload"))  # not by `jit(allow=...)`, which would name it
+    monkeypatch.setattr(StepContext, "_moving", ("ffi", "its times are a roofline's"))
     budgeted = lambda budget: vmem_jax.jit(step, budget=budget, policy=moving, machine=FAST)
     compiled = lambda budget: budgeted(budget).lower(params(), batch()).compile()
     assert not compiled(1.0).plan.transfers
-    assert "no plan fits" not in caplog.text
     within_half = compiled(0.5)
-    assert "no plan fits while nothing is moved" in caplog.text
+    lines = within_half._entry.log.lines
+    assert any(line.what in (What.OVER, What.MISSED) for line in lines)  # what moves nothing
     assert within_half.plan.transfers and within_half.need_nbytes <= 0.5 * plain_need()
     kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
     assert same(budgeted(0.5)(params(), batch()), kept)
@@ -262,10 +257,26 @@ def test_without_measured_times_it_moves_where_nothing_else_fits(monkeypatch, ca
     assert error.value.compiled and error.value.lowest_plan.transfers
 
 
-def test_where_it_cannot_be_it_says_why():
-    outer = jax.jit(lambda p, x: offloading()(p, x))
+def test_where_it_cannot_be_and_nothing_else_is_allowed_it_says_why():
+    outer = jax.jit(lambda p, x: offloading(allow="offload")(p, x))
     with pytest.raises(ValueError, match=r"`step` cannot offload: it is called inside another jit"):
         outer(params(), batch())
+
+
+def test_where_it_cannot_be_the_other_techniques_are_used():
+    entries = []
+
+    def inlined(p, x):
+        budgeted = offloading(allow=("order", "recompute", "offload"))
+        out = budgeted(p, x)
+        entries.extend(budgeted._entries.values())
+        return out
+
+    kept = vmem_jax.jit(step, budget="1GiB", policy="exact")(params(), batch())
+    assert_close(jax.jit(inlined)(params(), batch()), kept)
+    (entry,) = entries
+    assert not entry.best.plan.transfers and entry.best.plan.recomputed
+    assert "inside another jit" in entry.log.skipped["offload"]
 
 
 def test_as_text_has_the_four_calls():

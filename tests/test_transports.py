@@ -225,7 +225,12 @@ def test_without_the_extension_a_cpu_says_what_to_install(monkeypatch):
     monkeypatch.setattr(ffi.extension, "load", missing)
     assert choose("auto", "gpu", jax.devices()[:1], None, False) == ("memory_kinds", "")
     with pytest.raises(ValueError, match=r"cannot offload: vmem_jax's .* not built.*XLA:CPU"):
-        vmem_jax.jit(step, budget=0.5, allow=("order", "offload"))(params(), batch())
+        vmem_jax.jit(step, budget=0.5, allow="offload")(params(), batch())
+    both = {"allow": ("order", "offload")}  # one of which can be used
+    text = str(vmem_jax.jit(step, budget="1GiB", **both).explain(params(), batch()))
+    assert re.search(r"offload is not used: vmem_jax's .*not\s+built", text)
+    with pytest.raises(BudgetError, match="not built"):
+        vmem_jax.jit(step, budget=0.5, sub_batches=1, **both)(params(), batch())
 
 
 def test_an_unknown_transport_is_refused_at_once():

@@ -106,6 +106,16 @@ def parking_step(arena, layers=LAYERS):
     return step
 
 
+def only_parking_step(arena):
+    """A step that fetches nothing back, as one that fails elsewhere."""
+
+    def step(x):
+        residual, x = fence(x * 3, x)
+        return park(arena, 0, residual, x)[1]
+
+    return step
+
+
 def plain_step(x, layers=LAYERS):
     """The same step, with its residuals kept."""
     kept = []
@@ -224,8 +234,7 @@ def poison_shows_a_missing_wait(device):
 
 def loops_push_and_pop(device):
     x = data(device)
-    # Without FENCE_OPTIONS: with them XLA:CPU 0.12 aborts while it compiles barriers in this loop
-    expected = jax.jit(looping_step(None))(jax.device_put(x, device))
+    expected = jit(looping_step(None), device)(x)
     for cached in (0, 2, LAYERS):
         with pinned(device, STACK) as arena, injected(delay_seconds=1e-3, poison=True):
             arena.set_cache_capacity(device, cached * NBYTES)
@@ -354,16 +363,23 @@ def step_that_raises_in_flight_leaves_the_next_one_right(device):
 def left_behind_is_dropped(device):
     """A run that parks and never fetches: a step that failed elsewhere leaves that behind."""
     x = data(device)
-
-    def only_parks(x):
-        residual, x = fence(x * 3, x)
-        return park(arena, 0, residual, x)[1]
-
     with pinned(device) as arena, injected(stale_seconds=0.1):
-        jit(only_parks, device)(x).block_until_ready()
+        jit(only_parking_step(arena), device)(x).block_until_ready()
         assert arena.counters(device).parked == 1
         assert same(jit(parking_step(arena), device)(x), jit(plain_step, device)(x))
         assert (arena.counters(device).parked, arena.counters(device).resets) == (0, 1)
+
+
+def left_behind_is_dropped_on_request(device):
+    """Then the next run waits for nobody."""
+    x = data(device)
+    with pinned(device) as arena, injected(poison=True, stale_seconds=3600):
+        jit(only_parking_step(arena), device)(x)
+        arena.reset(device)
+        assert (arena.counters(device).parked, arena.counters(device).resets) == (0, 1)
+        assert same(jit(parking_step(arena), device)(x), jit(plain_step, device)(x))
+        arena.reset(device)
+        assert arena.counters(device).resets == 1  # there was nothing to drop
 
 
 def fetch_without_offload_is_an_error(device):
@@ -492,6 +508,7 @@ CASES: tuple[Callable[[jax.Device], None], ...] = (
     failed_copy_is_an_error_and_the_next_step_is_right,
     step_that_raises_in_flight_leaves_the_next_one_right,
     left_behind_is_dropped,
+    left_behind_is_dropped_on_request,
     fetch_without_offload_is_an_error,
     wrong_slots_are_errors,
     moved_buffer_is_an_error,

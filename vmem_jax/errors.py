@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 
 class VmemError(Exception):
@@ -76,7 +77,22 @@ class DifferentiationError(VmemError, TypeError):
 
 
 class CompileError(VmemError, RuntimeError):
-    """XLA does not compile a program that was made for a plan; the user's own it may compile."""
+    """XLA could not compile a step as it was planned; the user's own program may well compile.
+
+    Attributes:
+      status: XLA's code for it, such as "UNIMPLEMENTED" or "RESOURCE_EXHAUSTED"; "" if it gave none.
+      message: all that XLA said.
+    """
+
+    def __init__(self, *, name: str, message: str) -> None:
+        first = message.strip().splitlines()[0] if message.strip() else "it gave no reason"
+        status = first.split(":", 1)[0]
+        super().__init__(
+            f"XLA could not compile `{name}` as it was planned: {first}. The plan is at fault, not "
+            "your function. Try another `budget` or `policy`, or name fewer techniques in `allow`."
+        )
+        self.message = message
+        self.status = status if re.fullmatch("[A-Z_]+", status) else ""
 
 
 class HostMemoryError(VmemError, MemoryError):

@@ -224,9 +224,8 @@ def _hints(step: StepContext, log: SearchLog) -> list[str]:
         hints.append("Policy `auto` has more techniques.")
     if step.immovable and step.transport:
         hints.append('Measure times (`profile=True`), or let `allow` name "offload".')
-    for name in ("sub_batches",):
-        if why := log.skipped.get(name):
-            hints.append(f"Its batch cannot run in parts: {why}.")
+    for name, why in log.skipped.items():
+        hints.append(f'"{name}" is not used: {why}.')
     hints.append("Else take a larger `budget` or a smaller batch.")
     return hints
 

@@ -23,6 +23,7 @@
 
 #include "error.h"
 #include "registry.h"
+#include "teardown.h"
 #include "zero_values.h"
 
 namespace vmem {
@@ -84,7 +85,7 @@ class DeviceStore {
 
   // Frees memory that what is in flight may use: XLA's effects say when nothing is.
   ~DeviceStore() {
-    typename Backend::DeviceGuard guard(device_);
+    const TeardownGuard<Backend> guard(device_);
     runs_.clear();
     vacant_.clear();
   }

@@ -25,10 +25,14 @@ void On(CpuLane* stream, std::function<void()> work) {
 
 }  // namespace
 
-void CpuSignal::Set(std::string error) {
+void CpuSignal::Set(std::string error) { Become(State::kDone, std::move(error)); }
+
+void CpuSignal::Abandon() noexcept { Become(State::kAbandoned, {}); }
+
+void CpuSignal::Become(State state, std::string error) noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    done_ = true;
+    state_ = state;
     error_ = std::move(error);
   }
   changed_.notify_all();
@@ -36,13 +40,16 @@ void CpuSignal::Set(std::string error) {
 
 void CpuSignal::Wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return done_; });
+  changed_.wait(lock, [this] { return state_ != State::kPending; });
+  if (state_ == State::kAbandoned) {
+    throw Error(Code::kInternal, "the copy lanes have been stopped");
+  }
   if (!error_.empty()) throw Error(Code::kInternal, error_);
 }
 
 void CpuSignal::WaitQuietly() noexcept {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return done_; });
+  changed_.wait(lock, [this] { return state_ != State::kPending; });
 }
 
 CpuLane::CpuLane() : thread_([this] { Run(); }) {}
@@ -62,10 +69,11 @@ void CpuLane::Add(Job job) {
     if (!stopping_) {
       jobs_.push_back(std::move(job));
       job.signal = nullptr;
+      ++added_;
     }
   }
   changed_.notify_all();
-  if (job.signal != nullptr) job.signal->Set("the copy lanes have been stopped");
+  if (job.signal != nullptr) job.signal->Abandon();
 }
 
 void CpuLane::Sleep(double seconds) {
@@ -73,35 +81,41 @@ void CpuLane::Sleep(double seconds) {
   changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return stopping_; });
 }
 
-void CpuLane::Stop() {
-  std::deque<Job> dropped;
+void CpuLane::Drain() noexcept {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this, all = added_] { return ended_ >= all; });
+}
+
+void CpuLane::Stop() noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    dropped.swap(jobs_);
+    for (; !jobs_.empty(); jobs_.pop_front()) {
+      if (jobs_.front().signal != nullptr) jobs_.front().signal->Abandon();
+      ++ended_;
+    }
   }
   changed_.notify_all();
-  for (Job& job : dropped) {
-    if (job.signal != nullptr) job.signal->Set("the copy lanes have been stopped");
-  }
 }
 
-void CpuLane::Join() {
+void CpuLane::Join() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
 void CpuLane::Run() {
+  std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    Job job;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
-      if (jobs_.empty()) return;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
-    }
+    changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    Job job = std::move(jobs_.front());
+    jobs_.pop_front();
+    lock.unlock();
     if (job.work) job.work();
     if (job.signal != nullptr) job.signal->Set(std::exchange(error_, {}));
+    job = {};
+    lock.lock();
+    ++ended_;
+    changed_.notify_all();
   }
 }
 
@@ -185,12 +199,6 @@ void CpuBackend::Delay(Stream lane, double seconds) {
 
 void CpuBackend::Fail(Stream lane, const std::string& message) {
   lane->Push([=] { lane->Fail(message); });
-}
-
-void CpuBackend::Drain(Stream lane) {
-  Event event;
-  Record(event, lane);
-  event->WaitQuietly();
 }
 
 }  // namespace vmem

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -17,15 +18,21 @@ namespace vmem {
 class CpuSignal {
  public:
   void Set(std::string error);
+  // The work before it never happens, since its lane has been stopped.
+  void Abandon() noexcept;
   // Blocks until it is set; throws Error if the work before it failed.
   void Wait();
   // Blocks until it is set, whatever came of it.
   void WaitQuietly() noexcept;
 
  private:
+  enum class State { kPending, kDone, kAbandoned };
+
+  void Become(State state, std::string error) noexcept;
+
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool done_ = false;
+  State state_ = State::kPending;
   std::string error_;
 };
 
@@ -44,10 +51,12 @@ class CpuLane {
   void Fail(std::string error) { error_ = std::move(error); }
   // Called by work on this lane; ends early when the lane is stopped.
   void Sleep(double seconds);
-  // Drops the copies that wait and fails their signals; the one that is running goes on. For good.
-  void Stop();
+  // Waits for the work that there is, whatever comes of it. Takes no memory, so it cannot fail.
+  void Drain() noexcept;
+  // Drops the copies that wait and abandons their signals; the one that is running goes on. For good.
+  void Stop() noexcept;
   // Waits for that one. All lanes that wait for each other must have been stopped.
-  void Join();
+  void Join() noexcept;
 
  private:
   struct Job {
@@ -61,6 +70,8 @@ class CpuLane {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;
+  std::uint64_t added_ = 0;  // jobs so far
+  std::uint64_t ended_ = 0;  // those of them that were done or dropped
   bool stopping_ = false;
   std::string error_;  // of the lane's own thread
   std::thread thread_;
@@ -124,7 +135,7 @@ struct CpuBackend {
   static void PoisonHost(Stream stream, void* memory, std::size_t nbytes);
   static void Delay(Stream lane, double seconds);
   static void Fail(Stream lane, const std::string& message);
-  static void Drain(Stream lane);
+  static void Drain(Stream lane) noexcept { lane->Drain(); }
 };
 
 }  // namespace vmem

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "error.h"
+#include "teardown.h"
 
 namespace vmem {
 namespace {
@@ -19,6 +20,7 @@ double HostSeconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// A delay that tests inject: nothing is waited for, so there is no event to wait on in its place.
 void CUDART_CB SleepOnHost(void* microseconds) {
   std::this_thread::sleep_for(
       std::chrono::microseconds(reinterpret_cast<std::intptr_t>(microseconds)));
@@ -42,21 +44,25 @@ CudaEvent::CudaEvent(unsigned int flags) {
   VMEM_CHECK_CUDA(cudaEventCreateWithFlags(&event_, flags));
 }
 
-CudaEvent::~CudaEvent() { cudaEventDestroy(event_); }  // allowed while it is pending
+CudaEvent::~CudaEvent() {
+  Teardown([this] { VMEM_CHECK_CUDA(cudaEventDestroy(event_)); });  // allowed while it is pending
+}
 
 CudaBackend::HostMemory::HostMemory(std::size_t nbytes, bool) {
   if (nbytes > 0) VMEM_CHECK_CUDA(cudaHostAlloc(&data_, nbytes, cudaHostAllocPortable));
 }
 
 CudaBackend::HostMemory::~HostMemory() {
-  if (data_ != nullptr) cudaFreeHost(data_);
+  if (data_ != nullptr) Teardown([this] { VMEM_CHECK_CUDA(cudaFreeHost(data_)); });
 }
 
 CudaBackend::DeviceMemory::DeviceMemory(std::size_t nbytes) {
   VMEM_CHECK_CUDA(cudaMalloc(&data_, nbytes));
 }
 
-CudaBackend::DeviceMemory::~DeviceMemory() { cudaFree(data_); }
+CudaBackend::DeviceMemory::~DeviceMemory() {
+  Teardown([this] { VMEM_CHECK_CUDA(cudaFree(data_)); });
+}
 
 CudaBackend::DeviceGuard::DeviceGuard(int device) {
   int current = -1;
@@ -67,7 +73,7 @@ CudaBackend::DeviceGuard::DeviceGuard(int device) {
 }
 
 CudaBackend::DeviceGuard::~DeviceGuard() {
-  if (previous_ >= 0) cudaSetDevice(previous_);
+  if (previous_ >= 0) Teardown([this] { VMEM_CHECK_CUDA(cudaSetDevice(previous_)); });
 }
 
 // The host sees an event some microseconds after the device has passed it; of a few tries the one
@@ -149,7 +155,7 @@ void CudaBackend::Fail(Stream, const std::string& message) {
   throw Error(Code::kInternal, message);
 }
 
-void CudaBackend::Drain(Stream lane) {
+void CudaBackend::Drain(Stream lane) noexcept {
   cudaStreamSynchronize(lane);  // an error of earlier work has been, or will be, XLA's to report
   (void)cudaGetLastError();
 }

@@ -102,7 +102,7 @@ struct CudaBackend {
   static void PoisonHost(Stream stream, void* memory, std::size_t nbytes);
   static void Delay(Stream lane, double seconds);
   static void Fail(Stream lane, const std::string& message);
-  static void Drain(Stream lane);
+  static void Drain(Stream lane) noexcept;
 
   // The device of XLA's stream: ordinals of ours and of XLA's cannot disagree then.
   static int DeviceOf(Stream stream);

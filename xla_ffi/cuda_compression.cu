@@ -5,6 +5,7 @@
 #include <string>
 
 #include "error.h"
+#include "teardown.h"
 #include "zero_values_kernels.h"
 
 namespace vmem {
@@ -74,7 +75,9 @@ CudaCompression::Overflow::Overflow(std::size_t nbytes) {
   }
 }
 
-CudaCompression::Overflow::~Overflow() { cudaFree(data_); }
+CudaCompression::Overflow::~Overflow() {
+  Teardown([this] { VMEM_CHECK_CUDA(cudaFree(data_)); });
+}
 
 CudaCompression::CudaCompression(std::size_t sites)
     : sites_(sites), totals_(sites * kCounts * sizeof(DeviceCount)) {

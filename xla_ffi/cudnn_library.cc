@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "error.h"
+#include "teardown.h"
 
 namespace vmem {
 namespace {
@@ -84,7 +85,8 @@ Descriptor::Descriptor(cudnnBackendDescriptorType_t type) {
 }
 
 Descriptor::~Descriptor() {
-  if (raw_ != nullptr) Cudnn().cudnnBackendDestroyDescriptor(raw_);
+  if (raw_ == nullptr) return;
+  Teardown([this] { VMEM_CHECK_CUDNN(cudnnBackendDestroyDescriptor(raw_)); });
 }
 
 void Descriptor::Set(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,

@@ -12,6 +12,7 @@
 #include "cuda_sums.h"
 #include "cudnn_runtime.h"
 #include "error.h"
+#include "teardown.h"
 
 namespace vmem {
 namespace {
@@ -79,7 +80,9 @@ class Pinned {
     VMEM_CHECK_CUDA(cudaMallocHost(&data, count * sizeof(T)));
     data_ = static_cast<T*>(data);
   }
-  ~Pinned() { cudaFreeHost(data_); }
+  ~Pinned() {
+    Teardown([this] { VMEM_CHECK_CUDA(cudaFreeHost(data_)); });
+  }
   Pinned(const Pinned&) = delete;
   Pinned& operator=(const Pinned&) = delete;
 
@@ -114,7 +117,9 @@ ConvTrial::ConvTrial(const ConvGeometry& geometry, const ConvWay& way, int devic
   VMEM_CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
 }
 
-ConvTrial::~ConvTrial() { cudaStreamDestroy(stream_); }
+ConvTrial::~ConvTrial() {
+  Teardown([this] { VMEM_CHECK_CUDA(cudaStreamDestroy(stream_)); });
+}
 
 std::vector<double> ConvTrial::Run(int times) {
   CudaBackend::DeviceGuard guard(device_);

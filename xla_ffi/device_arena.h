@@ -1,54 +1,40 @@
-// One arena on one device: the state machine of its slots, its pinned memory and its tensor cache.
+// One arena on one device: its pinned memory, and the four calls that move a tensor through a slot.
 //
-// A template over a backend B, which supplies
-//   B::Stream                 a handle of an ordered queue: XLA's own, or a copy lane
-//   B::Event                  a copyable handle
-//   B::NewEvent(), B::Record(event, stream), B::Wait(stream, event)
-//   B::HostMemory(nbytes, lock_pages), B::DeviceMemory(nbytes): RAII, data()
-//   B::DeviceGuard(device)    makes the device current for a scope
-//   B::CopyToHost, CopyToDevice, CopyOnDevice(stream, to, from, nbytes)
-//   B::PoisonDevice, PoisonHost(stream, memory, nbytes)
-//   B::Delay(stream, seconds), B::Fail(stream, message), B::Drain(stream)
-//   B::Mark, B::NewMark, B::Origin: see recording.h
-//   B::kOneThreadLaunches     whether one thread at a time launches a device's work, run by run
+// A template over a backend B: the device, its streams and its memory. Each file says what it needs of
+// it; this one needs
+//   B::Stream                            a handle of an ordered queue: XLA's own, or a copy lane
+//   B::HostMemory(nbytes, lock_pages)    RAII, data()
+//   B::DeviceGuard(device)               makes the device current for a scope
+//
+// What a run changes is in run_state.h: the places that are filled, and whose turn it is. How copies
+// are made, with the tensor cache, counters, recording and faults, is in the layers of copy.h.
 //
 // No method that a handler calls waits for the device. Where the backend has no streams of its own
 // for computing (the CPU), Wait(XLA's stream, event) blocks the calling thread instead.
 #pragma once
 
-#include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "cached_copies.h"
+#include "copy.h"
+#include "counted_copies.h"
 #include "counters.h"
 #include "error.h"
+#include "faulty_copies.h"
 #include "injection.h"
+#include "lane_copies.h"
+#include "lanes.h"
 #include "layout.h"
-#include "recording.h"
-#include "slot_stack.h"
-#include "tensor_cache.h"
+#include "recorded_copies.h"
+#include "run_state.h"
+#include "teardown.h"
 
 namespace vmem {
-
-// The copy lanes of one device, shared by all of its arenas: one out, one in.
-template <class B>
-struct Lanes {
-  explicit Lanes(int ordinal)
-      : device(ordinal), to_host(B::NewLane(ordinal)), to_device(B::NewLane(ordinal)) {}
-
-  int device;
-  typename B::Stream to_host;
-  typename B::Stream to_device;
-  std::mutex order;  // keeps the operations of one transfer together
-};
 
 template <class B>
 class DeviceArena {
@@ -58,55 +44,34 @@ class DeviceArena {
   // Pins the whole arena. Slow (a second for 2 GiB): before the first step, never in a handler.
   DeviceArena(std::shared_ptr<const Layout> layout, Lanes<B>& lanes, const InjectionBox& injection,
               bool lock_pages)
-      : layout_(std::move(layout)),
-        lanes_(lanes),
+      : device_(lanes.device),
         injection_(injection),
-        places_(layout_->nbytes()),
-        host_(layout_->nbytes(), lock_pages),
-        ready_(B::NewEvent()) {
-    for (const SlotLayout& slot : layout_->slots()) {
-      std::vector<Entry> entries(slot.depth);
-      for (Entry& entry : entries) entry.event = B::NewEvent();
-      slots_.emplace_back(std::move(entries));
-    }
-  }
+        host_(layout->nbytes(), lock_pages),
+        copies_(injection, lanes),
+        state_(std::move(layout), host_.data(), device_) {}
 
   // Copies that are in flight use the memory that goes now, so this one waits for them.
   ~DeviceArena() {
-    typename B::DeviceGuard guard(lanes_.device);
-    B::Drain(lanes_.to_host);
-    B::Drain(lanes_.to_device);
+    const TeardownGuard<B> guard(device_);
+    copies_.Drain();
   }
 
   DeviceArena(const DeviceArena&) = delete;
   DeviceArena& operator=(const DeviceArena&) = delete;
 
   // Begins to park `source`; it must stay as it is until OffloadDone.
-  void OffloadStart(std::int64_t run, Stream main, std::size_t slot, const void* source,
+  void OffloadStart(std::int64_t run, Stream main, std::size_t slot, void* source,
                     std::size_t nbytes) {
     Guarded(run, main, [&](Lock& lock) {
-      Check(slot, nbytes);
-      Claim(lock, run, main);
-      Entry* entry = slots_[slot].Push();
-      if (entry == nullptr) {
-        throw Error(Code::kFailedPrecondition,
-                    Named(slot) + " is full: " + std::to_string(slots_[slot].depth()) +
-                        " tensors are parked in it already");
-      }
-      const std::size_t stride = layout_->slots()[slot].stride;
-      const std::size_t offset = OffsetOf(slot, *entry);
-      if (places_.Find(stride, offset) != offset && stride > 0) {
-        slots_[slot].Settle();
-        throw Error(Code::kFailedPrecondition,
-                    Named(slot) +
-                        ": its place in the arena still holds another tensor; the "
-                        "program runs in another order than the plan's");
-      }
-      places_.Take(offset, stride);
-      entry->phase = Phase::kLeaving;
-      entry->source = source;
-      ++parked_;
-      Store(*entry, slot, main);
+      state_.slots.Check(slot, nbytes);
+      state_.Begin(lock, run, injection_.Get().stale_seconds, [&] {
+        copies_.JoinLanes(main);
+        Drop();
+      });
+      Parked<B>& parked = state_.slots.Push(slot);
+      parked.copy.run = run;
+      parked.copy.buffer = source;
+      copies_.Store(main, parked);
     });
   }
 
@@ -114,24 +79,23 @@ class DeviceArena {
   void OffloadDone(std::int64_t run, Stream main, std::size_t slot, void* source,
                    std::size_t nbytes) {
     Guarded(run, main, [&](Lock& lock) {
-      Check(slot, nbytes);
-      CheckRun(run, slot);
-      auto is_it = [&](Entry& e) { return e.phase == Phase::kLeaving && e.source == source; };
-      Entry* entry = slots_[slot].Topmost(is_it);
-      if (entry == nullptr) {
+      state_.slots.Check(slot, nbytes);
+      state_.CheckRun(run, slot);
+      Parked<B>* parked = state_.slots.Last(slot, Phase::kLeaving, [&](const Parked<B>& each) {
+        return each.copy.buffer == source;
+      });
+      if (parked == nullptr) {
         // XLA moved the value, so the buffer that was being copied had no holder. What we are given
         // is right by data flow: copy that instead, on the same lane and hence after the first one.
-        entry = slots_[slot].Lowest([](Entry& e) { return e.phase == Phase::kLeaving; });
-        if (entry == nullptr) throw Missing(slot, Phase::kLeaving);
-        Uncache(*entry);
-        entry->source = source;
-        ++counters_.recopies;
-        Store(*entry, slot, main);
+        parked = &state_.slots.First(slot, Phase::kLeaving);
+        copies_.Forget(*parked);
+        parked->copy.buffer = source;
+        ++recopies_;
+        copies_.Store(main, *parked);
       }
-      Join(lock, run, main, slot, *entry);
-      if (injection_.Get().poison_source) B::PoisonDevice(main, source, nbytes);
-      entry->phase = Phase::kParked;
-      if (entry->cached) (*entry->cached)->locked = false;
+      Join(lock, run, main, *parked);
+      parked->phase = Phase::kParked;
+      copies_.Stored(*parked);
     });
   }
 
@@ -140,13 +104,12 @@ class DeviceArena {
   void FetchStart(std::int64_t run, Stream main, std::size_t slot, void* destination,
                   std::size_t nbytes) {
     Guarded(run, main, [&](Lock&) {
-      Check(slot, nbytes);
-      CheckRun(run, slot);
-      Entry* entry = slots_[slot].Topmost([](Entry& e) { return e.phase == Phase::kParked; });
-      if (entry == nullptr) throw Missing(slot, Phase::kParked);
-      entry->phase = Phase::kReturning;
-      entry->destination = destination;
-      Load(*entry, slot, main);
+      state_.slots.Check(slot, nbytes);
+      state_.CheckRun(run, slot);
+      Parked<B>& parked = state_.slots.Last(slot, Phase::kParked);
+      parked.phase = Phase::kReturning;
+      parked.copy.buffer = destination;
+      copies_.Load(main, parked);
     });
   }
 
@@ -154,347 +117,128 @@ class DeviceArena {
   void FetchDone(std::int64_t run, Stream main, std::size_t slot, const void* buffer,
                  std::size_t nbytes) {
     Guarded(run, main, [&](Lock& lock) {
-      Check(slot, nbytes);
-      CheckRun(run, slot);
-      auto returns = [](Entry& e) { return e.phase == Phase::kReturning; };
-      if (slots_[slot].Topmost(returns) == nullptr) throw Missing(slot, Phase::kReturning);
-      Entry* entry =
-          slots_[slot].Topmost([&](Entry& e) { return returns(e) && e.destination == buffer; });
-      if (entry == nullptr) {
+      state_.slots.Check(slot, nbytes);
+      state_.CheckRun(run, slot);
+      (void)state_.slots.Last(slot, Phase::kReturning);
+      Parked<B>* parked = state_.slots.Last(slot, Phase::kReturning, [&](const Parked<B>& each) {
+        return each.copy.buffer == buffer;
+      });
+      if (parked == nullptr) {
         throw Error(Code::kInternal,
-                    Named(slot) +
+                    state_.slots.Named(slot) +
                         ": XLA moved the buffer of fetch_start before fetch_done, while the "
                         "transfer was writing it; fetch_done must be its only reader, in the same "
                         "computation");
       }
-      Join(lock, run, main, slot, *entry);
-      Empty(slot, *entry);
+      Join(lock, run, main, *parked);
+      copies_.Forget(*parked);
+      state_.slots.Empty(*parked);
     });
+  }
+
+  // Drops what is parked, and waits for its copies. For those who know that its run has failed: a live
+  // one finds nothing parked at its next call.
+  void Reset() {
+    const Lock lock(mutex_);
+    const typename B::DeviceGuard guard(device_);
+    copies_.Drain();
+    Drop();
   }
 
   // Device memory in front of the arena, in bytes; 0 takes the cache away. Between runs only.
   void SetCacheCapacity(std::size_t nbytes) {
-    Lock lock(mutex_);
-    CheckIdle("the cache cannot change");
-    typename B::DeviceGuard guard(lanes_.device);
-    B::Drain(lanes_.to_host);
-    B::Drain(lanes_.to_device);
+    const Lock lock(mutex_);
+    state_.CheckIdle("the cache cannot change");
+    const typename B::DeviceGuard guard(device_);
+    copies_.Drain();
     Drop();
-    cache_ = TensorCache(0);
-    cache_memory_.reset();
-    if (nbytes == 0) return;
-    cache_memory_.emplace(nbytes);
-    cache_ = TensorCache(nbytes);
+    copies_.SetCapacity(nbytes);
   }
 
   // From here on every copy and every wait is timed; without `on`, no more. Between runs only.
   void Record(bool on) {
-    Lock lock(mutex_);
-    CheckIdle("recording cannot begin or end");
-    typename B::DeviceGuard guard(lanes_.device);
-    recording_.Set(on, lanes_.to_host);
+    const Lock lock(mutex_);
+    state_.CheckIdle("recording cannot begin or end");
+    const typename B::DeviceGuard guard(device_);
+    copies_.Record(on);
   }
 
   // What was recorded so far. Waits for the lanes.
   std::vector<Span> Spans() const {
-    Lock lock(mutex_);
-    typename B::DeviceGuard guard(lanes_.device);
-    B::Drain(lanes_.to_host);
-    B::Drain(lanes_.to_device);
-    return recording_.Spans();
+    const Lock lock(mutex_);
+    const typename B::DeviceGuard guard(device_);
+    copies_.Drain();
+    return copies_.Spans();
   }
 
   Counters counters() const {
-    Lock lock(mutex_);
-    Counters now = counters_;
-    now.parked = parked_;
-    now.cache_nbytes = cache_.capacity();
-    now.cache_used_nbytes = cache_.used();
-    now.arena_nbytes = layout_->nbytes();
+    const Lock lock(mutex_);
+    Counters now = copies_.counted();
+    now.recopies = recopies_;
+    now.resets = resets_;
+    now.parked = state_.slots.parked();
+    now.cache_nbytes = copies_.cache().capacity();
+    now.cache_used_nbytes = copies_.cache().used();
+    now.arena_nbytes = state_.slots.nbytes();
     return now;
   }
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-  using Mark = typename B::Mark;
-  using Clock = std::chrono::steady_clock;
-
-  struct Entry {
-    Phase phase = Phase::kEmpty;
-    typename B::Event event;  // the last copy out of, or into, or away from this place
-    const void* source = nullptr;
-    void* destination = nullptr;
-    std::optional<TensorCache::Handle> cached;
-  };
-
-  // XLA numbers executions; -1 means that it did not.
-  static constexpr std::int64_t kUnknownRun = -1;
+  using Lock = Ownership::Lock;
+  using Copies = CachedCopies<CountedCopies<RecordedCopies<FaultyCopies<LaneCopies<B>>>>>;
 
   // Runs `body` under the lock and on the device. When it throws, the run is over for this arena:
   // the compute stream waits for the lanes, because XLA may now reuse the buffers they work on.
   template <class Body>
   void Guarded(std::int64_t run, Stream main, Body body) {
     Lock lock(mutex_);
-    typename B::DeviceGuard guard(lanes_.device);
-    if (run == run_) ++beats_;
+    const typename B::DeviceGuard guard(device_);
+    state_.owner.Beat(run);
     try {
       body(lock);
     } catch (...) {
       if (!lock.owns_lock()) lock.lock();
-      if (run == run_) {
-        failed_ = true;
+      if (run == state_.owner.run()) {
+        state_.owner.Fail();
         try {
-          JoinLanes(main);
+          copies_.JoinLanes(main);
         } catch (const std::exception&) {  // the first error is the one to report
         }
       }
-      changed_.notify_all();
       throw;
     }
-    changed_.notify_all();
-  }
-
-  // Makes `run` the owner. The arena is the memory of one run at a time: of the one that has
-  // something parked. Runs that were launched by other threads take turns; what a failed run left
-  // behind is dropped. A run that failed elsewhere never says so: it is given up when it shows no
-  // life for `stale_seconds`, or at once where this thread cannot be here before its end.
-  void Claim(Lock& lock, std::int64_t run, Stream main) {
-    if (run == run_ && run != kUnknownRun) {
-      if (failed_) throw AlreadyFailed();
-      if (parked_ > 0) return;
-    }
-    if (run == kUnknownRun && run == run_ && !failed_) {
-      launcher_ = std::this_thread::get_id();
-      return;
-    }
-    std::uint64_t beats = beats_;
-    Clock::time_point seen = Clock::now();
-    const std::chrono::duration<double> patience(injection_.Get().stale_seconds);
-    while (parked_ > 0 && !failed_ && run != run_) {
-      if (B::kOneThreadLaunches && launcher_ == std::this_thread::get_id()) break;
-      changed_.wait_for(lock, std::chrono::milliseconds(20));
-      if (beats != beats_) {
-        beats = beats_;
-        seen = Clock::now();
-      } else if (Clock::now() - seen > patience) {
-        break;
-      }
-    }
-    if (parked_ > 0) {
-      JoinLanes(main);
-      Drop();
-      ++counters_.resets;
-    }
-    run_ = run;
-    failed_ = false;
-    launcher_ = std::this_thread::get_id();
+    if (state_.IsIdle()) state_.owner.Release();
   }
 
   void Drop() {
-    for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-      while (Entry* entry =
-                 slots_[slot].Topmost([](Entry& e) { return e.phase != Phase::kEmpty; })) {
-        Empty(slot, *entry);
-      }
-    }
+    if (!state_.IsIdle()) ++resets_;
+    copies_.ForgetAll();
+    state_.Reset();
   }
 
-  void Empty(std::size_t slot, Entry& entry) {
-    Uncache(entry);
-    places_.Give(OffsetOf(slot, entry), layout_->slots()[slot].stride);
-    entry.phase = Phase::kEmpty;
-    entry.source = entry.destination = nullptr;
-    slots_[slot].Settle();
-    --parked_;
-  }
-
-  void Uncache(Entry& entry) {
-    if (entry.cached) cache_.Remove(*entry.cached);
-    entry.cached.reset();
-  }
-
-  // Out: into the cache by a copy on the device, or over the link. Both on the lane to the host, so
-  // an eviction comes before what takes its bytes, and nobody but that lane writes to the cache.
-  void Store(Entry& entry, std::size_t slot, Stream main) {
-    const SlotLayout& where = layout_->slots()[slot];
-    const std::size_t offset = OffsetOf(slot, entry);
-    std::lock_guard<std::mutex> order(lanes_.order);
-    Begin(main, lanes_.to_host);
-    Mark began = recording_.Now(lanes_.to_host);
-    Inject(slot, false, lanes_.to_host);
-    auto admission = cache_.Admit(where.stride, offset);
-    if (admission) {
-      for (TensorCache::Handle victim : admission->victims) Evict(victim);
-      if (!admission->victims.empty()) began = recording_.Now(lanes_.to_host);
-      entry.cached =
-          cache_.Insert({slot, slots_[slot].IndexOf(entry)}, admission->offset, where.stride);
-      B::CopyOnDevice(lanes_.to_host, Cached(entry), entry.source, where.nbytes);
-    } else {
-      B::CopyToHost(lanes_.to_host, host_.data() + offset, entry.source, where.nbytes);
-      counters_.link_nbytes_out += where.nbytes;
-    }
-    recording_.Note({false, true, !admission, run_, slot, where.nbytes}, began, lanes_.to_host);
-    B::Record(entry.event, lanes_.to_host);
-  }
-
-  void Evict(TensorCache::Handle victim) {
-    const auto [slot, index] = victim->place;
-    Entry& entry = slots_[slot][index];
-    const std::size_t nbytes = layout_->slots()[slot].nbytes;
-    const Mark began = recording_.Now(lanes_.to_host);
-    B::CopyToHost(lanes_.to_host, host_.data() + OffsetOf(slot, entry), Cached(entry), nbytes);
-    recording_.Note({false, true, true, run_, slot, nbytes}, began, lanes_.to_host);
-    B::Record(entry.event, lanes_.to_host);  // its fetch has to wait for this copy too
-    Uncache(entry);
-    ++counters_.evictions;
-    counters_.link_nbytes_out += nbytes;
-  }
-
-  void Load(Entry& entry, std::size_t slot, Stream main) {
-    const std::size_t nbytes = layout_->slots()[slot].nbytes;
-    std::byte* place = host_.data() + OffsetOf(slot, entry);
-    const bool poison = injection_.Get().poison;
-    if (poison) B::PoisonDevice(main, entry.destination, nbytes);
-    std::lock_guard<std::mutex> order(lanes_.order);
-    Begin(main, lanes_.to_device);  // the destination may be recycled memory with users before us
-    B::Wait(lanes_.to_device, entry.event);
-    const Mark began = recording_.Now(lanes_.to_device);
-    const bool link = !entry.cached;
-    Inject(slot, true, lanes_.to_device);
-    if (entry.cached) {
-      (*entry.cached)->locked = true;
-      B::CopyOnDevice(lanes_.to_device, entry.destination, Cached(entry), nbytes);
-      if (poison) B::PoisonDevice(lanes_.to_device, Cached(entry), nbytes);
-      ++counters_.hits;
-    } else {
-      B::CopyToDevice(lanes_.to_device, entry.destination, place, nbytes);
-      if (poison) B::PoisonHost(lanes_.to_device, place, nbytes);
-      ++counters_.misses;
-      counters_.link_nbytes_in += nbytes;
-    }
-    recording_.Note({false, false, link, run_, slot, nbytes}, began, lanes_.to_device);
-    B::Record(entry.event, lanes_.to_device);
-  }
-
-  // What is on `main` so far comes before what comes on `lane` from now on.
-  void Begin(Stream main, Stream lane) {
-    B::Record(ready_, main);
-    B::Wait(lane, ready_);
-  }
-
-  void Inject(std::size_t slot, bool fetch, Stream lane) {
-    const Injection injection = injection_.Get();
-    if (injection.delay_seconds > 0) B::Delay(lane, injection.delay_seconds);
-    if (injection.fail_slot == static_cast<std::int64_t>(slot) && injection.fail_fetch == fetch) {
-      B::Fail(lane, Named(slot) + ": the copy failed on purpose");
-    }
-  }
-
-  // `main` waits for the entry's copy. Unlocked meanwhile: on the CPU the wait blocks this thread,
-  // and another one of the same run may have a transfer to start.
-  void Join(Lock& lock, std::int64_t run, Stream main, std::size_t slot, Entry& entry) {
-    // The last one waits all the same, and by the lanes' order for all: XLA frees the buffers next.
-    if (injection_.Get().skip_waits && parked_ > 1) return;
-    const Phase phase = entry.phase;
-    const typename B::Event event = entry.event;
-    const Mark began = recording_.Now(main);
+  // `main` waits for the last copy of `parked`. Unlocked meanwhile: on the CPU the wait blocks this
+  // thread, and another one of the same run may have a transfer to start.
+  void Join(Lock& lock, std::int64_t run, Stream main, const Parked<B>& parked) {
+    const Phase phase = parked.phase;
+    const typename B::Event event = parked.event;
+    Copy copy = parked.copy;
+    copy.others = state_.slots.parked() - 1;
     lock.unlock();
-    B::Wait(main, event);
+    copies_.Wait(main, copy, event);
     lock.lock();
-    const std::size_t nbytes = layout_->slots()[slot].nbytes;
-    recording_.Note({true, phase == Phase::kLeaving, !entry.cached, run, slot, nbytes}, began, main);
-    CheckRun(run, slot);
-    if (entry.phase != phase) throw Missing(slot, phase);
+    state_.CheckRun(run, copy.place.slot);
+    if (parked.phase != phase) throw state_.slots.Missing(copy.place.slot, phase);
   }
 
-  void JoinLanes(Stream main) {
-    std::lock_guard<std::mutex> order(lanes_.order);
-    B::Record(ready_, lanes_.to_host);
-    B::Wait(lanes_.to_device, ready_);
-    B::Wait(main, ready_);
-    B::Record(ready_, lanes_.to_device);
-    B::Wait(lanes_.to_host, ready_);
-    B::Wait(main, ready_);
-  }
-
-  // Throws while a run holds the arena.
-  void CheckIdle(const char* what) const {
-    if (parked_ > 0 && !failed_) {
-      throw Error(Code::kFailedPrecondition,
-                  std::string(what) + " while a run holds the arena: " + std::to_string(parked_) +
-                      " tensors are parked");
-    }
-  }
-
-  void Check(std::size_t slot, std::size_t nbytes) const {
-    if (slot >= slots_.size()) {
-      throw Error(Code::kInvalidArgument, Named(slot) + ": the arena's layout has " +
-                                              std::to_string(slots_.size()) + " slots");
-    }
-    if (layout_->slots()[slot].nbytes != nbytes) {
-      throw Error(Code::kInvalidArgument, Named(slot) + ": the tensor has " +
-                                              std::to_string(nbytes) +
-                                              " bytes, but the slot was laid out for " +
-                                              std::to_string(layout_->slots()[slot].nbytes));
-    }
-  }
-
-  void CheckRun(std::int64_t run, std::size_t slot) const {
-    if (run != run_ || parked_ == 0) {
-      throw Error(Code::kFailedPrecondition,
-                  Named(slot) +
-                      ": this run has nothing parked: it started no transfer, or it showed no "
-                      "life for so long that another run took the arena over");
-    }
-    if (failed_) throw AlreadyFailed();
-  }
-
-  Error AlreadyFailed() const {
-    return Error(Code::kFailedPrecondition, "a transfer of this run failed before");
-  }
-
-  Error Missing(std::size_t slot, Phase wanted) {
-    SlotStack<Entry>& stack = slots_[slot];
-    std::string top = stack.height() == 0 ? "nothing is parked in it"
-                                          : std::string("the last tensor in it is ") +
-                                                Name(stack[stack.height() - 1].phase);
-    return Error(Code::kFailedPrecondition,
-                 Named(slot) + " has no tensor that is " + Name(wanted) + ": " + top);
-  }
-
-  std::string Named(std::size_t slot) const {
-    return "slot " + std::to_string(static_cast<std::int64_t>(slot)) + " on device " +
-           std::to_string(lanes_.device);
-  }
-
-  std::size_t OffsetOf(std::size_t slot, const Entry& entry) const {
-    const SlotLayout& where = layout_->slots()[slot];
-    return where.offset + slots_[slot].IndexOf(entry) * where.stride;
-  }
-
-  std::byte* Cached(const Entry& entry) const {
-    return cache_memory_->data() + (*entry.cached)->offset;
-  }
-
-  const std::shared_ptr<const Layout> layout_;
-  Lanes<B>& lanes_;
+  const int device_;
   const InjectionBox& injection_;
-  FreeRanges places_;  // of the arena: the plan keeps them apart, this checks that it does
   typename B::HostMemory host_;
-  typename B::Event ready_;  // recorded and waited for in one go, so one is enough
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<SlotStack<Entry>> slots_;
-  std::optional<typename B::DeviceMemory> cache_memory_;
-  TensorCache cache_{0};
-  Counters counters_;
-  Recording<B> recording_;
-  std::size_t parked_ = 0;  // entries that are not empty
-  std::uint64_t beats_ = 0;
-  std::int64_t run_ = kUnknownRun;
-  bool failed_ = false;
-  std::thread::id launcher_;
+  Copies copies_;
+  RunState<B> state_;
+  std::uint64_t recopies_ = 0;
+  std::uint64_t resets_ = 0;
 };
 
 }  // namespace vmem

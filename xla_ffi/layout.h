@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -48,5 +49,9 @@ struct Place {
   std::size_t slot = 0;
   std::size_t index = 0;
 };
+
+inline bool operator<(const Place& a, const Place& b) {
+  return std::tie(a.slot, a.index) < std::tie(b.slot, b.index);
+}
 
 }  // namespace vmem

@@ -1,4 +1,5 @@
-// The only nanobind file: names to functions, no logic. Devices are pairs (platform, ordinal).
+// The only nanobind file: names to functions and structs, no logic. Devices are pairs (platform,
+// ordinal).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -22,6 +23,7 @@
 #include "error.h"
 #include "layout.h"
 #include "targets.h"
+#include "teardown.h"
 #ifdef VMEM_JAX_CUDA
 #include "cuda_backend.h"
 #endif
@@ -60,14 +62,8 @@ void ForEveryEngine(Use use) {
 #endif
 }
 
-std::int64_t CreateArena(
-    const std::vector<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>>& slots,
-    std::size_t nbytes) {
-  std::vector<SlotLayout> layouts;
-  for (const auto& [offset, size, stride, depth] : slots) {
-    layouts.push_back({offset, size, stride, depth});
-  }
-  return Layouts::Get().Add(Layout(std::move(layouts), nbytes));
+std::int64_t CreateArena(std::vector<SlotLayout> slots, std::size_t nbytes) {
+  return Layouts::Get().Add(Layout(std::move(slots), nbytes));
 }
 
 void FreeArena(std::int64_t id) {
@@ -88,10 +84,8 @@ auto WithStores(const std::string& platform, Use use) {
   return use(Stores<CpuCompression>::Get());
 }
 
-std::int64_t CreateStore(const std::vector<std::pair<std::size_t, std::size_t>>& sites) {
-  std::vector<Site> planned;
-  for (const auto& [nbytes, capacity] : sites) planned.push_back({nbytes, capacity});
-  return Registry<Sites>::Get().Add(Sites(std::move(planned)));
+std::int64_t CreateStore(std::vector<Site> sites) {
+  return Registry<Sites>::Get().Add(Sites(std::move(sites)));
 }
 
 void FreeStore(std::int64_t id) {
@@ -102,62 +96,17 @@ void FreeStore(std::int64_t id) {
 #endif
 }
 
-nb::list ReadStoreCounters(std::int64_t id, const std::string& platform, int device) {
-  std::vector<SiteCounters> sites;
-  {
-    nb::gil_scoped_release release;
-    sites = WithStores(platform, [&](auto& stores) { return stores.Find(id, device)->counters(); });
-  }
-  nb::list result;
-  for (const SiteCounters& site : sites) {
-    nb::dict fields;
-    fields["runs"] = site.runs;
-    fields["elements"] = site.elements;
-    fields["values"] = site.values;
-    fields["overflow_nbytes"] = site.overflow_nbytes;
-    result.append(fields);
-  }
-  return result;
+std::vector<SiteCounters> ReadStoreCounters(std::int64_t id, const std::string& platform,
+                                            int device) {
+  return WithStores(platform, [&](auto& stores) { return stores.Find(id, device)->counters(); });
 }
 
-nb::dict ReadCounters(std::int64_t id, const std::string& platform, int device) {
-  const Counters now =
-      WithEngine(platform, [&](auto& engine) { return engine.Find(id, device)->counters(); });
-  nb::dict result;
-  result["hits"] = now.hits;
-  result["misses"] = now.misses;
-  result["evictions"] = now.evictions;
-  result["link_nbytes_out"] = now.link_nbytes_out;
-  result["link_nbytes_in"] = now.link_nbytes_in;
-  result["recopies"] = now.recopies;
-  result["resets"] = now.resets;
-  result["parked"] = now.parked;
-  result["cache_nbytes"] = now.cache_nbytes;
-  result["cache_used_nbytes"] = now.cache_used_nbytes;
-  result["arena_nbytes"] = now.arena_nbytes;
-  return result;
+Counters ReadCounters(std::int64_t id, const std::string& platform, int device) {
+  return WithEngine(platform, [&](auto& engine) { return engine.Find(id, device)->counters(); });
 }
 
-nb::list ReadSpans(std::int64_t id, const std::string& platform, int device) {
-  std::vector<Span> spans;
-  {
-    nb::gil_scoped_release release;
-    spans = WithEngine(platform, [&](auto& engine) { return engine.Find(id, device)->Spans(); });
-  }
-  nb::list result;
-  for (const Span& span : spans) {
-    nb::dict fields;
-    fields["waits"] = span.waits;
-    fields["out"] = span.out;
-    fields["link"] = span.link;
-    fields["run"] = span.run;
-    fields["slot"] = span.slot;
-    fields["nbytes"] = span.nbytes;
-    fields["begin"] = span.begin;
-    fields["end"] = span.end;
-    result.append(fields);
-  }
-  return result;
+std::vector<Span> ReadSpans(std::int64_t id, const std::string& platform, int device) {
+  return WithEngine(platform, [&](auto& engine) { return engine.Find(id, device)->Spans(); });
 }
 
 // As JAX registers them: a capsule, or capsules by stage where there are several.
@@ -199,37 +148,23 @@ ConvGeometry GeometryOf(const std::string& which, const std::string& epilogue,
 // `device` is the ordinal of one that is here, or the JSON text that describes one. The latter has
 // no driver that could load what is compiled. `banned` are notes that no plan may have. `channels`
 // is what x is padded to, 0 for none: no way does so in a build without kernels.
-nb::list ConvPlans(const std::string& which, const std::string& epilogue,
-                   const std::string& dtype, bool channels_last,
-                   const std::tuple<Dims, Dims, Dims>& shapes,
-                   const std::tuple<Dims, Dims, Dims, Dims>& window,
-                   const std::variant<int, std::string>& device,
-                   const std::vector<std::int64_t>& banned, bool compiling,
-                   std::int64_t channels) {
-  std::vector<PlanInfo> plans;
-  if (channels == 0 || kCopiesChannels) {
-    nb::gil_scoped_release release;
-    const ConvPadding padding(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
-                              channels);
-    const ConvGeometry& geometry = padding.geometry();
-    plans = device.index() == 0
-                ? FindPlansHere(geometry, std::get<int>(device), banned, compiling)
-                : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), banned,
-                            false);
-    for (PlanInfo& plan : plans) plan.workspace += padding.nbytes();
-  }
-  nb::list result;
-  for (const PlanInfo& plan : plans) {
-    nb::dict fields;
-    fields["engine"] = plan.engine;
-    fields["knobs"] = plan.knobs;
-    fields["workspace"] = plan.workspace;
-    fields["notes"] = plan.notes;
-    fields["behaviour"] = plan.behaviour;
-    fields["source"] = plan.source;
-    result.append(fields);
-  }
-  return result;
+std::vector<PlanInfo> ConvPlans(const std::string& which, const std::string& epilogue,
+                                const std::string& dtype, bool channels_last,
+                                const std::tuple<Dims, Dims, Dims>& shapes,
+                                const std::tuple<Dims, Dims, Dims, Dims>& window,
+                                const std::variant<int, std::string>& device,
+                                const std::vector<std::int64_t>& banned, bool compiling,
+                                std::int64_t channels) {
+  if (channels != 0 && !kCopiesChannels) return {};
+  const ConvPadding padding(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
+                            channels);
+  const ConvGeometry& geometry = padding.geometry();
+  std::vector<PlanInfo> plans =
+      device.index() == 0
+          ? FindPlansHere(geometry, std::get<int>(device), banned, compiling)
+          : FindPlans(geometry, ConvDevice::Described(std::get<std::string>(device)), banned, false);
+  for (PlanInfo& plan : plans) plan.workspace += padding.nbytes();
+  return plans;
 }
 
 // Constructs a trial in `self`. `sets` are the addresses of x, w, y, the workspace and the bias (0:
@@ -249,6 +184,56 @@ void InitTrial(ConvTrial* self, const std::string& which, const std::string& epi
                        {engine, channels, knobs}, device, std::move(buffers), workspace);
 }
 #endif
+
+// What Python reads. Its own dataclasses, which have the documentation, are made of these by name.
+void BindStructs(nb::module_& m) {
+  nb::class_<SlotLayout>(m, "SlotLayout")
+      .def(nb::init<std::size_t, std::size_t, std::size_t, std::size_t>(), nb::kw_only(), "offset"_a,
+           "nbytes"_a, "stride"_a, "depth"_a)
+      .def_ro("offset", &SlotLayout::offset)
+      .def_ro("nbytes", &SlotLayout::nbytes)
+      .def_ro("stride", &SlotLayout::stride)
+      .def_ro("depth", &SlotLayout::depth);
+  nb::class_<Counters>(m, "Counters")
+      .def_ro("hits", &Counters::hits)
+      .def_ro("misses", &Counters::misses)
+      .def_ro("evictions", &Counters::evictions)
+      .def_ro("link_nbytes_out", &Counters::link_nbytes_out)
+      .def_ro("link_nbytes_in", &Counters::link_nbytes_in)
+      .def_ro("recopies", &Counters::recopies)
+      .def_ro("resets", &Counters::resets)
+      .def_ro("parked", &Counters::parked)
+      .def_ro("cache_nbytes", &Counters::cache_nbytes)
+      .def_ro("cache_used_nbytes", &Counters::cache_used_nbytes)
+      .def_ro("arena_nbytes", &Counters::arena_nbytes);
+  nb::class_<Span>(m, "Span")
+      .def_ro("waits", &Span::waits)
+      .def_ro("out", &Span::out)
+      .def_ro("link", &Span::link)
+      .def_ro("run", &Span::run)
+      .def_ro("slot", &Span::slot)
+      .def_ro("nbytes", &Span::nbytes)
+      .def_ro("begin", &Span::begin)
+      .def_ro("end", &Span::end);
+  nb::class_<Site>(m, "Site")
+      .def(nb::init<std::size_t, std::size_t>(), nb::kw_only(), "nbytes"_a, "capacity"_a)
+      .def_ro("nbytes", &Site::nbytes)
+      .def_ro("capacity", &Site::capacity);
+  nb::class_<SiteCounters>(m, "SiteCounters")
+      .def_ro("runs", &SiteCounters::runs)
+      .def_ro("elements", &SiteCounters::elements)
+      .def_ro("values", &SiteCounters::values)
+      .def_ro("overflow_nbytes", &SiteCounters::overflow_nbytes);
+#ifdef VMEM_JAX_CUDNN
+  nb::class_<PlanInfo>(m, "PlanInfo")
+      .def_ro("engine", &PlanInfo::engine)
+      .def_ro("knobs", &PlanInfo::knobs)
+      .def_ro("workspace", &PlanInfo::workspace)
+      .def_ro("notes", &PlanInfo::notes)
+      .def_ro("behaviour", &PlanInfo::behaviour)
+      .def_ro("source", &PlanInfo::source);
+#endif
+}
 
 void Translate(const std::exception_ptr& pointer, void*) {
   try {
@@ -298,6 +283,8 @@ NB_MODULE(_xla_ffi, m) {
     return result;
   });
 
+  BindStructs(m);
+
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("arena_create", &CreateArena, "slots"_a, "nbytes"_a);
   m.def(
@@ -315,14 +302,20 @@ NB_MODULE(_xla_ffi, m) {
                    [&](auto& engine) { engine.Find(id, device)->SetCacheCapacity(nbytes); });
       },
       "id"_a, "platform"_a, "device"_a, "nbytes"_a, unlocked);
-  m.def("counters", &ReadCounters, "id"_a, "platform"_a, "device"_a);
+  m.def(
+      "arena_reset",
+      [](std::int64_t id, const std::string& platform, int device) {
+        WithEngine(platform, [&](auto& engine) { engine.Find(id, device)->Reset(); });
+      },
+      "id"_a, "platform"_a, "device"_a, unlocked);
+  m.def("counters", &ReadCounters, "id"_a, "platform"_a, "device"_a, unlocked);
   m.def(
       "record",
       [](std::int64_t id, const std::string& platform, int device, bool on) {
         WithEngine(platform, [&](auto& engine) { engine.Find(id, device)->Record(on); });
       },
       "id"_a, "platform"_a, "device"_a, "on"_a, unlocked);
-  m.def("spans", &ReadSpans, "id"_a, "platform"_a, "device"_a);
+  m.def("spans", &ReadSpans, "id"_a, "platform"_a, "device"_a, unlocked);
   m.def(
       "inject",
       [](double delay_seconds, std::int64_t fail_slot, bool fail_fetch, bool poison,
@@ -342,12 +335,11 @@ NB_MODULE(_xla_ffi, m) {
       "id"_a, "platform"_a, "device"_a, unlocked);
   m.def("store_free", &FreeStore, "id"_a, unlocked);
   m.def("store_count", [] { return Registry<Sites>::Get().size(); });
-  m.def("store_counters", &ReadStoreCounters, "id"_a, "platform"_a, "device"_a);
+  m.def("store_counters", &ReadStoreCounters, "id"_a, "platform"_a, "device"_a, unlocked);
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
   m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
-        "shapes"_a, "window"_a, "device"_a, "banned"_a, "compiling"_a,
-        "channels"_a);
+        "shapes"_a, "window"_a, "device"_a, "banned"_a, "compiling"_a, "channels"_a, unlocked);
   nb::class_<ConvTrial>(m, "ConvTrial")
       .def("__init__", &InitTrial, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
            "shapes"_a, "window"_a, "device"_a, "engine"_a, "channels"_a, "knobs"_a, "sets"_a,
@@ -355,6 +347,11 @@ NB_MODULE(_xla_ffi, m) {
       .def("run", &ConvTrial::Run, "times"_a, unlocked)
       .def("deviation", &ConvTrial::Deviation, unlocked);
 #endif
+  // How many calls failed in destructors, and the message of the first.
+  m.def("teardown_failures", [] {
+    const TeardownFailures& failures = TeardownFailures::Get();
+    return std::pair(failures.count(), failures.first());
+  });
   m.def("stop", [] { ForEveryEngine([](auto& engine) { engine.Stop(); }); }, unlocked);
 }
 

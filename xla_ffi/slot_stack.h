@@ -58,6 +58,7 @@ class SlotStack {
     return nullptr;
   }
 
+  // After a change of phases: the places above the topmost tensor can be pushed to again.
   void Settle() {
     while (height_ > 0 && entries_[height_ - 1].phase == Phase::kEmpty) --height_;
   }

@@ -203,10 +203,8 @@ def test_limits_are_read(tmp_path, monkeypatch):
 
 
 def test_cache_cannot_change_under_a_run():
-    def parks(x):
-        return transfer_cases.park(arena, 0, x * 3, x)[1]
-
     with transfer_cases.pinned(CPU) as arena:
+        parks = transfer_cases.only_parking_step(arena)
         transfer_cases.jit(parks, CPU)(transfer_cases.data(CPU)).block_until_ready()
         with pytest.raises(RuntimeError, match="1 tensors are parked"):
             arena.set_cache_capacity(CPU, 0)

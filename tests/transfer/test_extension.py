@@ -1,5 +1,6 @@
 """The extension fits the JAX that runs, or says so."""
 
+import dataclasses
 import sys
 
 import jax
@@ -9,8 +10,8 @@ from test_jit import assert_close, batch, params, step
 
 import vmem_jax
 from vmem_jax.transfer import extension, ffi
-from vmem_jax.transfer.arena import Arena
-from vmem_jax.transfer.compression import unusable
+from vmem_jax.transfer.arena import Arena, Counters, Moved
+from vmem_jax.transfer.compression import SiteCounters, unusable
 from vmem_jax.transfer.layout import Layout, Slot
 
 
@@ -68,6 +69,21 @@ def test_built_for_cuda_without_a_gpu():
         with pytest.raises(RuntimeError, match=r"cuda\w+\(.*\): .*(driver|device)"):
             module.arena_pin(arena.id, "CUDA", 0, False)
     transfer_cases.values_come_back(jax.devices("cpu")[0])
+
+
+def test_structs_have_the_fields_of_the_dataclasses_that_are_made_of_them():
+    module = extension.load()
+    pairs = [(module.Counters, Counters), (module.Span, Moved), (module.SiteCounters, SiteCounters)]
+    for native, cls in pairs:
+        bound = {name for name in dir(native) if not name.startswith("_")}
+        assert bound == {field.name for field in dataclasses.fields(cls)}
+
+
+def test_nothing_fails_where_an_arena_is_freed():
+    module = extension.load()
+    with transfer_cases.pinned(jax.devices("cpu")[0]):
+        before = module.teardown_failures()
+    assert module.teardown_failures() == before == (0, "")
 
 
 def test_built_for_the_oldest_supported_jaxlib():

@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
 from vmem_jax.compiler.device import devices_of
+from vmem_jax.errors import CompileError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.traced import TracedStep
 
@@ -69,7 +70,28 @@ def compile_jaxpr(
       name: of the step.
       options: the user's for the compiler.
       streams: whether arguments in host memory are taken from there; without, all are on the device.
+
+    Raises:
+      CompileError: XLA cannot compile `jaxpr`, which is not the user's own (`traced.plain`). An
+        error on that one, or on one of the user's `options`, is passed on as it is.
     """
+    try:
+        return _compiled(traced, jaxpr, target, name, sig, options, streams)
+    except jax.errors.JaxRuntimeError as error:
+        if jaxpr is traced.plain or any(option in str(error) for option in options):
+            raise
+        raise CompileError(name=name, message=str(error)) from error
+
+
+def _compiled(
+    traced: TracedStep,
+    jaxpr: ClosedJaxpr,
+    target: str | None,
+    name: str,
+    sig: arguments.Signature,
+    options: Mapping[str, Any],
+    streams: bool,
+) -> Any:
     avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
     if target is not None:
         from vmem_jax.compiler.targets import target as card

@@ -102,12 +102,12 @@ def plans(
     arguments = _arguments(convolution)
     return tuple(
         Plan(
-            engine=plan["engine"],
-            knobs=tuple(plan["knobs"]),
-            workspace=plan["workspace"],
-            notes=frozenset(plan["notes"]),
-            compiled=_RUNTIME_COMPILATION in plan["behaviour"],
-            source=plan["source"],
+            engine=plan.engine,
+            knobs=tuple(plan.knobs),
+            workspace=plan.workspace,
+            notes=frozenset(plan.notes),
+            compiled=_RUNTIME_COMPILATION in plan.behaviour,
+            source=plan.source,
             channels=channels,
         )
         for channels in (0, *convolution.paddings)

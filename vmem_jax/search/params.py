@@ -14,8 +14,9 @@ class SearchParams:
         the budget is a share of what that needs, is not one of them. XLA takes 5 to 60 s for a large
         step, so eight are minutes; one or two are typical.
       reserved_compiles: of `max_compiles`, those left for the minimum peak while nothing fits.
-      compiles_per_variant: of `max_compiles`, those of one variant before the next has its turn. The fifth plan that is made from
-        the excess of the one before gains nothing that the fourth did not (docs/benchmarks.md).
+      compiles_per_variant: of `max_compiles`, those of one variant before the next has its turn.
+        The fifth plan that is made from the excess of the one before gains nothing that the fourth
+        did not (docs/benchmarks.md).
       plans_per_estimate: plans of one variant that are made before one of them is compiled. The heap
         takes a share of each plan's own (`core.heap`), so what is planned for is bisected.
       time_tolerance: a variant is compiled beside one that fits only if it is predicted to take less

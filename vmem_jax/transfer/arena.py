@@ -10,9 +10,9 @@ import jax
 
 from vmem_jax.errors import HostMemoryError
 from vmem_jax.transfer import host_memory
-from vmem_jax.transfer.extension import load, place
+from vmem_jax.transfer.extension import as_dataclass, load, place
 from vmem_jax.transfer.layout import Layout
-from vmem_jax.transfer.registered import Registered
+from vmem_jax.transfer.registered import Registered, wait_for_runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,10 @@ class Arena(Registered):
         extension = load()
         self.layout = layout
         self._host_budget = host_budget
-        slots = [(s.offset, s.nbytes, s.stride, s.depth) for s in layout.slots]
+        slots = [
+            extension.SlotLayout(offset=s.offset, nbytes=s.nbytes, stride=s.stride, depth=s.depth)
+            for s in layout.slots
+        ]
         super().__init__(extension.arena_create(slots, layout.nbytes), extension.arena_free)
 
     def pin(self, device: jax.Device, *, lock_pages: bool = False) -> None:
@@ -152,13 +155,25 @@ class Arena(Registered):
         extension.record(self.id, *where, True)
         try:
             yield moved
-            moved += [Moved(**span) for span in extension.spans(self.id, *where)]
+            moved += [as_dataclass(Moved, span) for span in extension.spans(self.id, *where)]
         finally:
             extension.record(self.id, *where, False)
 
+    def reset(self, device: jax.Device) -> None:
+        """Drops what a failed run has left parked on `device`; waits for runs in flight first.
+
+        The next run does so by itself, but it cannot tell a run that failed elsewhere, in another
+        custom call, from one that takes its time, and waits for it.
+
+        Raises:
+          RuntimeError: it is not pinned there.
+        """
+        wait_for_runs()
+        load().arena_reset(self.id, *place(device))
+
     def counters(self, device: jax.Device) -> Counters:
         """What happened on `device` so far; what was started counts."""
-        return Counters(**load().counters(self.id, *place(device)))
+        return as_dataclass(Counters, load().counters(self.id, *place(device)))
 
 
 def live_arenas() -> int:

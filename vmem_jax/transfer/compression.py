@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 
 from vmem_jax.core.compression import least_capacity
 from vmem_jax.jax_compat import FFI_EFFECT
-from vmem_jax.transfer.extension import PREFIX, load, place
+from vmem_jax.transfer.extension import PREFIX, as_dataclass, load, place
 from vmem_jax.transfer.registered import Registered, wait_for_runs
 
 compress_p = jexc.Primitive("compress")
@@ -85,8 +85,8 @@ class Store(Registered):
         """Registers `sites`; takes nothing yet."""
         extension = load()
         self.sites = tuple(sites)
-        sizes = [(s.raw_nbytes, s.capacity) for s in self.sites]
-        super().__init__(extension.store_create(sizes), extension.store_free)
+        native = [extension.Site(nbytes=s.raw_nbytes, capacity=s.capacity) for s in self.sites]
+        super().__init__(extension.store_create(native), extension.store_free)
 
     def open(self, device: jax.Device) -> None:
         """Makes the store ready on `device`, unless that has been done.
@@ -110,7 +110,8 @@ class Store(Registered):
         """What happened on `device` so far, by site. Waits for what runs there."""
         wait_for_runs()
         return tuple(
-            SiteCounters(**site) for site in load().store_counters(self.id, *place(device))
+            as_dataclass(SiteCounters, site)
+            for site in load().store_counters(self.id, *place(device))
         )
 
 

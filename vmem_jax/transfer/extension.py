@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import importlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 PREFIX = "vmem_jax_"
 """Of every custom call target."""
@@ -79,6 +85,11 @@ def place(device: jax.Device) -> tuple[str, int]:
     if device.platform in ("gpu", "cuda"):
         return "CUDA", device.local_hardware_id
     raise ValueError(f"there are no transfers for platform {device.platform!r} ({device}).")
+
+
+def as_dataclass(cls: type[T], struct: Any) -> T:
+    """A `cls` whose fields are the attributes of those names of `struct`, one of the extension's."""
+    return cls(**{field.name: getattr(struct, field.name) for field in dataclasses.fields(cls)})
 
 
 def _import() -> Any:

@@ -273,6 +273,34 @@ void TestRunsThatDied() {
   EXPECT(Launched::Overflow::made == 3);
 }
 
+// The CPU codec of a device that may be lost: it cannot be made current then.
+struct LosableCompression : CpuCompression {
+  static inline bool lost = false;
+
+  struct Backend : CpuBackend {
+    struct DeviceGuard {
+      explicit DeviceGuard(int) {
+        if (lost) throw Error(Code::kInternal, "the device is lost");
+      }
+    };
+  };
+
+  using CpuCompression::CpuCompression;
+};
+
+// A failure in the destructor does not end the process.
+void TestFreedOnALostDevice() {
+  const std::int64_t id = Registry<Sites>::Get().Add(Sites({{Opened::kNbytes, Opened::kTight}}));
+  auto& stores = Stores<LosableCompression>::Get();
+  stores.Open(id, 0);
+  const std::uint64_t before = TeardownFailures::Get().count();
+  LosableCompression::lost = true;
+  Registry<Sites>::Get().Remove(id);
+  stores.Free(id);
+  LosableCompression::lost = false;
+  EXPECT(TeardownFailures::Get().count() == before + 1);
+}
+
 }  // namespace
 }  // namespace vmem
 
@@ -285,5 +313,6 @@ int main() {
   vmem::TestRunsThatInterleave();
   vmem::TestThreads();
   vmem::TestRunsThatDied();
+  vmem::TestFreedOnALostDevice();
   std::puts("all passed");
 }

@@ -15,6 +15,7 @@
 #include "cpu_backend.h"
 #include "engine.h"
 #include "expect.h"
+#include "teardown.h"
 
 namespace vmem {
 namespace {
@@ -220,6 +221,69 @@ void TestRunThatDiedElsewhere() {
       Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "nothing parked"));
 }
 
+// What a dead run has left can be dropped by those who know that it is dead; nobody waits for it then.
+void TestReset() {
+  for (std::size_t capacity : {0, 1}) {
+    Pinned arena(Flat(1));
+    arena->SetCacheCapacity(capacity * kNbytes);
+    Injection injection = Delayed(2e-3);
+    injection.stale_seconds = 3600;
+    Injected injected(injection);
+    Tensor source = Filled(1);
+    arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+    arena->Reset();
+    source.assign(kNbytes, 0);  // nothing reads it any more
+    EXPECT(arena->counters().parked == 0 && arena->counters().cache_used_nbytes == 0);
+    EXPECT(arena->counters().resets == 1);
+    EXPECT(Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); },
+                  "nothing parked"));
+    Step(arena, 2, 1, 1);
+    arena->Reset();
+    EXPECT(arena->counters().resets == 1);
+  }
+}
+
+// A run that waits for its turn begins as soon as the owner fails.
+void TestTurnAfterAFailure() {
+  Pinned arena(Flat(2));
+  Injection injection;
+  injection.stale_seconds = 3600;
+  Injected injected(injection);
+  Tensor held = Filled(9);
+  arena->OffloadStart(1, kMain, 1, held.data(), kNbytes);
+  std::thread waits([&] { Step(arena, 2, 1, 1); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT(Throws([&] { arena->FetchStart(1, kMain, 1, held.data(), kNbytes); }, "leaving"));
+  waits.join();
+  EXPECT(arena->counters().resets == 1);
+}
+
+// A run of several threads that wait for their turn begins once.
+void TestThreadsOfOneRun() {
+  Pinned arena(Flat(3));
+  Tensor held = Filled(9), back(kNbytes);
+  arena->OffloadStart(1, kMain, 2, held.data(), kNbytes);
+  arena->OffloadDone(1, kMain, 2, held.data(), kNbytes);
+  std::vector<Tensor> sources = {Filled(1), Filled(2)};
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      arena->OffloadStart(2, kMain, i, sources[i].data(), kNbytes);
+      arena->OffloadDone(2, kMain, i, sources[i].data(), kNbytes);
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  arena->FetchStart(1, kMain, 2, back.data(), kNbytes);
+  arena->FetchDone(1, kMain, 2, back.data(), kNbytes);
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(arena->counters().parked == 2 && arena->counters().resets == 0);
+  for (std::size_t i = 0; i < 2; ++i) {
+    arena->FetchStart(2, kMain, i, back.data(), kNbytes);
+    arena->FetchDone(2, kMain, i, back.data(), kNbytes);
+    EXPECT(back == sources[i]);
+  }
+}
+
 // Every copy and every wait, in the order of each lane, and nothing unless asked.
 void TestRecording() {
   Pinned arena(Flat(2));
@@ -279,6 +343,35 @@ void TestFreedWhileInFlight() {
   Injected injected(Delayed(5e-3));
   Pinned arena(Flat(1));
   arena->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+}
+
+// The CPU twin of a device that may be lost: it cannot be made current then.
+struct LosableBackend : CpuBackend {
+  static inline bool lost = false;
+
+  struct DeviceGuard {
+    explicit DeviceGuard(int) {
+      if (lost) throw Error(Code::kInternal, "the device is lost");
+    }
+  };
+};
+
+// A failure in the destructor does not end the process, and copies in flight are still waited for.
+void TestFreedOnALostDevice() {
+  auto& engine = Engine<LosableBackend>::Get();
+  const std::int64_t id = Layouts::Get().Add(Flat(1));
+  engine.Pin(id, 0, false);
+  Tensor source = Filled(1);
+  engine.Inject(Delayed(5e-3));
+  engine.Find(id, 0)->OffloadStart(1, kMain, 0, source.data(), kNbytes);
+  engine.Inject({});
+  const std::uint64_t before = TeardownFailures::Get().count();
+  LosableBackend::lost = true;
+  Layouts::Get().Remove(id);
+  engine.Free(id);
+  LosableBackend::lost = false;
+  EXPECT(TeardownFailures::Get().count() == before + 1);
+  EXPECT(TeardownFailures::Get().first().find("the device is lost") != std::string::npos);
 }
 
 // Against a list of bytes.
@@ -354,9 +447,13 @@ int main() {
   vmem::TestFailureWaitsForTheLanes();
   vmem::TestFetchDuringEviction();
   vmem::TestRunThatDiedElsewhere();
+  vmem::TestReset();
+  vmem::TestTurnAfterAFailure();
+  vmem::TestThreadsOfOneRun();
   vmem::TestRecording();
   vmem::TestThreads();
   vmem::TestFreedWhileInFlight();
+  vmem::TestFreedOnALostDevice();
   vmem::TestStopWithTransfersInFlight();
   std::puts("all passed");
 }

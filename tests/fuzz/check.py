@@ -1,0 +1,246 @@
+"""One program with several options: what came out, as one row for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import linecache
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import vmem_jax
+from vmem_jax.errors import VmemError
+
+from .options import Options
+from .programs import Program, Spec, build
+from .results import WRONG, compare
+
+Row = dict[str, Any]
+
+FIT, REFUSED, BUDGET, UNTRUE = "fit", "refused", "budget_error", "untrue"
+OVER, CRASHED, ENDED, HUNG, INVALID = "over", "crashed", "ended", "hung", "invalid"
+
+FINDINGS = (WRONG, OVER, CRASHED, ENDED, HUNG, UNTRUE)
+"""Outcomes that must not be. The others: it fits and has plain's results; an error on purpose; no
+plan fits; and "invalid", where plain jit itself fails, so that the program says nothing."""
+
+OUR_ROOT = str(Path(vmem_jax.__file__).parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A program as plain `jax.jit` runs it.
+
+    Attributes:
+      compiled: with what is not used kept, as the library counts it: it is there.
+      reference: makes the results in double precision.
+    """
+
+    program: Program
+    compiled: Any
+    expected: Any
+    reference: Callable[[], Any]
+
+    @classmethod
+    def of(cls, spec: Spec) -> Plain:
+        """Compiles and runs it."""
+        program = build(spec)
+        args = program.fresh()
+        compiled = jax.jit(program.step, keep_unused=True).lower(*args).compile()
+        expected = jax.block_until_ready(compiled(*args))
+        return cls(program, compiled, expected, functools.cache(lambda: _in_double(spec)))
+
+    @property
+    def need_nbytes(self) -> int:
+        return need_nbytes(self.compiled)
+
+
+def check(plain: Plain, options: Options, ask: bool) -> Row:
+    """What becomes of a program with some options.
+
+    Args:
+      ask: whether a lowest peak that is named is asked for as the budget.
+    """
+    began = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = _checked(plain, options, ask)
+    except Exception as error:
+        row = _raised(error)
+    more = {"layers": plain.program.layers, "plain_need": plain.need_nbytes}
+    return {**row, **more, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def invalid(error: Exception) -> Row:
+    """A row for a program that plain jit does not take."""
+    trace = traceback.format_exc()
+    return {"outcome": INVALID, "signature": "", "detail": _first_line(error), "trace": trace}
+
+
+def need_nbytes(compiled: Any) -> int:
+    """Arguments + outputs − aliased + temporaries, as the compiler counts them: read here anew, so
+    that a mistake of the library's own count is seen."""
+    stats = compiled.memory_analysis()
+    buffers = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return buffers - stats.alias_size_in_bytes
+
+
+def _checked(plain: Plain, options: Options, ask: bool) -> Row:
+    program, need = plain.program, plain.need_nbytes
+    keywords, budget = options.keywords(need), options.nbytes(need)
+    try:
+        step = vmem_jax.jit(program.step, **keywords)
+        if options.mode == "shapes":
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), program.fresh())
+            step.plan(*shapes)
+        compiled = step.lower(*program.fresh()).compile()
+    except vmem_jax.BudgetError as error:
+        return _no_fit(error, program, keywords, budget, need, ask)
+    fitting = {"need": need_nbytes(compiled), "budget": budget, "attempts": len(compiled.attempts)}
+    if need_nbytes(compiled) > budget:
+        return {
+            "outcome": OVER,
+            "signature": f"over:{options.jit['policy']}",
+            "detail": "",
+            **fitting,
+        }
+    if options.mode == "plan":
+        saved = vmem_jax.Plan.from_json(compiled.plan.to_json())
+        given = {
+            n: keywords[n] for n in ("transport", "donate_argnums", "host_budget") if n in keywords
+        }
+        step = vmem_jax.jit(program.step, plan=saved, **given)
+    elif options.mode == "explain":
+        str(step.explain(*program.fresh()))
+        str(compiled.timeline)
+    runs = jax.jit(lambda *args: step(*args)) if options.mode == "inner" else step
+    agreed, why = "exact", ""
+    for _ in range(2 if compiled.plan.moves else 1):  # again: with an arena that was used
+        got = jax.block_until_ready(runs(*program.fresh()))
+        one, what = compare(program, plain.compiled, plain.expected, got, plain.reference)
+        agreed, why = (one, what) if _worse(one, agreed) else (agreed, why)
+    # on a GPU kernels are chosen by time, and some add in any order
+    untouched = not compiled.plan.fenced and jax.default_backend() == "cpu"
+    if (
+        untouched
+        and agreed != "exact"
+        and options.mode != "inner"
+        and "donate_argnums" not in keywords
+    ):
+        agreed, why = WRONG, why or "the untouched program has other bits than plain jit's"
+    if agreed == WRONG:
+        return {
+            "outcome": WRONG,
+            "signature": f"wrong:{options.jit['policy']}",
+            "detail": why,
+            **fitting,
+        }
+    return {"outcome": FIT, "signature": "", "detail": "", "agreed": agreed, **fitting}
+
+
+def _worse(a: str, b: str) -> bool:
+    order = ("exact", "close", "chaotic", WRONG)
+    return order.index(a) > order.index(b)
+
+
+def _no_fit(
+    error: vmem_jax.BudgetError,
+    program: Program,
+    keywords: dict,
+    budget: int,
+    plain_need: int,
+    ask: bool,
+) -> Row:
+    named = {"budget": budget, "lowest_peak": error.lowest_peak, "asked": False}
+    row = {"outcome": BUDGET, "signature": "", "detail": str(error)[:300], **named}
+    policy = keywords["policy"]
+    if error.lowest_peak <= budget:
+        return {**row, "outcome": UNTRUE, "signature": f"untrue:not above the budget:{policy}"}
+    if error.lowest_peak > plain_need:
+        detail = f"named {error.lowest_peak}; plain jit needs {plain_need}"
+        return {
+            **row,
+            "outcome": UNTRUE,
+            "signature": f"untrue:above plain:{policy}",
+            "detail": detail,
+        }
+    if not ask:
+        return row
+    again = {**keywords, "budget": error.lowest_peak}
+    try:
+        compiled = vmem_jax.jit(program.step, **again).lower(*program.fresh()).compile()
+    except vmem_jax.BudgetError as second:
+        share = second.lowest_peak / error.lowest_peak
+        detail = f"named {error.lowest_peak}, then {second.lowest_peak}: {share:.3f} times"
+        return {
+            **row,
+            "asked": True,
+            "outcome": UNTRUE,
+            "signature": f"untrue:{policy}",
+            "detail": detail,
+        }
+    if need_nbytes(compiled) > error.lowest_peak:
+        return {**row, "outcome": OVER, "signature": f"over:{policy}"}
+    return {**row, "asked": True}
+
+
+def _raised(error: Exception) -> Row:
+    """A row for an error: on purpose, or a crash."""
+    if _on_purpose(error):
+        return {
+            "outcome": REFUSED,
+            "signature": "",
+            "detail": f"{type(error).__name__}: {_first_line(error)}",
+        }
+    trace = "".join(traceback.format_exception(error))
+    return {
+        "outcome": CRASHED,
+        "signature": f"crashed:{_kind(error)}:{_place(error)}",
+        "detail": f"{type(error).__name__}: {_first_line(error)}",
+        "trace": trace[-6000:],
+    }
+
+
+def _on_purpose(error: Exception) -> bool:
+    """Whether vmem_jax raised it knowingly: its own kind, or a ValueError or TypeError with a message
+    from a `raise` of its own."""
+    if isinstance(error, VmemError):
+        return True
+    if not isinstance(error, ValueError | TypeError) or not str(error):
+        return False
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return frame.filename.startswith(OUR_ROOT) and said.startswith("raise ")
+
+
+def _kind(error: Exception) -> str:
+    """The type of an error; of the runtime's, with its status."""
+    name = type(error).__name__
+    return f"{name} {str(error).split(':')[0]}" if name == "JaxRuntimeError" else name
+
+
+def _place(error: Exception) -> str:
+    """The innermost function of the library, which a defect keeps from program to program."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f.filename.startswith(OUR_ROOT)]
+    if not ours:
+        return "outside"
+    return f"{Path(ours[-1].filename).relative_to(OUR_ROOT).as_posix()}:{ours[-1].name}"
+
+
+def _first_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error))[:300]
+
+
+def _in_double(spec: Spec) -> Any:
+    with jax.enable_x64(True):
+        program = build(spec, double=True)
+        return jax.block_until_ready(jax.jit(program.step)(*program.fresh()))

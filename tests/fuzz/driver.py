@@ -1,0 +1,203 @@
+"""Programs by the hour: seeds dealt to worker processes, rows written, outcomes counted."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from .check import BUDGET, FINDINGS, FIT, INVALID, REFUSED, UNTRUE, Row
+from .child import Child
+from .known import KNOWN
+from .layers import Draw
+from .options import Options, draw_options
+from .programs import Spec, draw_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How programs are run.
+
+    Attributes:
+      platform: "cpu" or "gpu".
+      processes: how many workers there are.
+      transport: "any", or the one that all programs get.
+      each: sets of options for each step; each is one program of the counts. Tracing and plain jit
+        are done once for all of them.
+      asked: share of the BudgetErrors whose lowest peak is asked for as the budget.
+      limit: processor seconds that one program may take.
+      preface: Python that every worker runs first.
+    """
+
+    platform: str = "cpu"
+    processes: int = 1
+    transport: str = "any"
+    each: int = 4
+    asked: float = 0.3
+    limit: float = 60.0
+    preface: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the workers get beside this process's own environment."""
+        if self.platform == "gpu":
+            share = f"{0.8 / self.processes:.3f}"
+            # products in TF32 differ from algorithm to algorithm by more than single precision rounds
+            precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+            return {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": share, **precise}
+        # LLVM's optimisation is a third of the time, and no part of what is tested; MLIR for fusions
+        # is most of the rest, where XLA can still do without
+        flags = "--xla_backend_optimization_level=0"
+        if importlib.metadata.version("jax").startswith("0.10."):
+            flags += " --xla_cpu_use_fusion_emitters=false"
+        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+def options_of(seed: int, settings: Settings) -> list[tuple[int, Options, bool]]:
+    """The sets of options that the program of `seed` gets."""
+    ask = lambda i: Draw(seed, i).chance(settings.asked)
+    made = [draw_options(seed, i, settings.transport) for i in range(settings.each)]
+    return [(i, one, ask(i)) for i, one in enumerate(made)]
+
+
+def run(
+    settings: Settings,
+    seeds: Iterable[int],
+    seconds: float,
+    report: Callable[[Row], None],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Checks the programs of `seeds` until there are none left, or `seconds` have passed.
+
+    Args:
+      report: is called with every row, by one thread at a time.
+    """
+    until, lock, left = time.monotonic() + seconds, threading.Lock(), iter(seeds)
+
+    def work() -> None:
+        child = Child(
+            {**settings.environment, **(environment or {})}, settings.limit, settings.preface
+        )
+        try:
+            while time.monotonic() < until:
+                with lock:
+                    seed = next(left, None)
+                if seed is None:
+                    return
+                options = options_of(seed, settings)
+                for row in child.rows(spec := draw_spec(seed), options, until):
+                    row = {**described(seed, spec, options[row["option"]][1]), **row}
+                    with lock:
+                        report(row)
+        finally:
+            child.close()
+
+    threads = [threading.Thread(target=work) for _ in range(settings.processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextlib.contextmanager
+def single(settings: Settings) -> Iterator[Callable[..., Row]]:
+    """Gives a function (spec, options, ask=True) -> row, which runs one program.
+
+    The process is the same from one call to the next, but after it ended or hung.
+    """
+    child = Child(settings.environment, settings.limit, settings.preface)
+
+    def run_one(spec: Spec, options: Options, ask: bool = True) -> Row:
+        [row] = child.rows(spec, [(0, options, ask)])
+        return {**described(spec["seed"], spec, options), **row}
+
+    try:
+        yield run_one
+    finally:
+        child.close()
+
+
+def run_one(settings: Settings, spec: Spec, options: Options, ask: bool = True) -> Row:
+    """One program, in a process of its own."""
+    with single(settings) as run:
+        return run(spec, options, ask)
+
+
+def described(seed: int, spec: Spec, options: Options) -> Row:
+    """What a row says of its program, by which it can be made again."""
+    return {"seed": seed, "spec": spec, "options": dataclasses.asdict(options)}
+
+
+def seeds_from(first: int) -> Iterable[int]:
+    """All seeds from `first` on."""
+    return itertools.count(first)
+
+
+class Counts:
+    """What came out of how many programs."""
+
+    def __init__(self) -> None:
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.agreed: collections.Counter[str] = collections.Counter()
+        self.signatures: collections.Counter[str] = collections.Counter()
+        self.asked = self.true = 0
+        self.steps: set[int] = set()
+        self.first: dict[str, Row] = {}
+
+    def add(self, row: Row) -> None:
+        """Counts one row."""
+        self.steps.add(row["seed"])
+        self.outcomes[row["outcome"]] += 1
+        if row["outcome"] == FIT:
+            self.agreed[row["agreed"]] += 1
+        if row["outcome"] in FINDINGS:
+            self.signatures[row["signature"]] += 1
+            self.first.setdefault(row["signature"], row)
+        if row.get("asked"):
+            self.asked += 1
+            self.true += row["outcome"] == BUDGET
+
+    @property
+    def programs(self) -> int:
+        return sum(self.outcomes.values()) - self.outcomes[INVALID]
+
+    @property
+    def unknown(self) -> dict[str, Row]:
+        """The first row of each finding that is not among the known ones."""
+        return {s: row for s, row in self.first.items() if known(s) is None}
+
+    def summary(self) -> dict[str, Any]:
+        """The counts, as JSON can hold them."""
+        n = self.outcomes
+        return {
+            "steps": len(self.steps),
+            "programs": self.programs,
+            "fit": n[FIT],
+            "same": dict(self.agreed),
+            "budget_errors": n[BUDGET] + n[UNTRUE],
+            "lowest_asked": self.asked,
+            "lowest_true": self.true,
+            "refused": n[REFUSED],
+            **{kind: n[kind] for kind in FINDINGS},
+            "invalid": n[INVALID],
+            "share_that_fits": round(n[FIT] / max(self.programs, 1), 3),
+            "findings": dict(self.signatures),
+        }
+
+
+def known(signature: str) -> str | None:
+    """What is known of a finding; None for nothing."""
+    return next((why for prefix, why in KNOWN.items() if signature.startswith(prefix)), None)
+
+
+def reproduce(row: Row) -> str:
+    """The command that makes the finding of a row again."""
+    spec, options = json.dumps(row["spec"]), json.dumps(row["options"])
+    return f"python -m tests.fuzz --spec='{spec}' --options='{options}'"

@@ -1,0 +1,14 @@
+"""Defects that are known: a finding that is one of them fails no test. Empty it as they are fixed."""
+
+KNOWN: dict[str, str] = {
+    "untrue:": "the lowest peak that a BudgetError names is predicted, or is not looked for again",
+    "ended:SIGABRT:Check failed: buffer != nullptr": "XLA:CPU's small loops know no barrier (0.12)",
+    "crashed:JaxRuntimeError UNIMPLEMENTED": "the same, where the barrier holds one array",
+    "crashed:JaxRuntimeError FAILED_PRECONDITION": "the arena needs an order that nothing forces",
+}
+"""The beginning of a signature -> what is the matter.
+
+A signature does not depend on the seed: it is the kind of the finding, with the error and the
+innermost function of the library that it left (crashed), how the process ended and which check of XLA
+failed (ended), where it stood (hung), or the policy (over, wrong, untrue).
+"""

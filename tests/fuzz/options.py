@@ -1,0 +1,90 @@
+"""Random arguments of `vmem_jax.jit` for a program, drawn from its seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vmem_jax.core.costs import MACHINES
+from vmem_jax.options import MEANS
+from vmem_jax.policy import POLICIES
+
+from . import VERSION
+from .layers import Draw
+
+MODES = ("call",) * 14 + ("plan", "plan", "explain", "explain", "shapes", "inner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One way to call the library.
+
+    Attributes:
+      share: the budget, as a share of plain jit's need.
+      form: how the budget is handed over: "bytes", "share" or "text".
+      mode: what else is done: "call" runs the step; "plan" saves its plan, loads it and runs by that;
+        "explain" prints what was decided; "shapes" plans from shapes first; "inner" calls the step
+        in another jit.
+      jit: keyword arguments, as JSON can hold them.
+    """
+
+    share: float
+    form: str
+    mode: str
+    jit: dict[str, Any]
+
+    def keywords(self, plain_need: int) -> dict[str, Any]:
+        """The arguments of `vmem_jax.jit`."""
+        more = dict(self.jit)
+        if "machine" in more:
+            more["machine"] = MACHINES[more["machine"]]
+        nbytes = self.nbytes(plain_need)
+        return {
+            **more,
+            "budget": {"bytes": nbytes, "share": self.share, "text": f"{nbytes}B"}[self.form],
+        }
+
+    def nbytes(self, plain_need: int) -> int:
+        """The budget in bytes."""
+        return max(int(self.share * plain_need), 1)
+
+
+def draw_options(seed: int, index: int, transport: str = "any") -> Options:
+    """The options number `index` of the program of `seed`.
+
+    Args:
+      transport: "any", or the one that every program gets.
+    """
+    draw = Draw(VERSION, seed, 10_000 + index)
+    others = [name for name in POLICIES if name != "auto"]
+    policy = "auto" if draw.chance(0.5) else draw.one(others)
+    more: dict[str, Any] = {"policy": policy}
+    needs = POLICIES[policy].needs
+    if draw.chance(0.5 if policy == "auto" else 0.2):
+        allow = {*draw.some(["order", "recompute", "offload", "stream", "sub_batches"])}
+        allow |= {name for name in ("workspace", "compress") if draw.chance(0.15)}
+        if draw.chance(0.9):
+            allow |= {*needs}
+        more["allow"] = tuple(name for name in MEANS if name in allow)
+        if "compress" in allow and draw.chance(0.8):
+            more["density"] = 0.5
+    drawn = draw.one(["auto", "auto", "ffi", "ffi", "memory_kinds"])
+    more["transport"] = drawn if transport == "any" else transport
+    if (donated := draw.one([(), (), (0,), (0, 1), (0, 1, 2)])) != ():
+        more["donate_argnums"] = donated
+    if draw.chance(0.08):
+        more["sub_batches"] = draw.one([1, 2, 4])
+    if draw.chance(0.1):
+        more["batch_argnums"] = (2, 3)
+    if draw.chance(0.08):
+        more["host_budget"] = draw.one(["4KiB", "64KiB", "1GiB"])
+    if draw.chance(0.1):
+        more["machine"] = draw.one(sorted(MACHINES))
+    if draw.chance(0.03):
+        more["tune"] = True
+    return Options(
+        share=round(draw.between(*draw.one([(0.25, 1.0), (0.6, 1.0)])), 3),
+        form=draw.one(["bytes", "bytes", "bytes", "share", "text"]),
+        mode=draw.one(MODES),
+        jit=more,
+    )

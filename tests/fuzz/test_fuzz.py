@@ -1,0 +1,193 @@
+"""A minute of random programs, seeded by the commit; and that broken libraries are caught."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, OVER, UNTRUE
+from .driver import Counts, Settings, known, reproduce, run, run_one, seeds_from
+from .known import KNOWN
+from .layers import LAYERS
+from .options import Options, draw_options
+from .programs import VERSION, build, draw_spec
+from .results import WRONG, distance
+from .shrink import shrink
+
+SECONDS = 60
+
+
+def seed_of_commit() -> int:
+    """A seed that differs from commit to commit; one and the same without git."""
+    here = Path(__file__).parent
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        asked = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return zlib.crc32(asked.stdout.encode())
+
+
+def test_a_minute_of_random_programs_finds_nothing_new():
+    counts = Counts()
+    run(Settings(), seeds_from(seed_of_commit()), SECONDS, counts.add)
+    print(json.dumps(counts.summary(), indent=1))
+    assert counts.outcomes[FIT] > 0, counts.summary()
+    found = [f"{s}: {row['detail']}\n  {reproduce(row)}" for s, row in counts.unknown.items()]
+    assert not found, "\n".join(found)
+
+
+# -- programs
+
+
+def test_a_program_is_determined_by_its_seed():
+    for seed in range(5):
+        a, b = draw_spec(seed), draw_spec(seed)
+        assert a == b == json.loads(json.dumps(a))
+        assert draw_options(seed, 1) == draw_options(seed, 1)
+        for x, y in zip(build(a).args[2:], build(b).args[2:], strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_spec_of_another_generator_is_refused():
+    with pytest.raises(ValueError):
+        build({**draw_spec(0), "version": VERSION + 1})
+
+
+def test_seeds_give_every_kind_of_layer():
+    names = {name for seed in range(400) for name, _ in draw_spec(seed)["layers"]}
+    assert names == set(LAYERS)
+
+
+# -- what must be caught
+
+SPEC = {
+    "version": VERSION,
+    "seed": 1,
+    "shape": [32, 16, 8],
+    "dtype": "float32",
+    "layers": [["dense", 0], ["norm", 1], ["activation", 2], ["dense", 3]],
+    "skips": [],
+    "loss": "mean",
+    "update": "sgd",
+}
+FITS = Options(share=0.9, form="bytes", mode="call", jit={"policy": "auto"})
+FITS_NOT = Options(share=0.05, form="bytes", mode="call", jit={"policy": "auto"})
+
+BREAKS = {
+    "other results": (
+        WRONG,
+        FITS,
+        # every value that goes through a fence of the rewritten program is changed by 1 %
+        """
+from jax import lax
+from jax.interpreters import mlir
+changed = lambda *xs: [x * 1.01 if x.dtype.kind == "f" else x for x in xs]
+mlir.register_lowering(lax.optimization_barrier_p, mlir.lower_fun(changed, multiple_results=True))
+""",
+    ),
+    "over the budget": (
+        OVER,
+        Options(0.3, "bytes", "call", {"policy": "exact"}),
+        """
+from vmem_jax.prove import prove
+def blind(compiled, f=prove.need_nbytes):
+    return f(compiled) // 10
+prove.need_nbytes = blind
+""",
+    ),
+    "an exception": (
+        CRASHED,
+        FITS,
+        """
+from vmem_jax.policy import Auto
+def broken(*args):
+    raise KeyError("broken")
+Auto.plan = broken
+""",
+    ),
+    "a ValueError of somebody else": (
+        CRASHED,
+        FITS,
+        """
+from vmem_jax.policy import Auto
+Auto.plan = lambda *args: min([])
+""",
+    ),
+    "the end of the process": (
+        ENDED,
+        FITS,
+        """
+import os
+from vmem_jax.policy import Auto
+Auto.plan = lambda *args: os.abort()
+""",
+    ),
+    "a hang": (
+        HUNG,
+        FITS,
+        """
+from vmem_jax.policy import Auto
+def broken(*args):
+    while True: pass
+Auto.plan = broken
+""",
+    ),
+    "a lowest peak that is none": (
+        UNTRUE,
+        FITS_NOT,
+        """
+from vmem_jax import errors
+def broken(self, *, lowest_peak, f=errors.BudgetError.__init__, **others):
+    f(self, lowest_peak=others["budget"] + 1, **others)
+errors.BudgetError.__init__ = broken
+""",
+    ),
+}
+
+
+def test_meta_the_program_of_these_tests_fits():
+    row = run_one(Settings(), SPEC, FITS)
+    assert row["outcome"] == FIT and row["need"] <= row["budget"] < row["plain_need"]
+    assert run_one(Settings(), SPEC, FITS_NOT, ask=False)["outcome"] == BUDGET
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_meta_a_broken_library_is_caught(name):
+    outcome, options, preface = BREAKS[name]
+    row = run_one(Settings(limit=10, preface=preface), SPEC, options)
+    assert row["outcome"] == outcome, row
+    assert row["signature"].startswith(outcome)
+    assert "--spec=" in reproduce(row)
+
+
+def test_meta_a_finding_is_shrunk():
+    outcome, options, preface = BREAKS["an exception"]
+    settings = Settings(preface=preface)
+    spec = {**SPEC, "layers": SPEC["layers"][:2], "update": "momentum"}
+    row, _ = shrink(settings, run_one(settings, spec, options))
+    assert row["outcome"] == outcome
+    assert len(row["spec"]["layers"]) == 1 and row["spec"]["update"] == "sgd"
+
+
+def test_meta_a_minute_with_a_finding_fails(monkeypatch):
+    counts = Counts()
+    run(Settings(preface=BREAKS["an exception"][2], each=2), range(3), 120, counts.add)
+    assert counts.outcomes[CRASHED] and counts.unknown
+    for signature in counts.unknown:
+        monkeypatch.setitem(KNOWN, signature, "it is known")
+        assert known(signature)
+    assert not counts.unknown
+
+
+def test_distance_sees_nan_and_infinities():
+    nan, inf = float("nan"), float("inf")
+    assert distance(np.array([1.0, nan, inf]), np.array([1.0, nan, inf])) == 0
+    assert distance(np.array([1.0]), np.array([nan])) == inf
+    assert distance(np.array([inf]), np.array([-inf])) == inf
+    assert distance(np.zeros(0), np.zeros(0)) == 0

@@ -1,0 +1,53 @@
+"""A process that checks programs: jobs as lines of JSON come in, rows go out.
+
+A job is {"spec", "options": [[index, options, ask], ...]}. Before each of the options a line
+{"at": index} is written, and {"at": PLAIN} before plain jit compiles, so that who started this knows
+what was at work where it ends or hangs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+
+PLAIN = -1
+"""Stands for an index while plain jit is at work."""
+
+
+def main() -> None:
+    rows = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no row
+    faulthandler.enable()
+    import jax
+
+    from .check import Plain, check, invalid
+    from .options import Options
+
+    write = lambda **line: print(json.dumps(line), file=rows)
+    for line in sys.stdin:
+        job = json.loads(line)
+        write(at=PLAIN)
+        plain = failed = None
+        try:
+            plain = Plain.of(job["spec"])
+        except Exception as error:
+            failed = invalid(error)
+        for index, options, ask in job["options"]:
+            write(at=index)
+            row = failed or check(plain, Options(**options), ask)
+            write(row={"option": index, **row, "jax": jax.__version__})
+        jax.clear_caches()
+        write(done=True)
+
+
+def as_json(spec: dict, options: list) -> str:
+    """A job as the line that `main` reads."""
+    found = [(i, dataclasses.asdict(one), ask) for i, one, ask in options]
+    return json.dumps({"spec": spec, "options": found})
+
+
+if __name__ == "__main__":
+    main()
