@@ -26,9 +26,9 @@ from absl import app, flags
 from jax import lax
 
 from vmem_jax.conv.fused import fused_convolution
-from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles, whole
+from vmem_jax.conv.timings import profile_on
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Pass
 from vmem_jax.errors import WorkspaceError, parse_size, show_nbytes
 from vmem_jax.policy.workspace_reuse import BatchSizes, reuse

@@ -28,8 +28,8 @@ from variants import Place, Variant
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.conv.known import profile_on
 from vmem_jax.conv.layers import kernels_of
+from vmem_jax.conv.timings import profile_on
 from vmem_jax.core.cards import TARGETS
 from vmem_jax.errors import show_nbytes
 from vmem_jax.models import Job, job

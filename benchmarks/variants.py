@@ -17,8 +17,8 @@ from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.capture.flatten import drop_dead
-from vmem_jax.compiler.device import total_nbytes
 from vmem_jax.core.simulate import Timeline
+from vmem_jax.devices.device import total_nbytes
 from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size, show_nbytes
 from vmem_jax.jax_compat import DESCRIBED_OPTIONS
 from vmem_jax.models import Job
@@ -75,7 +75,7 @@ class Place:
         shapes = work.state_shapes(), work.batch
         if self.target is None:
             return shapes
-        from vmem_jax.compiler.targets import target
+        from vmem_jax.devices.targets import target
 
         sharding = target(self.target).sharding()
         placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)

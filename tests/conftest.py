@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu_compile"):
-        from vmem_jax.compiler import targets
+        from vmem_jax.devices import targets
 
         if targets._plugin_name() is None:
             pytest.skip('no XLA:GPU compiler here: pip install "vmem_jax[gpu-compile]"')

@@ -23,7 +23,7 @@ from vmem_jax.core.validate import check_program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy import Keep
 from vmem_jax.policy.executor import Remaking
-from vmem_jax.policy.parking import candidates
+from vmem_jax.policy.offload_choice import candidates
 from vmem_jax.policy.vdnnpp import VDNNpp
 from vmem_jax.profile.density import densities
 from vmem_jax.rewrite import rewrite
@@ -260,7 +260,11 @@ def test_densities_are_counted_on_the_arguments():
 BAD = [
     ({"density": 1.5}, ValueError, "from 0 to 1. Got 1.5"),
     ({"density": "0.5"}, TypeError, "must be a number"),
-    ({"shapes": True}, ValueError, "shapes alone, which tell no zeros: call it, or give `density`"),
+    (
+        {"shapes": True, "allow": "compress"},
+        ValueError,
+        "shapes alone, which tell no zeros: call it, or give `density`",
+    ),
 ]
 
 
@@ -276,9 +280,12 @@ def test_bad_input(how, error, match):
 
 def test_an_extension_without_kernels_cannot_compress(monkeypatch):
     monkeypatch.setattr(compression, "unusable", lambda platform: f"no nvcc for the {platform}")
-    step, args = budgeted()
+    step, args = budgeted(allow="compress")
     with pytest.raises(ValueError, match="cannot compress: no nvcc for the cpu"):
         step.plan(*args)
+    step, args = budgeted(budget=0.9)  # where other techniques are allowed they are used
+    assert not step.plan(*args).compressed
+    assert "compress is not used: no nvcc for the cpu" in step.explain(*args).summary()
 
 
 def test_a_device_where_nothing_could_overflow_is_refused(monkeypatch):
@@ -286,7 +293,7 @@ def test_a_device_where_nothing_could_overflow_is_refused(monkeypatch):
         raise RuntimeError("it has no concurrentManagedAccess")
 
     monkeypatch.setattr(Store, "open", refuse)
-    step, args = budgeted()
+    step, args = budgeted(allow="compress")
     with pytest.raises(ValueError, match="cannot compress: it has no concurrentManagedAccess"):
         step.plan(*args)
 
@@ -306,13 +313,13 @@ def test_a_device_where_nothing_could_overflow_is_refused(monkeypatch):
 def test_what_is_not_compressed_says_why(options, why):
     step, args = budgeted(**options)
     assert not step.plan(*args).compressed
-    assert f"nothing is compressed: {why}" in step.explain(*args).summary()
+    assert f"compress is not used: {why}" in step.explain(*args).summary()
 
 
 def test_it_is_not_planned_unless_it_is_named():
     step, args = budgeted(allow=None)
     assert not step.plan(*args).compressed
-    assert "is compressed" not in step.explain(*args).summary()
+    assert "compress" not in step.explain(*args).summary()
 
 
 @pytest.mark.gpu_compile

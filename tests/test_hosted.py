@@ -13,7 +13,7 @@ import pytest
 import vmem_jax
 from vmem_jax import Plan, PlanError
 from vmem_jax.core.validate import violations
-from vmem_jax.hosted import Donations, pairs
+from vmem_jax.tracing.hosted import Donations, pairs
 
 WIDTH, DEPTH, ROWS = 32, 5, 64
 ADAM = optax.adam(1e-2)

@@ -25,7 +25,7 @@ from vmem_jax.core.looped import EXTRA, IN_FLIGHT, costs_with_looped, stacks, wi
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import PlanError
-from vmem_jax.policy import Auto
+from vmem_jax.policy import Auto, Infeasible
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer.extension import describe
 
@@ -419,7 +419,7 @@ def test_every_device_moves_the_slices_of_its_own_shards():
 def test_the_need_of_a_described_card_falls_and_the_bodies_are_in_order():
     import re
 
-    from vmem_jax.compiler.targets import target
+    from vmem_jax.devices.targets import target
     from vmem_jax.transfer import extension
 
     target("h200").device()

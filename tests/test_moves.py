@@ -16,7 +16,7 @@ from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import live_by_definition, violations
 from vmem_jax.policy import Auto, Infeasible
 from vmem_jax.policy.executor import Execution, Remaking
-from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
+from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -244,7 +244,7 @@ def test_devices_of_other_processes_are_refused_with_the_reason():
 @pytest.mark.gpu_compile
 def test_the_need_of_described_cards_falls():
     """Four H200s that are not there: each moves a quarter, and no buffer is copied for it."""
-    from vmem_jax.compiler.targets import target
+    from vmem_jax.devices.targets import target
     from vmem_jax.transfer import extension
 
     target("h200").devices(4)

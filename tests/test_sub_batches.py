@@ -17,7 +17,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.layouts import Layout, reshaped
-from vmem_jax.conv.choice import slice_by_xla
+from vmem_jax.conv.pick import slice_by_xla
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import keep_plan
 from vmem_jax.core.program import BEGIN

@@ -20,9 +20,10 @@ from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
-from vmem_jax.policy import AbstractPolicy, Auto, MoDNN
+from vmem_jax.policy import AbstractPolicy, Auto, Infeasible, MoDNN
 from vmem_jax.policy.base import Splitting
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.search import need_nbytes, search
+from vmem_jax.search.variant import Family
 from vmem_jax.techniques.sub_batches import counts_of
 from vmem_jax.transfer.extension import describe
 
@@ -212,7 +213,7 @@ def test_explain_says_what_is_split_or_why_not():
     assert re.search(r"the batch runs in 4 sub-batches: \d+ of \d+ steps, \d+% of the time", text)
     assert "4 sub-batches" in " ".join(text.split())
     text = str(vmem_jax.jit(normed, budget="1GiB").explain(params(), *batch()))
-    assert "the batch runs as a whole: norm: reduce_sum at test_sub_batches_jit.py:" in text
+    assert "sub_batches is not used: norm: reduce_sum at test_sub_batches_jit.py:" in text
     with pytest.raises(
         BudgetError, match=r"cannot run in parts: norm: reduce_sum at \S+:\d+ needs"
     ):
@@ -295,7 +296,7 @@ class Timid(AbstractPolicy):
 
     def plan(self, program, costs, budget):
         if program.sub_batches > 1:
-            raise BudgetError(policy=self.name, budget=budget, lowest_peak=2**40, at="", holders="")
+            return Infeasible(self.name, budget, 2**40, at="")
         return Auto(allow=("order",)).plan(program, costs, budget)
 
 
@@ -329,25 +330,27 @@ def test_numbers_of_sub_batches_that_are_tried():
 def test_planning_ends_where_more_sub_batches_cannot_win():
     budgeted = vmem_jax.jit(step, budget="1GiB", sub_batches=1)
     entry = budgeted._entry_for((params(), *batch()), {}, None)
-    program, costs, policy = entry.traced.captured.program, entry.costs, entry.policy
+    one, need = entry.best.variant, entry.best.need
+    one = dataclasses.replace(one, compile_plan=lambda plan: entry.best.compiled)
+    assert one.program.resident_nbytes < least_nbytes(one.program) <= one.policy.plan(
+        one.program, one.costs, None
+    ).predicted_peak
     asked = []
 
-    def member(count):
+    def make(count):
         asked.append(count)
-        return Member(program, policy, costs, lambda plan: entry.best.compiled)
+        return dataclasses.replace(one, name=f"in {count}")
 
-    assert prove_in_parts(member, (1, 2, 4, 8), entry.best.need)[0] == 1
-    assert 4 not in asked  # the second has no fewer seconds than the first
-    assert program.resident_nbytes < least_nbytes(program) <= entry.best.plan.predicted_peak
-    asked.clear()
-    fewest = prove_in_parts(member, (1, 2, 4), entry.best.need, splitting=Splitting.FEWEST)
-    assert fewest[0] == 1 and asked == [1, 2, 1]  # the second is not planned
-    asked.clear()
-    with pytest.raises(BudgetError):
-        prove_in_parts(member, (1, 2, 4, 8), entry.best.need // 100)
-    # no step of any fits: of those of the least bytes, here all, the one with most sub-batches is
-    # planned, since it has the least besides
-    assert asked == [1, 2, 4, 8, 8]
+    def name(budget, splitting):
+        asked.clear()
+        found = search([[Family((1, 2, 4, 8), make, splitting)]], budget)
+        return found.best.variant.name if found.fits else None
+
+    # the others take no fewer seconds than the first
+    assert name(need, Splitting.FASTEST) == "in 1" and 4 not in asked
+    assert name(need, Splitting.FEWEST) == "in 1" and asked == [1]
+    # where nothing fits all are looked at
+    assert name(need // 100, Splitting.FASTEST) is None and asked == [1, 2, 4, 8]
 
 
 @pytest.mark.gpu_compile

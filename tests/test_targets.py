@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vmem_jax.compiler import targets
-from vmem_jax.compiler.targets import Target, target
 from vmem_jax.core.cards import CARDS, TARGETS
+from vmem_jax.devices import targets
+from vmem_jax.devices.targets import Target, target
 
 MiB = 2**20
 has_compiler = targets._plugin_name() is not None
@@ -184,7 +184,7 @@ import jax, sys
 if {used_before}:
     assert (jax.numpy.ones(3) + 1).sum() == 6
 print("== ours", file=sys.stderr)
-from vmem_jax.compiler.targets import target
+from vmem_jax.devices.targets import target
 x = jax.ShapeDtypeStruct((512, 512), "float32", sharding=target("h200").sharding())
 memory = jax.jit(lambda x: jax.numpy.tanh(x @ x)).lower(x).compile().memory_analysis()
 assert memory.argument_size_in_bytes == 2**20

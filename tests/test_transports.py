@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import threading
 from types import SimpleNamespace
 
@@ -27,8 +28,8 @@ from vmem_jax.policy import Auto
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer import ffi
-from vmem_jax.transfer.choice import choose, open_transport
 from vmem_jax.transfer.extension import describe
+from vmem_jax.transfer.transport_choice import choose, open_transport
 
 needs_extension = pytest.mark.skipif(
     describe().startswith("none"), reason=f"native extension: {describe()}"

@@ -14,7 +14,7 @@ from test_moves import CHAIN, ORDER, costs_of
 from test_offload import FAST, built, same
 
 import vmem_jax
-from vmem_jax import tune
+from vmem_jax.api import tune
 from vmem_jax.core.costs import Source
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
@@ -198,7 +198,7 @@ def test_a_plan_that_is_no_better_is_not_compiled(monkeypatch):
     clock = Clock(monkeypatch, 2 * first.predicted_seconds)
     compiled = []
     compiles = lambda *args, **how: compiled.append(args)
-    monkeypatch.setattr("vmem_jax.planning.compile_jaxpr", compiles)
+    monkeypatch.setattr("vmem_jax.techniques.context.compile_jaxpr", compiles)
     calls(budgeted, 2 * EACH)
     assert clock.timed == tune.TIMED and compiled == []
     tuning = budgeted._entry_for((params(), batch()), {}, None).tuning

@@ -294,7 +294,7 @@ def test_every_device_updates_its_own_shards():
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
 def test_the_need_of_a_described_card_falls_by_the_gradients(optimiser):
-    from vmem_jax.compiler.targets import target
+    from vmem_jax.devices.targets import target
 
     width, layers = 512, 32
     params = {"w": (layers, width, width), "b": (layers, width)}

@@ -5,6 +5,8 @@
 runs the same step inside 12 GiB, and proves that it fits before anything runs.
 """
 
+from vmem_jax.api.jit import BudgetedStep, jit
+from vmem_jax.api.lowest import Lowest, lowest
 from vmem_jax.conv.api import conv_general_dilated
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import (
@@ -19,8 +21,6 @@ from vmem_jax.errors import (
     VmemError,
     WorkspaceError,
 )
-from vmem_jax.jit import BudgetedStep, jit
-from vmem_jax.lowest import Lowest, lowest
 from vmem_jax.policy import (
     POLICIES,
     VDNN,

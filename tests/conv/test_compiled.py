@@ -12,7 +12,7 @@ from jax import lax
 
 from vmem_jax.capture import capture
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.choices import _after_own, learner
+from vmem_jax.conv.candidates import _after_own, learner
 from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.layers import convolutions_of
@@ -78,7 +78,7 @@ def layers(params, x):
 @pytest.mark.parametrize("precision", ["highest", "default"])
 def test_every_convolution_is_found_in_what_xla_compiles(dtype, precision):
     """Padding that is uneven, channels that are padded, biases that are fused: all are found."""
-    from vmem_jax.compiler.targets import target
+    from vmem_jax.devices.targets import target
 
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
     params = [shape(7, 7, 3, 32), shape(3, 3, 32, 64), shape(3, 3, 64, 64)]

@@ -14,7 +14,7 @@ from jax import lax
 
 import vmem_jax
 from vmem_jax import jax_compat as compat
-from vmem_jax.conv.choice import by_xla, choose, slice_by_xla, undivided
+from vmem_jax.conv.pick import by_xla, choose, slice_by_xla, undivided
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Convolution, Pass

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vmem_jax.compiler.targets import target
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.call import TARGET, by_cudnn
 from vmem_jax.conv.cudnn import Note
@@ -18,6 +17,7 @@ from vmem_jax.conv.devices import DEVICES
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.slices import layouts, roles
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
+from vmem_jax.devices.targets import target
 from vmem_jax.transfer import extension
 
 

@@ -16,10 +16,10 @@ from jax import lax
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.conv import choices, cudnn
-from vmem_jax.conv.choice import by_xla, choose
-from vmem_jax.conv.choices import choices_of
+from vmem_jax.conv import cudnn
+from vmem_jax.conv.candidates import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
+from vmem_jax.conv.pick import by_xla, choose
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import XLA, Configuration, Micro, Pass
 from vmem_jax.core.costs import Source, analytic

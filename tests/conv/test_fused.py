@@ -17,7 +17,7 @@ import vmem_jax
 from vmem_jax.capture import capture
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.call import TARGET
-from vmem_jax.conv.choices import choices_of
+from vmem_jax.conv.candidates import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.layers import kernels_of
@@ -116,7 +116,7 @@ def fused_halves(name, program, costs, *rest):
 
 
 def test_in_a_plan_it_gives_the_same_numbers(monkeypatch, tmp_path):
-    monkeypatch.setattr("vmem_jax.conv.choices.choices_of", fused_halves)
+    monkeypatch.setattr("vmem_jax.conv.candidates.choices_of", fused_halves)
     args = arguments()
     budgeted = vmem_jax.jit(step, budget="64MiB", allow=("order", "recompute", "workspace"))
     plan = budgeted.plan(*args)
@@ -165,7 +165,7 @@ def test_what_is_fused_competes_with_what_is_not(monkeypatch, tmp_path):
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(extension.load().CUDNN_BUILT is None, reason="built without cuDNN")
 def test_xla_compiles_the_call_with_a_bias_and_puts_no_copy_around_it():
-    from vmem_jax.compiler.targets import target
+    from vmem_jax.devices.targets import target
 
     card = target("h200")
     c = dataclasses.replace(convolution(8), features_in=8, features_out=16).with_epilogue(BOTH)

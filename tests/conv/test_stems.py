@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vmem_jax.compiler.targets import target
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.call import TARGET, attributes
 from vmem_jax.conv.compiled import own_convolutions
@@ -21,6 +20,7 @@ from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
 from vmem_jax.core.plan import Plan, keep_plan
 from vmem_jax.core.program import Program
+from vmem_jax.devices.targets import target
 from vmem_jax.policy.workspace_division import divide, front
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes, reuse
 from vmem_jax.report.convolutions import configurations_table

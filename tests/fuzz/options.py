@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from vmem_jax.core.costs import MACHINES
-from vmem_jax.options import MEANS
 from vmem_jax.policy import POLICIES
+from vmem_jax.techniques.jit_arguments import MEANS
 
 from . import VERSION
 from .layers import Draw

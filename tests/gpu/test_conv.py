@@ -18,7 +18,7 @@ from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.scratch import Scratch
 from vmem_jax.conv.slices import layouts, roles, whole
-from vmem_jax.conv.trials import try_ways
+from vmem_jax.conv.verify import try_ways
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
 from vmem_jax.transfer import extension
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.executor import Execution
-from vmem_jax.policy.lowest import lowest
+from vmem_jax.policy.min_peak import lowest
 
 
 def under(program, limit):

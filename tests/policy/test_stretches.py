@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmem_jax.core.program import BEGIN
-from vmem_jax.policy.stretches import Stretches
+from vmem_jax.policy.recompute_chains import Stretches
 
 
 def walked_nbytes(program, crosses, dropped, b):

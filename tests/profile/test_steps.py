@@ -209,7 +209,7 @@ def test_compiling_ahead_on_several_threads_changes_nothing(device, monkeypatch)
 @pytest.mark.gpu_compile
 def test_every_copy_of_a_convolution_is_one_library_call():
     """For a card that is not there. The flip is folded away, and nothing is merged or dropped."""
-    from vmem_jax.compiler.targets import target
+    from vmem_jax.devices.targets import target
 
     kernels = [jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)] * 2
     x = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.bfloat16)

@@ -37,12 +37,26 @@ def times(factor, costs=STILL):
     return dataclasses.replace(costs, seconds=tuple(factor * s for s in costs.seconds))
 
 
-def of_numbers(compilers, factor=lambda count: 0.9 + 0.1 * count, policy=None, **changes):
+class Numbered(AUTO):
+    """`auto`, whose plans say of how many sub-batches they are."""
+
+    def __init__(self, count):
+        super().__init__(allow=STAYING)
+        object.__setattr__(self, "count", count)
+
+    def plan(self, program, costs, budget):
+        plan = super().plan(program, costs, budget)
+        if isinstance(plan, Infeasible):
+            lowest = dataclasses.replace(plan.plan, sub_batches=self.count)
+            return dataclasses.replace(plan, plan=lowest)
+        return dataclasses.replace(plan, sub_batches=self.count)
+
+
+def of_numbers(compilers, factor=lambda count: 0.9 + 0.1 * count, **changes):
     """Variants in the numbers of sub-batches that have a compiler; more of them take longer."""
-    policy = policy or auto(STAYING)
     return numbers(
         {
-            n: variant(compiler, policy, times(factor(n)), f"in {n}")
+            n: variant(compiler, Numbered(n), times(factor(n)), f"in {n}")
             for n, compiler in compilers.items()
         },
         **changes,
@@ -103,7 +117,7 @@ def test_the_next_number_where_one_cannot_be_planned(splitting):
 @pytest.mark.parametrize("splitting", [Splitting.FEWEST, Splitting.FASTEST])
 def test_the_next_number_where_one_cannot_be_compiled(splitting):
     def refuse(plan):
-        raise CompileError("refused")
+        raise CompileError(name="step", message="refused")
 
     second = Compiler()
     one, two = (variant(compiles, auto(STAYING), STILL) for compiles in (refuse, second))

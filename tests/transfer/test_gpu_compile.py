@@ -14,12 +14,12 @@ from jax.extend.core import jaxpr_as_fun
 import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
-from vmem_jax.compiler.targets import target
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.compression import compressed_nbytes
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Phase
 from vmem_jax.core.validate import violations
+from vmem_jax.devices.targets import target
 from vmem_jax.policy.order import canonical_order
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of

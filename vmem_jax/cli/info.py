@@ -13,9 +13,9 @@ from vmem_jax.cli.options import (
     Subparsers,
     add_command,
 )
-from vmem_jax.compiler.device import total_nbytes
-from vmem_jax.compiler.targets import target
 from vmem_jax.core.cards import TARGETS
+from vmem_jax.devices.device import total_nbytes
+from vmem_jax.devices.targets import target
 from vmem_jax.errors import show_nbytes
 from vmem_jax.transfer.extension import describe
 

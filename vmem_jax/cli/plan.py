@@ -17,9 +17,9 @@ from vmem_jax.cli.options import (
     job_of,
     positive,
 )
-from vmem_jax.compiler.targets import target
 from vmem_jax.core.cards import TARGETS
-from vmem_jax.options import TECHNIQUES
+from vmem_jax.devices.targets import target
+from vmem_jax.techniques.jit_arguments import TECHNIQUES
 
 
 def add_plan(commands: Subparsers) -> None:

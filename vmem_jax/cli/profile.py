@@ -22,12 +22,12 @@ from vmem_jax.cli.options import (
     not_timed,
     positive,
 )
-from vmem_jax.compiler.targets import target
-from vmem_jax.options import TECHNIQUES
+from vmem_jax.devices.targets import target
 from vmem_jax.profile.measured import measured_costs, measured_machine
 from vmem_jax.profile.steps import SECONDS, StepProfile
 from vmem_jax.profile.store import Store, identity
 from vmem_jax.report.profile import costs_table, machine_table
+from vmem_jax.techniques.jit_arguments import TECHNIQUES
 
 
 def add_profile(commands: Subparsers) -> None:

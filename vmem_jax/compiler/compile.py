@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
-from vmem_jax.compiler.device import devices_of
+from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import CompileError
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.traced import TracedStep
+from vmem_jax.tracing import arguments, hosted
+from vmem_jax.tracing.traced import TracedStep
 
 LONG = 20_000
 """Steps of a program from which on XLA's passes that grow with their square are left out."""
@@ -94,7 +94,7 @@ def _compiled(
 ) -> Any:
     avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
     if target is not None:
-        from vmem_jax.compiler.targets import target as card
+        from vmem_jax.devices.targets import target as card
 
         avals = tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)

@@ -10,7 +10,7 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import DTYPES, match
-from vmem_jax.conv.choice import choose
+from vmem_jax.conv.pick import choose
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.errors import parse_size
 

@@ -18,7 +18,7 @@ from jax.extend import core as jexc
 from jax.interpreters import ad, batching
 
 from vmem_jax.conv.call import lower
-from vmem_jax.conv.choice import choose
+from vmem_jax.conv.pick import choose
 from vmem_jax.conv.slices import in_slices, layouts, roles
 from vmem_jax.core.convolution import Configuration, Convolution, Pass
 

@@ -21,7 +21,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 from vmem_jax.policy.executor import Execution
-from vmem_jax.policy.lowest import lowest
+from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.placement import rank
 

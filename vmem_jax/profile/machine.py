@@ -14,9 +14,9 @@ from absl import logging
 from jax import lax
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.compiler.device import total_nbytes
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.machine import Machine
+from vmem_jax.devices.device import total_nbytes
 from vmem_jax.errors import VmemError
 from vmem_jax.profile.link import Rates, link_rates
 from vmem_jax.profile.timing import seconds_a_call

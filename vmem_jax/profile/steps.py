@@ -14,10 +14,10 @@ from absl import logging
 
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import nbytes
-from vmem_jax.compiler.device import free_nbytes
 from vmem_jax.core.costs import Costs, Source, analytic
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
+from vmem_jax.devices.device import free_nbytes
 from vmem_jax.policy.order import canonical_order
 from vmem_jax.profile.calibrate import Timing, costs_from
 from vmem_jax.profile.isolate import Isolated, folded_steps, isolate, smaller

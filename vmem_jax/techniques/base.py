@@ -14,7 +14,7 @@ from typing import ClassVar
 from vmem_jax.core.costs import Costs
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.techniques.context import StepContext
-from vmem_jax.traced import TracedStep
+from vmem_jax.tracing.traced import TracedStep
 
 
 @dataclasses.dataclass(frozen=True)

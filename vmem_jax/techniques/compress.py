@@ -20,7 +20,7 @@ from vmem_jax.search.params import SearchParams
 from vmem_jax.search.variant import Variant
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
-from vmem_jax.traced import TracedStep
+from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer import compression, ffi
 
 _MARGIN = 1 / 32

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 import jax
 
 from vmem_jax.compiler.compile import compile_jaxpr
-from vmem_jax.compiler.device import devices_of
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
 from vmem_jax.core.plan import Plan
+from vmem_jax.devices.device import devices_of
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.rewrite.compression import sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
-from vmem_jax.settings import Settings
-from vmem_jax.traced import TracedStep
-from vmem_jax.transfer.choice import choose, open_transport
+from vmem_jax.techniques.settings import Settings
+from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer.compression import Store
 from vmem_jax.transfer.executable import Moving
+from vmem_jax.transfer.transport_choice import choose, open_transport
 
 T = TypeVar("T")
 

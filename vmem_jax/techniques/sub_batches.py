@@ -22,7 +22,7 @@ from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy.base import Splitting
 from vmem_jax.techniques.base import AbstractTechnique, Form
 from vmem_jax.techniques.context import StepContext
-from vmem_jax.traced import TracedStep
+from vmem_jax.tracing.traced import TracedStep
 
 LEAST_BUSY = 1.0
 """Launches' worth of time that a kernel of one sub-batch takes in the mean, at least: with less, more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from vmem_jax.conv.choices import with_choices
+from vmem_jax.conv.candidates import with_choices
 from vmem_jax.core.costs import Costs
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.techniques.base import AbstractTechnique, Form

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from vmem_jax.batch_arguments import BatchArguments
 from vmem_jax.capture import Captured
 from vmem_jax.capture.batch import Batch
 from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.tracing.batch_arguments import BatchArguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from vmem_jax.arguments import Signature
 from vmem_jax.capture.layouts import Layout
+from vmem_jax.tracing.arguments import Signature
 
 
 @dataclasses.dataclass(frozen=True)

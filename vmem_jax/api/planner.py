@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from vmem_jax.compiler.device import limit_nbytes
-from vmem_jax.conv.choices import learner
-from vmem_jax.conv.trials import try_ways
+from vmem_jax.api.entry import CompiledStep
+from vmem_jax.conv.candidates import learner
+from vmem_jax.conv.verify import try_ways
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.entry import CompiledStep
+from vmem_jax.devices.device import limit_nbytes
 from vmem_jax.errors import PlanError, TechniqueError, show_nbytes
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting

@@ -10,8 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from vmem_jax.conv.known import known
 from vmem_jax.conv.slices import layouts, roles, whole
+from vmem_jax.conv.timings import known
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes, reuse

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from vmem_jax.arguments import Signature
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.policy.base import Splitting
+from vmem_jax.tracing.arguments import Signature
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from vmem_jax.arguments import Call, Signature, is_donated, split_static
+from vmem_jax.tracing.arguments import Call, Signature, is_donated, split_static
 
 
 def has_modules(tree: Any) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vmem_jax.api.jit import jit
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import BudgetError
-from vmem_jax.jit import jit
 
 
 class Lowest(NamedTuple):

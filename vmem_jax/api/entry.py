@@ -11,7 +11,7 @@ from vmem_jax.core.tuning import Tuning
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.search.log import SearchLog
 from vmem_jax.search.search import Attempt
-from vmem_jax.traced import TracedStep
+from vmem_jax.tracing.traced import TracedStep
 
 
 @dataclasses.dataclass(frozen=True)

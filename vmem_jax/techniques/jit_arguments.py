@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vmem_jax.errors import parse_budget
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
-from vmem_jax.transfer.choice import TRANSPORTS
+from vmem_jax.transfer.transport_choice import TRANSPORTS
 
 TECHNIQUES = ("order", "recompute", "offload", "stream", "workspace", "sub_batches", "compress")
 """What a plan may use. All but the last may be used where `allow` does not say."""

@@ -131,12 +131,12 @@ def signature(
 def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
     """The call `sig.fun(*args, **kwargs)`, by the first framework that knows its arguments."""
     if "flax.nnx" in sys.modules:
-        from vmem_jax import flax
+        from vmem_jax.tracing import flax
 
         if flax.has_modules((args, kwargs)):
             return flax.prepare(sig, args, kwargs)
     if "equinox" in sys.modules:
-        from vmem_jax import equinox
+        from vmem_jax.tracing import equinox
 
         if equinox.has_modules((args, kwargs)):
             return equinox.prepare(sig, args, kwargs)

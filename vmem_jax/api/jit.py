@@ -9,27 +9,33 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from vmem_jax import arguments, hosted
 from vmem_jax import jax_compat as compat
-from vmem_jax.batch_arguments import batch_arguments
+from vmem_jax.api.entry import CompiledStep
+from vmem_jax.api.planner import plan_step
+from vmem_jax.api.stages import Compiled, Lowered, run
+from vmem_jax.api.tune import tuned
 from vmem_jax.capture import capture
 from vmem_jax.compiler.compile import left_out
-from vmem_jax.compiler.device import devices_of
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
-from vmem_jax.entry import CompiledStep
+from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
-from vmem_jax.options import density_of, host_nbytes, policy_of, sub_batches_of, transport_of
-from vmem_jax.planner import plan_step
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.search.search import need_nbytes
-from vmem_jax.settings import Settings
-from vmem_jax.stages import Compiled, Lowered, run
 from vmem_jax.techniques import StepContext
-from vmem_jax.traced import TracedStep
-from vmem_jax.tune import tuned
+from vmem_jax.techniques.jit_arguments import (
+    density_of,
+    host_nbytes,
+    policy_of,
+    sub_batches_of,
+    transport_of,
+)
+from vmem_jax.techniques.settings import Settings
+from vmem_jax.tracing import arguments, hosted
+from vmem_jax.tracing.batch_arguments import batch_arguments
+from vmem_jax.tracing.traced import TracedStep
 
 
 def jit(

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from vmem_jax.conv.choice import by_xla, slice_by_xla
 from vmem_jax.conv.compiled import Own, own_convolutions
-from vmem_jax.conv.known import Known, known, profile_on
+from vmem_jax.conv.pick import by_xla, slice_by_xla
+from vmem_jax.conv.timings import Known, known, profile_on
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.costs import Costs, Source

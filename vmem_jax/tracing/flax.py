@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from vmem_jax.arguments import Call, Signature, split_static
+from vmem_jax.tracing.arguments import Call, Signature, split_static
 
 
 def has_modules(tree: Any) -> bool:

@@ -19,7 +19,7 @@ def devices_of(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
 def total_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> int:
     """Bytes that the smallest device of the step may use in all."""
     if target is not None:
-        from vmem_jax.compiler.targets import target as card
+        from vmem_jax.devices.targets import target as card
 
         return card(target).memory_nbytes
     limits = []

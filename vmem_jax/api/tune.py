@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from absl import logging
 
+from vmem_jax.api.entry import CompiledStep
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.tuning import Tuning, agree
-from vmem_jax.entry import CompiledStep
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.search.search import Attempt, search

@@ -8,18 +8,18 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from vmem_jax import arguments
 from vmem_jax import jax_compat as compat
+from vmem_jax.api.entry import CompiledStep
 from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.entry import CompiledStep
 from vmem_jax.errors import DifferentiationError
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
 from vmem_jax.search.search import Attempt
-from vmem_jax.settings import Settings
+from vmem_jax.techniques.settings import Settings
+from vmem_jax.tracing import arguments
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.compression import Store
 

@@ -1,0 +1,1 @@
+"""What devices have, and descriptions of cards that are not there."""

@@ -1,0 +1,1 @@
+"""How a call of the user's becomes a traced step."""
