@@ -16,7 +16,7 @@ from jax import lax
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.conv import cudnn
+from vmem_jax.conv import candidates, cudnn
 from vmem_jax.conv.candidates import choices_of
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.pick import by_xla, choose
@@ -73,7 +73,7 @@ def heavy(name, program, costs, device, *rest):
 def budgeted():
     """The step in a budget in which every convolution has to be divided, and its plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choices, "choices_of", heavy)
+        patch.setattr(candidates, "choices_of", heavy)
         found = vmem_jax.jit(step, budget=32 * MIB, allow=MEANS)
         return found, found.plan(*arguments())
 
@@ -114,7 +114,7 @@ def program_and_costs():
 
 
 def test_on_a_cpu_it_is_slices_of_xlas_own(monkeypatch):
-    monkeypatch.setattr(choices, "_MOST_PARTS", 4)  # fewer to compile
+    monkeypatch.setattr(candidates, "_MOST_PARTS", 4)  # fewer to compile
     program, costs = program_and_costs()
     found = choices_of("step", program, costs, jax.devices("cpu")[0])
     assert sorted(found) == [s for s, x in enumerate(program.steps) if x.convolution]

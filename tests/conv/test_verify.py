@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from vmem_jax import PlanError
-from vmem_jax.conv import cudnn, trials
+from vmem_jax.conv import cudnn, verify
 from vmem_jax.conv.database import Database, identity_of
 from vmem_jax.conv.profiler import profile
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro, Pass
@@ -119,10 +119,10 @@ def given(*micros: Micro):
 
 
 def test_each_way_of_a_given_plan_is_tried_once(trial, monkeypatch):
-    monkeypatch.setattr(trials, "Scratch", lambda device: Memory())
+    monkeypatch.setattr(verify, "Scratch", lambda device: Memory())
     trial.off = {1: 1e-6, 2: 1e-3}
     ways = [Micro(b, e, (), 0, 1.0) for b, e in ((2, 1), (2, 2), (2, 1), (1, 1), (1, XLA))]
-    trials.try_ways(*given(*ways), Device())
+    verify.try_configurations(*given(*ways), Device())
     assert trial.held == [1, 2, 1]
 
 
@@ -131,9 +131,9 @@ def test_a_given_plan_that_computes_something_else_is_refused(
     trial, monkeypatch, platform, refused
 ):
     """As one made with another version of cuDNN may be. A CPU runs XLA's own in its place."""
-    monkeypatch.setattr(trials, "Scratch", lambda device: Memory())
+    monkeypatch.setattr(verify, "Scratch", lambda device: Memory())
     monkeypatch.setattr(Device, "platform", platform)
     trial.off = {1: 1.4}
     expected = pytest.raises(PlanError, match=r"engine 1 computes something else.*Plan again")
     with expected if refused else contextlib.nullcontext():
-        trials.try_ways(*given(Micro(8, 1, (), 0, 1.0)), Device())
+        verify.try_configurations(*given(Micro(8, 1, (), 0, 1.0)), Device())

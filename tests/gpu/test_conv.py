@@ -18,7 +18,7 @@ from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.conv.scratch import Scratch
 from vmem_jax.conv.slices import layouts, roles, whole
-from vmem_jax.conv.verify import try_ways
+from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
 from vmem_jax.transfer import extension
 
@@ -325,10 +325,10 @@ def test_the_ways_of_a_given_plan_are_tried(device, monkeypatch):
     monkeypatch.setattr(cudnn, "check", lambda part, *how: (ran.append(part), check(part, *how)))
     program = SimpleNamespace(steps=[SimpleNamespace(convolution=convolution)])
     given = lambda *micros: SimpleNamespace(divided=((0, Configuration(micros)),))
-    try_ways(program, given(first, first), device)
+    try_configurations(program, given(first, first), device)
     assert ran == [convolution.with_batch(BATCH // 2)]
     with pytest.raises(PlanError, match=r"3×3.*that fails: .*Plan again for this machine"):
-        try_ways(program, given(first, unknown), device)
+        try_configurations(program, given(first, unknown), device)
 
 
 def test_times_are_those_of_work(device):

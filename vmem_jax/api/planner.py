@@ -10,7 +10,7 @@ from absl import logging
 
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.conv.candidates import learner
-from vmem_jax.conv.verify import try_ways
+from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.devices.device import limit_nbytes
@@ -33,6 +33,8 @@ PARAMS = SearchParams()
 
 _ALWAYS_SAID = ("offload", "sub_batches")
 """Techniques whose absence is worth a line also where the user names no technique."""
+
+_PARTS_DO_NOT = "its batch runs in sub-batches, which do not compress"
 
 
 def plan_step(step: StepContext) -> CompiledStep:
@@ -67,6 +69,9 @@ def plan_step(step: StepContext) -> CompiledStep:
         assert budget is not None, "without a budget everything fits"
         raise budget_error(settings.policy.name, budget, found, _hints(step, log))
     best = found.best
+    if "compress" in settings.named and not best.plan.compressed and "compress" not in log.skipped:
+        why = "no plan with it fits when it is compiled"
+        log.add(What.SKIPPED, "compress", why=_PARTS_DO_NOT if best.plan.sub_batches > 1 else why)
     need, compiles = show_nbytes(best.need), len(found.attempts)
     logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
     _warn_if_slow(step, best, budget)
@@ -113,7 +118,10 @@ def _groups(
     make = lambda context, count: _variant(context, settings.policy, count)
     own = Family(parts.counts, functools.partial(make, step), settings.splitting, proved=proved)
     first = [own]
-    if "compress" in settings.named and "compress" not in log.skipped and 1 in parts.counts:
+    compresses = "compress" in settings.named and "compress" not in log.skipped
+    if compresses and 1 not in parts.counts:
+        log.add(What.SKIPPED, "compress", why=_PARTS_DO_NOT)
+    elif compresses:
         variants, why = compressing(step, lambda s: make(s, 1), budget, PARAMS, log)
         if why:
             log.add(What.SKIPPED, "compress", why=why)
@@ -192,7 +200,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     budget, plain_need = budget_nbytes(step)
     plan.check_made_for(variant.program)
     if step.target is None:
-        try_ways(variant.program, plan, step.devices[0])
+        try_configurations(variant.program, plan, step.devices[0])
     compiled = variant.compile_plan(plan)
     need, predicted = need_nbytes(compiled), predicted_need(variant.program, plan)
     attempt = Attempt(variant, plan, compiled, need, predicted, variant.costs)

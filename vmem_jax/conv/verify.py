@@ -1,4 +1,4 @@
-"""trials: what a given plan has cuDNN do, held against the convolutions before it runs.
+"""verify: what a given plan has cuDNN do, held against the convolutions before it runs.
 
 A plan that was made here takes only what was held against them when it was timed. One that was saved
 may be from another machine, and engines' numbers mean something to one version of cuDNN.
@@ -16,7 +16,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError
 
 
-def try_ways(program: Program, plan: Plan, device: jax.Device) -> None:
+def try_configurations(program: Program, plan: Plan, device: jax.Device) -> None:
     """Tries each way of cuDNN in `plan` once, on `device`; nothing where that is no GPU.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -25,8 +26,8 @@ from vmem_jax.techniques.context import StepContext
 from vmem_jax.tracing.traced import TracedStep
 
 LEAST_BUSY = 1.0
-"""Launches' worth of time that a kernel of one sub-batch takes in the mean, at least: with less, more
-than half of the time goes into starting kernels."""
+"""Launches' worth of time that one sub-batch takes at the least, all its kernels together and without
+what it takes to start them: a part that is smaller than the cost of one launch is no part."""
 
 
 class SubBatches(AbstractTechnique):
@@ -96,16 +97,15 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
     counts = tuple(n for n in counts_of(found.size) if n <= most)
     why = ""
     if counts == (1,) and found.size > 1:
-        why = "a kernel of half of the batch takes less time than it takes to start"
+        why = "half of the batch takes less time than it takes to start one kernel"
     return Parts(counts, into, why)
 
 
 def _most(step: StepContext) -> float:
-    """How many sub-batches there may be for a kernel of one to take `LEAST_BUSY` launches."""
+    """How many sub-batches there may be for one to take `LEAST_BUSY` launches."""
     launch = _machine(step).launch
-    seconds = step.costs.seconds
-    busy = sum(max(s - launch, 0.0) for s in seconds)
-    return max(1.0, busy / (LEAST_BUSY * launch * max(len(seconds), 1))) if launch else len(seconds)
+    busy = sum(max(seconds - launch, 0.0) for seconds in step.costs.seconds)
+    return max(1.0, busy / (LEAST_BUSY * launch)) if launch else math.inf
 
 
 def _machine(step: StepContext) -> Machine:
