@@ -138,13 +138,15 @@ def arms_of(
         samples = convolution.batch
         for how, some in (("undivided", undivided), ("divided", micros)):
             try:
-                way = reuse(convolution, some, limit)
+                configuration = reuse(convolution, some, limit)
             except WorkspaceError as error:
                 print(f"{name}: {how}: {error}")
                 continue
-            call = calls.setdefault(way, functools.partial(ours, convolution, way))
-            arms.append((how, limit, way, call))
-            samples = max(m.batch for m in way.micros)
+            call = calls.setdefault(
+                configuration, functools.partial(ours, convolution, configuration)
+            )
+            arms.append((how, limit, configuration, call))
+            samples = max(m.batch for m in configuration.micros)
         if samples < convolution.batch and convolution.batch % samples == 0:
             loop = functools.partial(by_map, convolution, samples)
             arms.append(("map", limit, None, behind(loop)))
@@ -163,7 +165,7 @@ def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int |
     jitted = {call: jax.jit(call) for *_, call in arms}
     took = time_by_turns(jitted, tuple(operands), FLAGS.rounds)
     rows: list[dict[str, Any]] = []
-    for how, limit, way, call in arms:
+    for how, limit, configuration, call in arms:
         compiled = jitted[call].lower(*operands).compile()
         row = {
             "kernel": name,
@@ -174,9 +176,9 @@ def rows_of(name: str, convolution: Convolution, micros: Any, limits: list[int |
             "seconds": took[call],
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
-        if way is not None:
-            row |= {"expected": way.seconds, "workspace": way.workspace}
-            runs = itertools.groupby(way.micros)
+        if configuration is not None:
+            row |= {"expected": configuration.seconds, "workspace": configuration.workspace}
+            runs = itertools.groupby(configuration.micros)
             row |= {"micros": [[len(list(g)), m.batch, m.engine, m.channels] for m, g in runs]}
         rows.append(row)
     return rows
@@ -191,7 +193,7 @@ def main(argv: list[str]) -> None:
     sizes = BatchSizes(FLAGS.sizes)
     found = profile_on(jax.devices()[0], kernels.values(), sizes, FLAGS.seconds)
     print(
-        f"{found.timed} ways timed, {found.reused} known, {found.hopeless} hopeless, "
+        f"{found.timed} algorithms timed, {found.reused} known, {found.hopeless} hopeless, "
         f"in {found.seconds:.1f} s",
         flush=True,
     )
@@ -231,7 +233,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("limits", ["64MiB", "512MiB", "none"], "Bytes of workspace for each kernel.")
     flags.DEFINE_enum("sizes", "powerOfTwo", [s.value for s in BatchSizes], "Of micro-batches.")
     flags.DEFINE_float("seconds", 240.0, "Begin no further timing after so long.")
-    flags.DEFINE_integer("rounds", 7, "Blocks of runs of each way.")
+    flags.DEFINE_integer("rounds", 7, "Blocks of runs of each configuration.")
     flags.DEFINE_string("out", "", "File that rows are added to; none by default.")
     flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
     app.run(main)

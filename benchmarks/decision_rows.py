@@ -141,7 +141,7 @@ same two cores the plans of five cases took 26 % more."""
 def changes(
     before: Rows, after: Rows, tolerances: Tolerances = DEFAULT, partial: bool = False
 ) -> list[Change]:
-    """What `after` has in another way than `before`, case by case, then the sums.
+    """What differs between `after` and `before`, case by case, then the sums.
 
     Args:
       partial: only cases of both are compared; otherwise each that `after` lacks is an error.

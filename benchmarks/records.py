@@ -46,7 +46,7 @@ class Record:
       plan_seconds: planning alone, all attempts.
       compiles: how often the step was compiled.
       transfers: buffers that wait in host memory.
-      moved_nbytes: their bytes, each way.
+      moved_nbytes: their bytes, in each direction.
       pinned_nbytes: host memory in which they wait.
       sub_batches: parts of the batch that run one after another.
       divided: convolutions that run in micro-batches.

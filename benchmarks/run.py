@@ -134,7 +134,7 @@ class Steps:
         if FLAGS.conv:
             found = profile_on(jax.devices()[0], kernels_of(jaxpr), deadline=FLAGS.conv)
             logging.info(
-                "%d ways timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
+                "%d algorithms timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
                 *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),
             )
 

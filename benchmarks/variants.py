@@ -1,4 +1,4 @@
-"""The ways to run one train step that are compared, each compiled and with its own state."""
+"""The variants of one train step that are compared, each compiled and with its own state."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def initial_states(work: Job) -> Callable[[], Any]:
 
 
 class Variant:
-    """One way to run the step: compiled, with its own state.
+    """One variant of the step: compiled, with its own state.
 
     Whatever it fails with is its outcome, so that the others go on.
 

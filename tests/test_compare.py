@@ -51,7 +51,7 @@ def run(shift=0.0, **changes) -> Observation:
 def test_every_copy_and_stall_has_both_numbers():
     found = compare(CHAIN, TIMELINE, COSTS, [run(), run(0.5), run(9.0)])
     out, into = found.rows
-    assert (out.transfer, out.way, into.way, out.nbytes) == (0, "out", "into", 10)
+    assert (out.transfer, out.direction, into.direction, out.nbytes) == (0, "out", "into", 10)
     assert (out.predicted, into.predicted) == TIMELINE.copies[0]
     assert (out.real, into.real) == (Copy(2.5, 6.5), Copy(5.0, 8.0))  # medians
     assert (out.real_stall, into.real_stall) == (1.5, 0.25)

@@ -116,7 +116,7 @@ class HostMemoryError(VmemError, MemoryError):
 
 
 class WorkspaceError(VmemError, ValueError):
-    """Convolutions that no known way does within a limit of workspace.
+    """Convolutions with no known configuration within a limit of workspace.
 
     Attributes:
       limit: bytes; None for no limit.

@@ -12,7 +12,7 @@ import jax
 from jax._src import core as _core  # new_jaxpr_eqn, check_jaxpr, Tracer: no public equivalents
 from jax._src import source_info_util  # name stacks and the user's frame of an equation
 from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
-from jax._src.ffi import _FfiEffect  # what XLA's foreign calls have: no way to make one in public
+from jax._src.ffi import _FfiEffect  # what XLA's foreign calls have; not in the public API
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
 from jax.extend import core as jexc
 from jax.extend.mlir import ir

@@ -58,7 +58,7 @@ def test_times_are_shown_and_kept(capsys, library):
     assert {c.batch for c in kept} == {1, 2, 4} and {c.which for c in kept} == set(Pass)
     assert all(entry.timed and entry.complete for entry in kept.values())
     status, out, _ = run(capsys, *TINY, "--conv", "powerOfTwo")
-    assert status == 0 and " 0 ways timed now" in out
+    assert status == 0 and " 0 algorithms timed now" in out
 
 
 def test_pictures_are_drawn(capsys, library, tmp_path):

@@ -46,7 +46,7 @@ def test_both_directions_overlap_each_other_and_compute(device):
     """A copy out and one back that begin at once, beside products."""
     seen = crossing(device, size=8192, products=6)
     print(seen.summary())
-    real = {(row.transfer, row.way): row.real for row in seen.rows}
+    real = {(row.transfer, row.direction): row.real for row in seen.rows}
     shorter = min(copy.end - copy.begin for copy in (real[1, "out"], real[0, "into"]))
     assert seen.real_overlap.both > 0.9 * shorter > 0
     assert seen.real_overlap.hidden > 0.9 * seen.real_overlap.copies

@@ -77,9 +77,9 @@ def jit(
         "offload" and "workspace" on a GPU with measured times (`profile`); without those, "offload"
         where no plan fits that moves nothing. "sub_batches": the batch runs in parts, one after
         another. "compress", only if it is named: what waits for the backward pass does so without
-        its zeros, on its way and in host memory.
+        its zeros, over the link and in host memory.
       host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
-      transport: the way that bytes are moved: "ffi" (the native extension, with an arena and
+      transport: what carries the bytes: "ffi" (the native extension, with an arena and
         counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
         extension where it was built for the device, else XLA's own copies on a GPU.
       plan: a plan made before, for exactly this step; nothing is planned then.
@@ -206,7 +206,7 @@ class BudgetedStep:
             try:
                 return self._last[1](*args, **kwargs)
             except (TypeError, ValueError):
-                pass  # other shapes or tracers: the long way knows them, or says what is wrong
+                pass  # other shapes or tracers: the full path handles them, or says what is wrong
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:

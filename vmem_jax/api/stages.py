@@ -1,4 +1,4 @@
-"""stages: a budgeted step on its way to being run, as `jax.stages` has them: lowered, compiled."""
+"""stages: a budgeted step before it runs, as `jax.stages` has it: lowered, compiled."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Compiled:
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        """Every plan that was compiled on the way; the last is the one that runs."""
+        """Every plan that was compiled; the last is the one that runs."""
         return self._entry.attempts
 
     @property
@@ -137,7 +137,7 @@ class Compiled:
 
     @property
     def transport(self) -> str | None:
-        """The way that the plan's transfers go, "ffi" or "memory_kinds"; None without transfers."""
+        """What carries the plan's transfers, "ffi" or "memory_kinds"; None without transfers."""
         transport = self._entry.best.transport
         return None if transport is None else transport.name
 

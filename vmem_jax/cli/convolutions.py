@@ -83,14 +83,14 @@ def _show(
 ) -> None:
     chosen = {}
     for i, (convolution, micros) in enumerate(found.micros.items()):
-        ways = front(micros, convolution.batch)
-        if not ways:
+        configurations = front(micros, convolution.batch)
+        if not configurations:
             continue
         chosen[convolution] = reuse(convolution, micros, limit)
-        console.print(configurations_table(convolution, ways, chosen[convolution]))
+        console.print(configurations_table(convolution, configurations, chosen[convolution]))
         if directory:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            plot(convolution, ways, Path(directory) / f"{i:03d}.svg")
+            plot(convolution, configurations, Path(directory) / f"{i:03d}.svg")
     console.print(totals_table({c: chosen[c] for c in counts if c in chosen}, counts))
 
 
@@ -108,7 +108,8 @@ def _listed(database: Database, counts: Any) -> Table:
 
 def _words(name: str, found: Profile, distinct: int) -> str:
     text = (
-        f"{name}: {distinct} distinct convolutions, {found.timed} ways timed now, {found.reused} "
-        f"known before, {found.hopeless} left out as hopeless, in {found.seconds:.1f} s."
+        f"{name}: {distinct} distinct convolutions, {found.timed} algorithms timed now, "
+        f"{found.reused} known before, {found.hopeless} left out as hopeless, "
+        f"in {found.seconds:.1f} s."
     )
     return text + not_timed(found.untimed)

@@ -51,14 +51,14 @@ def choices_of(
 
     One for each choice of sizes: dividing makes useless what is all there is for the whole batch.
 
-    On a GPU the ways are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is the fastest
-    of the whole batch whatever its workspace, since that is what XLA's autotuner takes, until a
-    compiled step tells (`learned`); a convolution of which the whole batch was not timed stays XLA's.
-    Not all that cuDNN offers is offered to that autotuner, though: in a part of a batch, where XLA's
-    own was not timed, it takes as much longer than the fastest as it does in the whole.
-    Ways that leave out what XLA's own does besides, in the same kernel, take longer by that.
-    On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to a
-    thirty-second of the batch, with the workspace that the compiler says and the seconds of a
+    On a GPU the configurations are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is
+    the fastest of the whole batch whatever its workspace, since that is what XLA's autotuner takes,
+    until a compiled step tells (`learned`); a convolution of which the whole batch was not timed
+    stays XLA's. Not all that cuDNN offers is offered to that autotuner, though: in a part of a
+    batch, where XLA's own was not timed, it takes as much longer than the fastest as it does in the
+    whole. A configuration without the epilogue that XLA's own has in the same kernel takes longer
+    by that. On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to
+    a thirty-second of the batch, with the workspace that the compiler says and the seconds of a
     roofline, scaled so that the whole has those of `costs`.
 
     Args:
@@ -83,9 +83,9 @@ def choices_of(
     if device.platform == "gpu":
         if profile:
             profile_on(device, [v for c in found.values() for v in c.variants])
-        ways_of = _known(device, profile)
-        longer = {} if whole is None else _longer_by_xla(*whole, ways_of)
-        choices = _of_cudnn(program, costs, machine_for(device.device_kind), ways_of, longer)
+        micros_known = _known(device, profile)
+        longer = {} if whole is None else _longer_by_xla(*whole, micros_known)
+        choices = _of_cudnn(program, costs, machine_for(device.device_kind), micros_known, longer)
     else:
         choices = _of_slices(program, costs)
     if not choices:
@@ -124,22 +124,22 @@ def learner(
         return lambda costs, compiled: costs
 
     @functools.cache  # a file, which is the same for every attempt
-    def ways_of() -> Known:
+    def micros_known() -> Known:
         with contextlib.suppress(ImportError):  # XLA's own need no extension
             return _known(device, profile)
         return lambda convolution: []
 
-    return lambda costs, compiled: learned(program, ways_of(), costs, compiled)
+    return lambda costs, compiled: learned(program, micros_known(), costs, compiled)
 
 
-def learned(program: Program, ways_of: Known, costs: Costs, compiled: Any) -> Costs:
+def learned(program: Program, micros_known: Known, costs: Costs, compiled: Any) -> Costs:
     """`costs` with what XLA's own convolutions are in a step compiled for a GPU.
 
     A step that was not timed by itself takes as long as what XLA chose, where that was timed there;
     else as long as was thought, and no less than the fastest that needs no larger workspace.
 
     Args:
-      ways_of: what is known of a convolution on that GPU.
+      micros_known: what is known of a convolution on that GPU.
     """
     found = convolutions_in(program)
     owns = own_convolutions(compiled.as_text(), set(found.values()))
@@ -151,21 +151,21 @@ def learned(program: Program, ways_of: Known, costs: Costs, compiled: Any) -> Co
         seconds = costs.seconds[s] if before is None else before.seconds
         if not _was_timed(costs, s):
             times = program.steps[s].times
-            once = _seconds_of(owns[convolution], convolution, ways_of, seconds / times)
+            once = _seconds_of(owns[convolution], convolution, micros_known, seconds / times)
             seconds = times * once
         unsure = _unsure(program, costs, s)
         choices[s] = _after_own(convolution, owns[convolution].workspace, seconds, others, unsure)
     return dataclasses.replace(costs, convolutions=choices)
 
 
-def _longer_by_xla(program: Program, costs: Costs, ways_of: Known) -> dict[Convolution, float]:
+def _longer_by_xla(program: Program, costs: Costs, micros_known: Known) -> dict[Convolution, float]:
     """For convolutions of any batch what XLA's own takes, as measured, of cuDNN's fastest.
 
     In strict float32 XLA's take up to 3.5 times as long: that of 3x3 on 14x14 backwards on an H200.
     """
     found: dict[Convolution, float] = {}
     for s, convolution in convolutions_in(program).items():
-        timed = _of_whole(convolution, map(ways_of, convolution.variants))
+        timed = _of_whole(convolution, map(micros_known, convolution.variants))
         if timed and _was_timed(costs, s):
             fastest = min(m.seconds for m in timed) * program.steps[s].times
             is_told = costs.seconds[s] - fastest > _unsure(program, costs, s)
@@ -179,30 +179,30 @@ def _of_cudnn(
     program: Program,
     costs: Costs,
     machine: Machine,
-    ways_of: Known,
+    micros_known: Known,
     longer: Mapping[Convolution, float],
 ) -> Choices:
     choices: Choices = {}
     for s, convolution in convolutions_in(program).items():
-        micros_of = {variant: ways_of(variant) for variant in convolution.variants}
+        micros_of = {variant: micros_known(variant) for variant in convolution.variants}
         timed = {m.batch for micros in micros_of.values() for m in micros}
         # each once: of "all" often nothing but powers of two was timed
-        ways: dict[frozenset[int], list[Configuration]] = {
+        by_sizes: dict[frozenset[int], list[Configuration]] = {
             frozenset(timed.intersection(batch_sizes(convolution.batch, sizes))): []
             for sizes in BatchSizes
         }
         for variant, micros in micros_of.items():
             left_out = 0 if variant.epilogue else program.steps[s].epilogue_nbytes
             besides = left_out / machine.bandwidth
-            for sizes, found in ways.items():
-                for way in front([m for m in micros if m.batch in sizes], convolution.batch):
-                    way = dataclasses.replace(way, epilogue=variant.epilogue).longer(besides)
-                    found.append(way.scaled(program.steps[s].times))
+            for sizes, found in by_sizes.items():
+                for one in front([m for m in micros if m.batch in sizes], convolution.batch):
+                    one = dataclasses.replace(one, epilogue=variant.epilogue).longer(besides)
+                    found.append(one.scaled(program.steps[s].times))
         if whole := _of_whole(convolution, micros_of.values()):
             fastest, workspace = min((m.seconds, m.workspace) for m in whole)
             own = fastest * program.steps[s].times * longer.get(convolution.with_batch(0), 1.0)
             seconds = costs.seconds[s] if _was_timed(costs, s) else own
-            others = itertools.chain.from_iterable(map(desirable, ways.values()))
+            others = itertools.chain.from_iterable(map(desirable, by_sizes.values()))
             unsure = _unsure(program, costs, s)
             choices[s] = _after_own(convolution, workspace, seconds, dict.fromkeys(others), unsure)
     return choices
@@ -216,8 +216,8 @@ def _of_slices(program: Program, costs: Costs) -> Choices:
         own = by_xla(convolution)
         micros = [own, *(slice_by_xla(convolution.with_batch(b)) for b in parts)]
         scale = costs.seconds[s] / own.seconds
-        ways = [way.scaled(scale) for way in front(micros, convolution.batch)]
-        choices[s] = _after_own(convolution, own.workspace, costs.seconds[s], ways)
+        found = [c.scaled(scale) for c in front(micros, convolution.batch)]
+        choices[s] = _after_own(convolution, own.workspace, costs.seconds[s], found)
     return choices
 
 
@@ -225,9 +225,9 @@ def _known(device: jax.Device, profile: bool | None) -> Known:
     return known(device) if profile is not False else lambda convolution: []
 
 
-def _seconds_of(own: Own, convolution: Convolution, ways_of: Known, default: float) -> float:
+def _seconds_of(own: Own, convolution: Convolution, micros_known: Known, default: float) -> float:
     variant = convolution.variants[-1 if own.fused else 0]
-    whole = _of_whole(convolution, [ways_of(variant)])
+    whole = _of_whole(convolution, [micros_known(variant)])
     within = [m for m in whole if m.workspace <= own.workspace]
     chosen = own.engine, own.workspace, own.channels
     same = [m for m in within if (m.engine, m.workspace, m.channels) == chosen]
@@ -273,7 +273,7 @@ def _after_own(
     workspace += convolution.padded_nbytes
     own = Configuration((Micro(convolution.batch, XLA, (), workspace, seconds),))
     little = max(_CHANCE * seconds, unsure)
-    as_fast = lambda way: seconds - little < way.seconds < seconds
-    told = (way.longer(seconds - way.seconds) if as_fast(way) else way for way in others)
-    better = (way for way in told if way.workspace < workspace or way.seconds < seconds)
+    as_fast = lambda c: seconds - little < c.seconds < seconds
+    corrected = (c.longer(seconds - c.seconds) if as_fast(c) else c for c in others)
+    better = (c for c in corrected if c.workspace < workspace or c.seconds < seconds)
     return (own, *better)

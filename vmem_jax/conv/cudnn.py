@@ -45,7 +45,7 @@ class Note(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """One way in which cuDNN can do a convolution.
+    """One algorithm of cuDNN for a convolution, with its settings.
 
     Attributes:
       engine: its global index among cuDNN's engines for this pass.
@@ -150,21 +150,21 @@ def seconds(
 
 def check(
     convolution: Convolution,
-    way: Plan | Micro,
+    algorithm: Plan | Micro,
     device: jax.Device,
     scratch: Scratch | None = None,
 ) -> None:
-    """Holds what `way` computes on `device` against the convolution, on random data.
+    """Holds what `algorithm` computes on `device` against the convolution, on random data.
 
     Raises:
       As `seconds`.
     """
-    _refuse(convolution, way, _trial(convolution, way, device, scratch, 1).deviation())
+    _refuse(convolution, algorithm, _trial(convolution, algorithm, device, scratch, 1).deviation())
 
 
 def _trial(
     convolution: Convolution,
-    way: Plan | Micro,
+    algorithm: Plan | Micro,
     device: jax.Device,
     scratch: Scratch | None,
     most: int,
@@ -177,15 +177,15 @@ def _trial(
     return module.ConvTrial(
         *_arguments(convolution),
         device=where,
-        engine=way.engine,
-        channels=way.channels,
-        knobs=list(way.knobs),
-        sets=scratch.sets(convolution, way.workspace, most),
-        workspace=max(way.workspace, 1),
+        engine=algorithm.engine,
+        channels=algorithm.channels,
+        knobs=list(algorithm.knobs),
+        sets=scratch.sets(convolution, algorithm.workspace, most),
+        workspace=max(algorithm.workspace, 1),
     )
 
 
-def _refuse(convolution: Convolution, way: Plan | Micro, deviation: float) -> None:
+def _refuse(convolution: Convolution, algorithm: Plan | Micro, deviation: float) -> None:
     """Raises where the result is off by `deviation` of its root mean square, and that is much.
 
     Without the kernel that tells it is nan, and the plans that are known to be wrong are refused.
@@ -196,8 +196,8 @@ def _refuse(convolution: Convolution, way: Plan | Micro, deviation: float) -> No
         )
     if deviation > _MOST_OFF:
         raise RuntimeError(
-            f"engine {way.engine} computes something else: off by {deviation:.2g} times the root "
-            "mean square"
+            f"engine {algorithm.engine} computes something else: off by {deviation:.2g} times "
+            "the root mean square"
         )
 
 
@@ -215,10 +215,10 @@ class Cudnn:
     def seconds(self, convolution: Convolution, plan: Plan, rival: float) -> float:
         if isinstance(self.target, str):
             return math.nan
-        way = convolution.with_batch(0), plan.engine, plan.knobs, plan.channels
-        loaded = way in self._loaded
+        kernels = convolution.with_batch(0), plan.engine, plan.knobs, plan.channels
+        loaded = kernels in self._loaded
         times = seconds(convolution, plan, self.target, rival, loaded, self._scratch)
-        self._loaded.add(way)
+        self._loaded.add(kernels)
         return statistics.median(times)
 
 

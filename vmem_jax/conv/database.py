@@ -1,6 +1,6 @@
 """database: the micro-configurations of convolutions, kept on disk for all layers and programs.
 
-An entry is a convolution of so many samples and the ways to do the whole of it in one call: the
+An entry is a convolution of so many samples and the algorithms for the whole of it in one call: the
 micro-batches of 64 of two layers are one entry if the layers differ in nothing but their batch. What
 was enumerated but not timed, as on a machine without the device, has no seconds there: null in the
 file, nan in a `Micro`.
@@ -80,14 +80,14 @@ class Database(Kept[Entries]):
 
 
 def _joined(old: Entry, new: Entry) -> Entry:
-    """Of a way that both have the new time holds, but none takes the place of none that was timed."""
-    ways = {m.way: m for m in (*old.micros, *new.micros, *old.timed, *new.timed)}
-    return Entry(_sorted(ways.values()), old.complete or new.complete)
+    """Where both have an algorithm the new time holds, but no time never replaces a time."""
+    found = {m.algorithm: m for m in (*old.micros, *new.micros, *old.timed, *new.timed)}
+    return Entry(_sorted(found.values()), old.complete or new.complete)
 
 
 def _sorted(micros: Any) -> tuple[Micro, ...]:
     rank = lambda m: (math.isnan(m.seconds), 0 if math.isnan(m.seconds) else m.seconds)
-    return tuple(sorted(micros, key=lambda m: (*rank(m), m.workspace, m.way)))
+    return tuple(sorted(micros, key=lambda m: (*rank(m), m.workspace, m.algorithm)))
 
 
 def _micro_to(micro: Micro) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def choose(convolution: Convolution, limit: int | None) -> Configuration:
     device = jax.devices()[0]
     if device.platform == "gpu":
         with contextlib.suppress(ImportError):  # no extension, or one without cuDNN
-            if ways := known(device)(convolution):
-                return reuse(convolution, ways, limit)
+            if micros := known(device)(convolution):
+                return reuse(convolution, micros, limit)
     micros = [by_xla(convolution)]
     for batch in batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO):
         if micros[-1].workspace <= limit and convolution.batch % micros[-1].batch == 0:

@@ -1,13 +1,14 @@
-"""profiler: times the ways that a library has to do convolutions in micro-batches, as far as needed.
+"""profiler: times a library's algorithms for convolutions in micro-batches, as far as needed.
 
-Every way is timed once for a device: what the database has is not timed again, and a micro-batch of
-64 is the same for all layers that differ in their batch alone. Of each size of micro-batch those are
-handed out that are faster than all of no more workspace; no fastest configuration needs another.
+Every algorithm is timed once for a device: what the database has is not timed again, and a
+micro-batch of 64 is the same for all layers that differ in their batch alone. Of each size of
+micro-batch those are handed out that are faster than all of no more workspace; no fastest
+configuration needs another.
 
-Libraries have ways that take hundreds of times as long as their best, on whole batches seconds. A
-small micro-batch tells which these are; they are then left out where another makes them useless.
-The others are timed in the order that is expected of them, so that what is slower meets its rival at
-once and is not run often (`conv/racing.py`).
+Libraries have algorithms that take hundreds of times as long as their best, on whole batches
+seconds. A small micro-batch tells which these are; they are then left out where another makes them
+useless. The others are timed in the order that is expected of them, so that what is slower meets
+its rival at once and is not run often (`conv/racing.py`).
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _HOPELESS = 2.5
 be the faster one with this. The worst that was, of 21 kernels on an H200, had taken 1.8 times."""
 
 _FAR_SLOWER = 30.0
-"""As many times as long as one that may need more workspace. Such a way serves where there is hardly
-any, so only for whole batches, and nobody needs its time exactly: it is that of the fewer samples,
-times as many as there are more."""
+"""As many times as long as one that may need more workspace. Such an algorithm serves where there is
+hardly any, so only for whole batches, and nobody needs its time exactly: it is that of the fewer
+samples, times as many as there are more."""
 
 Progress = Callable[[int, int, str], None]
 """Called with how many convolutions of one size are done, of how many, and which one is next."""
 
 
 class Plan(Protocol):
-    """One way of a library to do a convolution."""
+    """One algorithm of a library for a convolution, with its settings."""
 
     @property
     def engine(self) -> int: ...
@@ -63,14 +64,14 @@ class Library(Protocol[P]):
     what is faster than its rival computes something else."""
 
     def plans(self, convolution: Convolution) -> Sequence[P]:
-        """All ways to do the whole of `convolution` in one call; those likely fast first."""
+        """All algorithms for the whole of `convolution` in one call; those likely fast first."""
         ...
 
     def seconds(self, convolution: Convolution, plan: P, rival: float) -> float:
         """What `plan` takes; nan where there is no device to time it on.
 
-        The fastest way known that needs no more workspace takes `rival` seconds, inf if there is
-        none; how long a slower one takes nobody needs to know well.
+        The fastest algorithm known that needs no more workspace takes `rival` seconds, inf if there
+        is none; how long a slower one takes nobody needs to know well.
         """
         ...
 
@@ -83,7 +84,7 @@ class Profile:
       micros: for each convolution the micro-configurations to choose from, all timed.
       timed: how many were timed now; `reused` were before.
       untimed: "convolution: how many, and why" for what was left out, but for
-      hopeless: how many ways were left out because others make them useless.
+      hopeless: how many algorithms were left out because others make them useless.
       seconds: that this took.
     """
 
@@ -106,7 +107,7 @@ def profile(
     refresh: bool = False,
     on_progress: Progress = lambda done, total, what: None,
 ) -> Profile:
-    """Times the ways of `library` to do `convolutions` that `database` lacks, and adds them there.
+    """Times the algorithms of `library` for `convolutions` that `database` lacks; adds them there.
 
     Undivided batches come first, so that every convolution has something to choose from, each after
     an eighth of it, which tells what is hopeless; then the other micro-batches, of which the nearest
@@ -171,55 +172,57 @@ def _ordered(parts: Mapping[Convolution, Sequence[Convolution]]) -> list[Convolu
 
 
 def _scout(parts: Sequence[Convolution]) -> Convolution:
-    """The size that is timed first: of so few samples that the worst ways do not take long."""
+    """The size that is timed first: of so few samples that the worst algorithms do not take long."""
     most = max(part.batch for part in parts)
     return min(parts, key=lambda part: abs(part.batch - most / 8))
 
 
 class _Hope:
-    """Which ways of `batch` samples are worth timing, by what was seen of other numbers of them."""
+    """Which algorithms are worth timing on `batch` samples, by their times on other numbers."""
 
     def __init__(self, batch: int, seen: Iterable[Sequence[Micro]], divided: bool) -> None:
         distance = lambda micros: abs(math.log(micros[0].batch / batch))
         nearest = sorted(filter(None, seen), key=distance)
-        self._seen = [{m.way: m for m in micros} for micros in nearest]
+        self._seen = [{m.algorithm: m for m in micros} for micros in nearest]
         self._divided = divided
         self.lost = 0
 
-    def expected(self, way: Micro) -> float:
-        """Seconds that `way` takes by the nearest size that it was seen with; inf where by none."""
-        seen = self._nearest(way).get(way.way)
-        return math.inf if seen is None else seen.seconds * way.batch / seen.batch
+    def expected(self, micro: Micro) -> float:
+        """Seconds that `micro` takes by the nearest size that it was seen with; inf where by none."""
+        seen = self._nearest(micro).get(micro.algorithm)
+        return math.inf if seen is None else seen.seconds * micro.batch / seen.batch
 
-    def is_lost(self, way: Micro, timed: Sequence[Micro]) -> bool:
-        """Whether one that was `timed` makes `way` useless; counted."""
-        rivals = [m for m in timed if m.workspace <= way.workspace]
-        lost = self._times_slower(way, rivals) > _HOPELESS
-        lost |= self._divided and self._times_slower(way, timed) > _FAR_SLOWER
+    def is_lost(self, micro: Micro, timed: Sequence[Micro]) -> bool:
+        """Whether one that was `timed` makes `micro` useless; counted."""
+        rivals = [m for m in timed if m.workspace <= micro.workspace]
+        lost = self._times_slower(micro, rivals) > _HOPELESS
+        lost |= self._divided and self._times_slower(micro, timed) > _FAR_SLOWER
         self.lost += lost
         return lost
 
-    def seconds(self, way: Micro, timed: Sequence[Micro]) -> float | None:
-        """What `way` takes by its samples, where that is too long to be seen; else None.
+    def seconds(self, micro: Micro, timed: Sequence[Micro]) -> float | None:
+        """What `micro` takes by its samples, where that is too long to be seen; else None.
 
         None, too, where another was better in all with the nearest size: of that one only is it known
         that it is right (`Library.seconds`).
         """
-        if self._times_slower(way, timed) <= _FAR_SLOWER:
+        if self._times_slower(micro, timed) <= _FAR_SLOWER:
             return None
-        was_desirable = way.way in {m.way for m in desirable(self._nearest(way).values())}
-        return self.expected(way) if was_desirable else None
+        was_desirable = micro.algorithm in {
+            m.algorithm for m in desirable(self._nearest(micro).values())
+        }
+        return self.expected(micro) if was_desirable else None
 
-    def _nearest(self, way: Micro) -> Mapping[tuple[Any, ...], Micro]:
-        """All of the nearest size that `way` was seen with, by what does it; none where by none."""
-        return next((seen for seen in self._seen if way.way in seen), {})
+    def _nearest(self, micro: Micro) -> Mapping[tuple[Any, ...], Micro]:
+        """All of the nearest size that `micro` was seen with, by what does it; none where by none."""
+        return next((seen for seen in self._seen if micro.algorithm in seen), {})
 
-    def _times_slower(self, way: Micro, others: Sequence[Micro]) -> float:
+    def _times_slower(self, micro: Micro, others: Sequence[Micro]) -> float:
         """Than the fastest of `others`, with the nearest size that both were seen with."""
         for seen in self._seen:
-            theirs = [seen[m.way].seconds for m in others if m.way in seen]
-            if way.way in seen and theirs:
-                return seen[way.way].seconds / min(theirs)
+            theirs = [seen[m.algorithm].seconds for m in others if m.algorithm in seen]
+            if micro.algorithm in seen and theirs:
+                return seen[micro.algorithm].seconds / min(theirs)
         return 0.0
 
 
@@ -231,19 +234,19 @@ def _time(
     is_up: Callable[[], bool],
     hope: _Hope,
 ) -> tuple[Entry, int, list[str]]:
-    """What is then known of `convolution`, how many ways were timed, and what was left out."""
-    micros = {m.way: m for m in known.timed}
+    """What is then known of `convolution`, how many algorithms were timed, and what was left out."""
+    micros = {m.algorithm: m for m in known.timed}
     try:
         plans = library.plans(convolution)
     except RuntimeError as error:
         return known, 0, [f"{convolution}: all: {_reason(error)}"]
     if not plans:
-        return known, 0, [f"{convolution}: the library has no way to do it"]
+        return known, 0, [f"{convolution}: the library has no algorithm for it"]
     count = 0
     left: dict[str, int] = {}
-    ways = [(_untimed(convolution.batch, plan), plan) for plan in plans]
-    for micro, plan in sorted(ways, key=lambda way: hope.expected(way[0])):
-        if micro.way in micros:
+    pairs = [(_untimed(convolution.batch, plan), plan) for plan in plans]
+    for micro, plan in sorted(pairs, key=lambda pair: hope.expected(pair[0])):
+        if micro.algorithm in micros:
             continue
         timed = [m for m in micros.values() if not math.isnan(m.seconds)]
         why = ""
@@ -264,7 +267,7 @@ def _time(
                 count += not why
         if why:
             left[why] = left.get(why, 0) + 1
-        micros[micro.way] = micro
+        micros[micro.algorithm] = micro
     untimed = [f"{convolution}: {n} of {len(plans)}: {why}" for why, n in left.items()]
     return Entry(tuple(micros.values()), complete=not left), count, untimed
 

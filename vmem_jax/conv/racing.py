@@ -1,6 +1,6 @@
-"""racing: how often a way is run until its time is known as well as anybody needs it.
+"""racing: how often an algorithm is run until its time is known as well as anybody needs it.
 
-There are thousands of ways, and a fastest configuration needs few of them: what is slower than
+There are thousands of algorithms, and a fastest configuration needs few of them: what is slower than
 another of no more workspace, its *rival*, is out. One run tells that, but not a first one, which
 loads kernels, and not where a launch takes as long as the kernel.
 """
@@ -23,7 +23,7 @@ _LOADING = 0.005
 """Seconds that loading kernels may take."""
 
 _RELOADING = 0.001
-"""The same of a way that has run with another number of samples: most kernels are the same."""
+"""The same of an algorithm that has run with another number of samples: most kernels are the same."""
 
 _LAUNCH = 5e-5
 """Seconds that the host may be behind the device in a run by itself."""
@@ -35,15 +35,15 @@ _BEHIND = 1.2
 """The same for a run that loads next to nothing. Runs of one kernel differ by less."""
 
 Run = Callable[[int], Sequence[float]]
-"""Runs a way so many times, one right after the other; the seconds of each."""
+"""Runs an algorithm so many times, one right after the other; the seconds of each."""
 
 
 def race(run: Run, rival: float = math.inf, loaded: bool = False) -> tuple[float, ...]:
-    """The seconds of those runs of a way that count.
+    """The seconds of those runs of an algorithm that count.
 
     Args:
-      rival: seconds of the fastest way known that needs no more workspace.
-      loaded: whether the way has run before in this process, with another number of samples.
+      rival: seconds of the fastest algorithm known that needs no more workspace.
+      loaded: whether it has run before in this process, with another number of samples.
     """
     behind = _BEHIND * rival + _RELOADING if loaded else _FAR_BEHIND * rival + _LOADING
     [first] = run(1)

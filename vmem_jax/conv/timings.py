@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Convolution, Micro
 from vmem_jax.policy.workspace_reuse import BatchSizes
 
 Known = Callable[[Convolution], list[Micro]]
-"""The ways to do a convolution or parts of its batch, each of so many samples in one call."""
+"""The micro-configurations of a convolution: calls for its batch or for a part of it."""
 
 
 def known(device: jax.Device) -> Known:

@@ -17,7 +17,7 @@ from vmem_jax.errors import PlanError
 
 
 def try_configurations(program: Program, plan: Plan, device: jax.Device) -> None:
-    """Tries each way of cuDNN in `plan` once, on `device`; nothing where that is no GPU.
+    """Tries each algorithm of cuDNN in `plan` once, on `device`; nothing where that is no GPU.
 
     Raises:
       PlanError: one does not run, or computes something else.
@@ -33,9 +33,9 @@ def try_configurations(program: Program, plan: Plan, device: jax.Device) -> None
         whole = step.convolution.with_epilogue(configuration.epilogue)
         for micro in configuration.micros:
             part = whole.with_batch(micro.batch)
-            if micro.engine == XLA or (part, micro.way) in tried:
+            if micro.engine == XLA or (part, micro.algorithm) in tried:
                 continue
-            tried.add((part, micro.way))
+            tried.add((part, micro.algorithm))
             try:
                 cudnn.check(part, micro, device, scratch)
             except (RuntimeError, ValueError) as error:

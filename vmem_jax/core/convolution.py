@@ -1,4 +1,4 @@
-"""Convolutions as values: what is convolved, and the ways to do it in micro-batches (no JAX here).
+"""Convolutions as values: what is convolved, and its configurations in micro-batches (no JAX here).
 
 The words are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is
 one call of the library on a part of the batch, a *configuration* is a list of them that covers the
@@ -218,7 +218,7 @@ class Micro:
     channels: int = 0
 
     @property
-    def way(self) -> tuple[int, tuple[tuple[int, int], ...], int]:
+    def algorithm(self) -> tuple[int, tuple[tuple[int, int], ...], int]:
         """What does it, whatever it does it to: engine, knobs and channels."""
         return self.engine, self.knobs, self.channels
 
@@ -229,7 +229,7 @@ XLA = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Configuration:
-    """A way to do a whole convolution: micro-configurations that run one after the other.
+    """Does a whole convolution: micro-configurations that run one after the other.
 
     They share one workspace, so it is as large as the largest needs (µ-cuDNN, section III-A).
 
@@ -248,8 +248,8 @@ class Configuration:
 
     @property
     def calls(self) -> tuple[Any, ...]:
-        """What is called: samples and way of each, whatever they were seen to take."""
-        return self.epilogue, *((m.batch, m.way) for m in self.micros)
+        """What is called: samples and algorithm of each, whatever they were seen to take."""
+        return self.epilogue, *((m.batch, m.algorithm) for m in self.micros)
 
     @property
     def is_xlas(self) -> bool:

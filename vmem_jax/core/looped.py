@@ -15,7 +15,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Buffer, Program
 
 IN_FLIGHT = 2
-"""Slices on the device: the one that is made or read, and the one on its way."""
+"""Slices on the device: the one that is made or read, and the one being copied."""
 
 EXTRA = 1
 """Slices over the link beside those of the stack: the backward loop fetches one iteration ahead, and
@@ -32,7 +32,7 @@ def stacks(program: Program) -> tuple[int, ...]:
 
 
 def slices_nbytes(buffer: Buffer) -> int:
-    """What goes over the link each way for a looped stack."""
+    """What goes over the link in each direction for a looped stack."""
     return buffer.nbytes // buffer.slices * (buffer.slices + EXTRA)
 
 

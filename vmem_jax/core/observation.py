@@ -23,7 +23,7 @@ class Observation:
 
     Attributes:
       seconds: until the results were there.
-      copies: by (transfer, way), the way "out" or "into".
+      copies: by (transfer, direction), the direction "out" or "into".
       waits: likewise, when the compute lane stood before the end of the copy and when it went on;
         a wait for what was there already takes some microseconds too.
       kernels: in the order of time; none where the profiler saw none.

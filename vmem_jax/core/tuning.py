@@ -58,7 +58,7 @@ def agree(program: Program, costs: Costs, plan: Plan, seconds: float) -> Costs:
 
     What was measured stays, and the others, which are guesses, are scaled by one factor. Where that
     would take a factor that is beyond belief, or all was measured, all steps are; where a link's
-    speed stands in the way of that too, everything is.
+    speed prevents that too, everything is.
 
     Raises:
       ValueError: `seconds` or the plan's prediction are not positive.
@@ -93,8 +93,8 @@ def _scaled(
         costs,
         seconds=tuple(t * factor if s in chosen else t for s, t in enumerate(costs.seconds)),
         convolutions={
-            s: tuple(way.scaled(factor) for way in ways) if s in chosen else ways
-            for s, ways in costs.convolutions.items()
+            s: tuple(c.scaled(factor) for c in each) if s in chosen else each
+            for s, each in costs.convolutions.items()
         },
         sources=tuple(
             Source.CALIBRATED if s in chosen and source is Source.ROOFLINE else source

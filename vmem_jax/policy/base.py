@@ -91,9 +91,9 @@ class AbstractPolicy(abc.ABC):
 
     def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         """Seconds that no plan of its own goes below, as far as is known without one: where nothing
-        runs again or waits, and each convolution is done the fastest way."""
-        ways = costs.convolutions
-        fastest = lambda s: min([costs.seconds[s], *(way.seconds for way in ways.get(s, ()))])
+        runs again or waits, and each convolution takes its fastest configuration."""
+        configurations = costs.convolutions
+        fastest = lambda s: min([costs.seconds[s], *(c.seconds for c in configurations.get(s, ()))])
         return sum(map(fastest, range(len(program.steps))))
 
     @abc.abstractmethod

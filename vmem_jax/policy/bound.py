@@ -120,7 +120,7 @@ def starts(remaking: Remaking, costs: Costs, budget: int) -> Iterator[Start]:
     """What the programs of the fewest rows choose to drop and to park."""
     program, base = remaking.program, remaking.base
     needs = [step_nbytes(program, program.steps[s]) for s in base]
-    # what is on its way takes memory too, which the rows do not see
+    # the buffers of copies in flight take memory too, which the rows do not see
     target = budget if costs.link is None else int(_PARKING_TARGET * budget)
     for rows in _choices(simulate(program, base, costs), needs)[:_STARTS]:
         stages = Stages(program, costs, base, target, rows, _PARKING_PRICE)

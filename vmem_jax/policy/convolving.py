@@ -26,7 +26,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Infeasible
 
-Ways = Mapping[int, Sequence[Configuration]]
+Configurations = Mapping[int, Sequence[Configuration]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +63,17 @@ class Convolving(AbstractPolicy):
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
-        ways = costs.convolutions
-        if not ways:
+        configurations = costs.convolutions
+        if not configurations:
             return self.inner.plan(program, costs, budget)
-        held = self._held(program, ways, budget)
+        held = self._held(program, configurations, budget)
 
         @functools.cache  # XLA's own may be among those held
         def planned(chosen: tuple[tuple[int, Configuration], ...]) -> Plan | Infeasible:
             seconds = costs_with_convolutions(chosen, costs)
             return self.inner.plan(with_convolutions(program, chosen), seconds, budget)
 
-        xlas = {s: each[0] for s, each in ways.items()}
+        xlas = {s: each[0] for s, each in configurations.items()}
         found = planned((*xlas.items(),))
         own = None if isinstance(found, Infeasible) else _with(program, costs, found, xlas)
         enough = 0.0 if own is None else (1 - self.gain) * own.predicted_seconds
@@ -99,21 +99,21 @@ class Convolving(AbstractPolicy):
         return best if own is None or best.predicted_seconds < enough else own
 
     def _held(
-        self, program: Program, ways: Ways, budget: int | None
+        self, program: Program, configurations: Configurations, budget: int | None
     ) -> list[dict[int, Configuration]]:
-        """The choices to begin with, each once: from the least workspaces to the fastest ways."""
+        """The choices to begin with, each once: from the smallest workspaces to the fastest."""
         if budget is None:
-            return [fastest(ways)]
-        lowest = least(ways)
+            return [fastest(configurations)]
+        lowest = least(configurations)
         found = [lowest]
         free = max(budget - program.resident_nbytes, 0)
         for share in self.caps:
             fitting = {
-                s: [way for way in each if way.workspace <= share * free] or [lowest[s]]
-                for s, each in ways.items()
+                s: [c for c in each if c.workspace <= share * free] or [lowest[s]]
+                for s, each in configurations.items()
             }
             found.append({s: min(each, key=_by_seconds) for s, each in fitting.items()})
-        found.append(fastest(ways))
+        found.append(fastest(configurations))
         return [chosen for i, chosen in enumerate(found) if chosen not in found[:i]]
 
 
@@ -145,18 +145,21 @@ def _raised(
     return fastest_fitting(costs.convolutions, timeline, chosen, limit)
 
 
-def least(ways: Ways) -> dict[int, Configuration]:
+def least(configurations: Configurations) -> dict[int, Configuration]:
     """For each convolution what takes the least workspace."""
-    return {s: min(each, key=_by_workspace) for s, each in ways.items()}
+    return {s: min(each, key=_by_workspace) for s, each in configurations.items()}
 
 
-def fastest(ways: Ways) -> dict[int, Configuration]:
+def fastest(configurations: Configurations) -> dict[int, Configuration]:
     """For each convolution the fastest, whatever its workspace."""
-    return {s: min(each, key=_by_seconds) for s, each in ways.items()}
+    return {s: min(each, key=_by_seconds) for s, each in configurations.items()}
 
 
 def fastest_fitting(
-    ways: Ways, timeline: Timeline, chosen: Mapping[int, Configuration], budget: int
+    configurations: Configurations,
+    timeline: Timeline,
+    chosen: Mapping[int, Configuration],
+    budget: int,
 ) -> dict[int, Configuration]:
     """For each convolution the fastest that fits into what `budget` leaves wherever its step runs.
 
@@ -169,9 +172,12 @@ def fastest_fitting(
             free = budget - live + chosen[s].workspace
             room[s] = min(free, room.get(s, free))
     found = {}
-    for s, each in ways.items():
+    for s, each in configurations.items():
         limit = max(room[s], chosen[s].workspace)
-        found[s] = min((way for way in each if way.workspace <= limit), key=_by_seconds)
+        found[s] = min(
+            (c for c in each if c.workspace <= limit),
+            key=_by_seconds,
+        )
     return found
 
 
@@ -186,15 +192,15 @@ def _with(program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configur
 
 def _choosing(plan: Plan, chosen: dict[int, Configuration]) -> Plan:
     """`plan` with `chosen`; what is predicted for it is not known yet."""
-    divides = any(not way.is_xlas for way in chosen.values())
+    divides = any(not c.is_xlas for c in chosen.values())
     return dataclasses.replace(
         plan, convolutions=tuple(sorted(chosen.items())), fenced=plan.fenced or divides
     )
 
 
-def _by_workspace(way: Configuration) -> tuple[float, float]:
-    return way.workspace, way.seconds
+def _by_workspace(configuration: Configuration) -> tuple[float, float]:
+    return configuration.workspace, configuration.seconds
 
 
-def _by_seconds(way: Configuration) -> tuple[float, float]:
-    return way.seconds, way.workspace
+def _by_seconds(configuration: Configuration) -> tuple[float, float]:
+    return configuration.seconds, configuration.workspace

@@ -47,7 +47,7 @@ class Execution:
       drops: what is freed after which use.
       limit: bytes; None for no limit.
       parks: what waits in host memory after which use.
-      forget: what a recomputation makes on its way and does not leave behind for later ones
+      forget: what a recomputation makes only for itself and does not leave for later ones
         (memory-centric).
 
     Attributes:

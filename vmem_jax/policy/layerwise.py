@@ -38,7 +38,7 @@ class Stay:
 
 
 class Walk:
-    """The layers of `program` on their way through `order`, in which each step stands once.
+    """The layers of `program` as `order` runs them, in which each step stands once.
 
     Attributes:
       layers: as `core.layers` finds them, in the order in which they are computed forwards.

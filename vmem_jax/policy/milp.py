@@ -4,7 +4,7 @@ Over which plans: those whose *first* runs stand in one given order, the base, w
 again in between, as often as one likes, and any transfers of what is read again.
 
 A few positions of the base are looked at, the *rows*. They cut the step into stages. At each row a
-buffer that lies idle across it has three ways: it is on the device, it is parked in host memory, or
+buffer that lies idle across it has three states: it is on the device, it is parked in host memory, or
 it is gone, and a step of a later stage makes it again. This is Checkmate's program (Jain et al.,
 MLSys 2020, section 4) with paging (POET, Patil et al., ICML 2022), with a fixed number of stages in
 place of one for each step: O(n) variables and constraints in place of O(n²).
@@ -206,7 +206,7 @@ class Stages:
             highs.at_least(0.0, [(left[-1], 1.0), *sizes])
             parked.append(now)
         head = min((elapsed[self.made[b] + 1] for now in parked for b in now), default=0.0)
-        # whatever comes back serves a read of the base, if only by way of what is made from it
+        # whatever comes back serves a read of the base, if only through what is made from it
         last = max((use for there in self.there for b in there for use in self.uses[b]), default=0)
         total, tail = elapsed[-1], elapsed[-1] - elapsed[last]
         unit = self.budget / self.unit

@@ -76,8 +76,8 @@ class MoDNN(AbstractPolicy):
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of Algorithm 1 with `budget`; the lowest that it has, if it has none."""
-        order, ways = lower_order(program, costs), costs.convolutions
-        chosen = fastest(ways)
+        order, configurations = lower_order(program, costs), costs.convolutions
+        chosen = fastest(configurations)
         timeline = simulate_with(program, order, costs, chosen.items())
         if budget is not None and timeline.peak > budget:
             if costs.link is None or program.resident_nbytes > budget:
@@ -104,7 +104,7 @@ def _lowest(program: Program, costs: Costs, order: Sequence[int]) -> Found:
     budget = least_nbytes(program, costs, order)
     found = schedule(program, costs, order, budget)
     most = simulate_with(program, order, costs, least(costs.convolutions).items()).peak
-    while found is None:  # something that cannot leave is in the way
+    while found is None:  # a block that cannot leave takes the room
         budget += max((most - budget) // 16, 1)
         if budget >= most:
             return _unmoved(program, costs, order, most)
@@ -181,13 +181,13 @@ def prefetch_is_due(now: float, task: float, transfers: Iterable[float], expecte
 
 
 class _Waiting:
-    """The blocks that are away and not on their way back, by the task that reads them next."""
+    """The blocks that are away and not being fetched, by the task that reads them next."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._left = 0
         self._next: dict[int, int] = {}  # block -> position of that task
-        self._at: dict[int, dict[int, tuple[int, int]]] = {}  # and the other way: when, how large
+        self._at: dict[int, dict[int, tuple[int, int]]] = {}  # and the inverse: when, how large
         self._tasks: list[int] = []  # those positions, rising
 
     def add(self, b: int, task: int, nbytes: int) -> None:
@@ -387,29 +387,31 @@ class _Schedule:
         self.memory.free(_WORKSPACE)
         free = max((x.nbytes for x in self.memory.segments if x.key is None), default=0)
         gains = []
-        for way in self.costs.convolutions[s]:
-            gain = base.seconds - way.seconds - self._delayed(waiting, way)
-            if way.workspace > free:
-                scheme = self._scheme(way.workspace, needed)
+        for configuration in self.costs.convolutions[s]:
+            gain = base.seconds - configuration.seconds - self._delayed(waiting, configuration)
+            if configuration.workspace > free:
+                scheme = self._scheme(configuration.workspace, needed)
                 if scheme is None:
                     continue
                 gain -= scheme[1]
-            gains.append((gain, -way.workspace, way))
-        way = max(gains, key=lambda entry: entry[:2])[2]
-        if way.workspace and not self.memory.allocate(_WORKSPACE, way.workspace):
-            self._offload_for(way.workspace, position, needed)
-            self.memory.allocate(_WORKSPACE, way.workspace)
-        self.chosen[s] = way
-        return way.seconds
+            gains.append((gain, -configuration.workspace, configuration))
+        configuration = max(gains, key=lambda entry: entry[:2])[2]
+        if configuration.workspace and not self.memory.allocate(
+            _WORKSPACE, configuration.workspace
+        ):
+            self._offload_for(configuration.workspace, position, needed)
+            self.memory.allocate(_WORKSPACE, configuration.workspace)
+        self.chosen[s] = configuration
+        return configuration.seconds
 
-    def _delayed(self, waiting: Collection[int], way: Configuration) -> float:
-        """Seconds by which prefetching is late because of the workspace of `way`."""
-        free, late = self.memory.free_nbytes - way.workspace, 0.0
+    def _delayed(self, waiting: Collection[int], configuration: Configuration) -> float:
+        """Seconds by which prefetching is late because of the workspace of `configuration`."""
+        free, late = self.memory.free_nbytes - configuration.workspace, 0.0
         for b in waiting:
             free -= self._nbytes(b)
             if free < 0:
                 late += self._nbytes(b) / self.link.into
-        return min(late, way.seconds)
+        return min(late, configuration.seconds)
 
     # -- lines 15 to 27: prefetching
 

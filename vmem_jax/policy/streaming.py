@@ -2,7 +2,7 @@
 
 The policy plans as if they were there when they are used, at no cost. Then each fetch is placed as
 late as it hides and each offload as early, together with what the policy itself moves; what the
-copies on their way take above the budget is taken off what the policy may use.
+buffers of copies in flight take above the budget is taken off what the policy may use.
 
 Nothing moves within the loop over sub-batches, where it would do so for each of them: what is read
 there comes before it, and the rest after it.

@@ -81,8 +81,8 @@ class SuperNeurons(AbstractPolicy):
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """Liveness alone if that fits, else the fastest of the cache, recomputation, and both."""
-        ways = costs.convolutions
-        chosen = fastest(ways) if budget is None else least(ways)
+        configurations = costs.convolutions
+        chosen = fastest(configurations) if budget is None else least(configurations)
         less = with_convolutions(program, chosen.items())
         seconds = costs_with_convolutions(chosen.items(), costs)
         order = routed(less, seconds)
@@ -100,7 +100,7 @@ class SuperNeurons(AbstractPolicy):
                     found.append(moving(less, seconds, walk, run))
             best = min(found, key=lambda timeline: rank(timeline, budget))
         if budget is not None and best.peak <= budget:
-            chosen = fastest_fitting(ways, best, chosen, budget)
+            chosen = fastest_fitting(configurations, best, chosen, budget)
             best = simulate_with(program, best.order, costs, chosen.items(), best.transfers)
         return finish_walk(self.name, program, walk, best, budget, chosen)
 
@@ -139,13 +139,13 @@ def routed(program: Program, costs: Costs) -> tuple[int, ...]:
     """The steps in the order of `route`, backwards in reverse; or in an order of a lower peak."""
     base = lower_order(program, costs)
     network = layers(program)
-    way = route(network)
-    if way == tuple(range(len(network))):
+    path = route(network)
+    if path == tuple(range(len(network))):
         return base
     turn = len(network)
     place = {s: p for p, s in enumerate(base)}
     stage: dict[int, int] = {}
-    for at, n in enumerate(way):
+    for at, n in enumerate(path):
         stage.update(dict.fromkeys(network[n].forward, at))
         stage.update(dict.fromkeys(network[n].backward, 2 * turn - at))
     latest = turn

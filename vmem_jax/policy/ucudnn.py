@@ -14,7 +14,8 @@ Differs from the paper:
    even the least workspaces are over what the budget leaves, each takes its least.
 3. What can be chosen is `Costs.convolutions`: the desirable sets of what was timed. The batch-size
    policy takes those of other micro-batches out; it does not time more.
-4. cuDNN alone is asked in the paper. Here XLA's own convolution, whole, is one of the ways.
+4. cuDNN alone is asked in the paper. Here XLA's own convolution, whole, is one of the
+   configurations.
 """
 
 from __future__ import annotations
@@ -70,9 +71,12 @@ class UCuDNN(AbstractPolicy):
         Raises:
           WorkspaceError: `limit` is less than the least workspaces.
         """
-        fronts = {s: allowed(ways, self.batch_sizes) for s, ways in costs.convolutions.items()}
+        fronts = {
+            s: allowed(configurations, self.batch_sizes)
+            for s, configurations in costs.convolutions.items()
+        }
         chosen = self._chosen(program, costs, fronts, budget)
-        fenced = any(not way.is_xlas for way in chosen.values())
+        fenced = any(not c.is_xlas for c in chosen.values())
         timeline = _traced(program, costs, chosen)
         return finish(self.name, program, timeline, budget, fenced, convolutions=chosen)
 
@@ -90,7 +94,7 @@ class UCuDNN(AbstractPolicy):
             nothing = {s: Configuration(()) for s in fronts}
             free = budget - _traced(program, costs, nothing).peak
             return divided(fronts, free) if _nbytes(least) <= free else least
-        limits = sorted({way.workspace for each in fronts.values() for way in each})
+        limits = sorted({c.workspace for each in fronts.values() for c in each})
         limits = [n for n in limits if n >= max((w.workspace for w in least.values()), default=0)]
         chosen = least
         low, high = 0, len(limits)  # all before `low` fit, none from `high` on does
@@ -104,10 +108,10 @@ class UCuDNN(AbstractPolicy):
         return chosen
 
 
-def allowed(ways: Choice, policy: BatchSizes) -> Choice:
-    """The desirable set of those of `ways` whose micro-batches `policy` has; the whole is one."""
-    sizes = set(batch_sizes(ways[0].batch, policy))
-    return desirable(way for way in ways if all(m.batch in sizes for m in way.micros))
+def allowed(choice: Choice, policy: BatchSizes) -> Choice:
+    """The desirable set of those of `choice` whose micro-batches `policy` has; the whole is one."""
+    sizes = set(batch_sizes(choice[0].batch, policy))
+    return desirable(c for c in choice if all(m.batch in sizes for m in c.micros))
 
 
 def reused(program: Program, fronts: Fronts, limit: int) -> dict[int, Configuration]:
@@ -118,7 +122,7 @@ def reused(program: Program, fronts: Fronts, limit: int) -> dict[int, Configurat
     """
     found = {}
     for s, each in fronts.items():
-        within = [way for way in each if way.workspace <= limit]
+        within = [c for c in each if c.workspace <= limit]
         if not within:
             what = program.steps[s].where
             raise WorkspaceError(what=what, limit=limit, least=each[0].workspace)
@@ -143,4 +147,4 @@ def _traced(program: Program, costs: Costs, chosen: Mapping[int, Configuration])
 
 
 def _nbytes(chosen: Mapping[int, Configuration]) -> int:
-    return sum(way.workspace for way in chosen.values())
+    return sum(c.workspace for c in chosen.values())

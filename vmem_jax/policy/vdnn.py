@@ -199,13 +199,13 @@ def configured(
     `algorithms`: "m", "p", or "greedy": each convolution the fastest that fits where it stands.
     """
     run = lambda chosen: simulate_with(program, order, costs, chosen.items(), moved)
-    ways = costs.convolutions
+    configurations = costs.convolutions
     if algorithms == "p" or (algorithms == "greedy" and budget is None):
-        chosen = fastest(ways)
+        chosen = fastest(configurations)
         return run(chosen), chosen
-    chosen = least(ways)
+    chosen = least(configurations)
     timeline = run(chosen)
-    if algorithms == "greedy" and budget is not None and ways:
-        chosen = fastest_fitting(ways, timeline, chosen, budget)
+    if algorithms == "greedy" and budget is not None and configurations:
+        chosen = fastest_fitting(configurations, timeline, chosen, budget)
         timeline = run(chosen)
     return timeline, chosen

@@ -55,7 +55,7 @@ def front(micros: Iterable[Micro], batch: int) -> Choice:
     return tuple(improving(micros, batch))
 
 
-class Way(Protocol):
+class Timed(Protocol):
     """What has a workspace, in bytes, and takes a time: a configuration, or one of its parts."""
 
     @property
@@ -64,15 +64,15 @@ class Way(Protocol):
     def seconds(self) -> float: ...
 
 
-W = TypeVar("W", bound=Way)
+T = TypeVar("T", bound=Timed)
 
 
-def desirable(ways: Iterable[W]) -> tuple[W, ...]:
-    """Of `ways` those faster than all of no more workspace: of ascending workspace, ever faster."""
-    found: list[W] = []
-    for way in sorted(ways, key=lambda way: (way.workspace, way.seconds)):
-        if not found or way.seconds < found[-1].seconds:
-            found.append(way)
+def desirable(candidates: Iterable[T]) -> tuple[T, ...]:
+    """Those of `candidates` that are faster than all of no more workspace, by ascending workspace."""
+    found: list[T] = []
+    for each in sorted(candidates, key=lambda each: (each.workspace, each.seconds)):
+        if not found or each.seconds < found[-1].seconds:
+            found.append(each)
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""workspace_reuse: the fastest way to do one convolution in micro-batches within a workspace (WR).
+"""workspace_reuse: the fastest configuration of one convolution within a limit of workspace (WR).
 
 µ-cuDNN (Oyama et al., CLUSTER 2018), section III-B: a batch of b samples takes
 
@@ -60,8 +60,8 @@ def reuse(
         better = known is None or (m.seconds, m.workspace) < (known.seconds, known.workspace)
         if _is_timed(m) and (limit is None or m.workspace <= limit) and better:
             fastest[m.batch] = m
-    if ways := tuple(improving(fastest.values(), convolution.batch)):
-        return ways[-1]
+    if found := tuple(improving(fastest.values(), convolution.batch)):
+        return found[-1]
     least = next((c.workspace for c in improving(micros, convolution.batch)), None)
     raise WorkspaceError(what=str(convolution), limit=limit, least=least)
 

@@ -184,9 +184,9 @@ def _tied(
         sizes = {m.nbytes for m in ours}
         theirs = [c for c in memcpys if c[0] == out and c[1] in sizes]
         if [c[1] for c in theirs] != [m.nbytes for m in ours]:
-            way = "to the host" if out else "to the device"
+            direction = "to the host" if out else "to the device"
             return kernels, (
-                f"JAX's profiler saw {len(theirs)} copies {way} of the plan's sizes (of "
+                f"JAX's profiler saw {len(theirs)} copies {direction} of the plan's sizes (of "
                 f"{sum(c[0] == out for c in memcpys)} in all), the arena made {len(ours)}: the "
                 "kernels are laid beside them by the host's clock, to some tens of microseconds."
             )

@@ -34,14 +34,14 @@ class CopyRow:
 
     Attributes:
       transfer: index in the plan.
-      way: "out" to the host, "into" the device.
+      direction: "out" to the host, "into" the device.
       predicted, real: when it ran.
       predicted_stall: seconds that the compute lane was to wait for it.
       real_stall: seconds that it did.
     """
 
     transfer: int
-    way: str
+    direction: str
     label: str
     nbytes: int
     predicted: Copy
@@ -104,7 +104,7 @@ class Comparison:
             column.justify = "right"
         for row in self.rows:
             table.add_row(
-                f"{row.transfer} {row.way}",
+                f"{row.transfer} {row.direction}",
                 row.label,
                 f"{row.nbytes / 2**20:.1f}",
                 *(_ms(copy.begin) for copy in (row.predicted, row.real)),
@@ -149,10 +149,10 @@ def compare(
     """
     for run in runs:
         lacking = [
-            f"{i} {way}"
+            f"{i} {direction}"
             for i in range(len(timeline.transfers))
-            for way in ("out", "into")
-            if (i, way) not in run.copies or (i, way) not in run.waits
+            for direction in ("out", "into")
+            if (i, direction) not in run.copies or (i, direction) not in run.waits
         ]
         if lacking:
             raise ValueError(
@@ -163,18 +163,18 @@ def compare(
     rows = []
     for i, (t, pair) in enumerate(zip(timeline.transfers, timeline.copies, strict=True)):
         buffer = program.buffers[t.buffer]
-        for way, copy in zip(("out", "into"), pair, strict=True):
-            waits = [w for w in timeline.waits if (w.transfer, w.way) == (i, way)]
+        for direction, copy in zip(("out", "into"), pair, strict=True):
+            waits = [w for w in timeline.waits if (w.transfer, w.way) == (i, direction)]
             rows.append(
                 CopyRow(
                     transfer=i,
-                    way=way,
+                    direction=direction,
                     label=buffer.label,
                     nbytes=buffer.nbytes,
                     predicted=copy,
-                    real=_median([run.copies[i, way] for run in runs]),
+                    real=_median([run.copies[i, direction] for run in runs]),
                     predicted_stall=sum(w.end - w.begin for w in waits),
-                    real_stall=_seconds(_median([run.waits[i, way] for run in runs])),
+                    real_stall=_seconds(_median([run.waits[i, direction] for run in runs])),
                 )
             )
     overlaps = [_real_overlap(run) for run in runs]
@@ -207,7 +207,7 @@ def _real_overlap(run: Observation) -> Overlap:
     if not busy:
         waits = _union((w.begin, w.end) for w in run.waits.values())
         busy = _without([(0.0, run.seconds)], waits)
-    of = lambda way: [(c.begin, c.end) for (_, w), c in run.copies.items() if w == way]
+    of = lambda direction: [(c.begin, c.end) for (_, w), c in run.copies.items() if w == direction]
     return _overlap(of("out"), of("into"), busy)
 
 
@@ -225,12 +225,12 @@ def _overlap(out: Times, into: Times, compute: Times) -> Overlap:
 def _real(program: Program, timeline: Timeline, run: Observation) -> Recording:
     """The lanes of `run`. A wait of the compute lane takes the place of what it cuts short."""
     spans = [Span(COMPUTE, k.name, "kernel", k.begin, k.end) for k in run.kernels]
-    for (i, way), copy in run.copies.items():
+    for (i, direction), copy in run.copies.items():
         args = copy_args(program, timeline, i)
         args["GB/s"] = args["nbytes"] / 1e9 / max(_seconds(copy), 1e-9)
-        spans.append(Span(LANE_OF[way], args["buffer"], "copy", copy.begin, copy.end, args))
-    for (i, way), wait in run.waits.items():
-        args = {**copy_args(program, timeline, i), "for the copy": LANE_OF[way]}
+        spans.append(Span(LANE_OF[direction], args["buffer"], "copy", copy.begin, copy.end, args))
+    for (i, direction), wait in run.waits.items():
+        args = {**copy_args(program, timeline, i), "for the copy": LANE_OF[direction]}
         name = f"waits for {args['buffer']}"
         spans.append(Span(COMPUTE, name, "stall", wait.begin, wait.end, args))
     return Recording("real", spans)

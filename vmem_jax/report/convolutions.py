@@ -1,4 +1,4 @@
-"""convolutions: the ways to do one in micro-batches, for people, as tables and a picture."""
+"""convolutions: configurations of one in micro-batches, for people, as tables and a picture."""
 
 from __future__ import annotations
 
@@ -39,18 +39,20 @@ def steps_table(program: Program, plan: Plan) -> Table:
     table = Table("layer", "pass", "by", "micro-batches", "workspace", "ms", title="convolutions")
     for column in table.columns[4:]:
         column.justify = "right"
-    ways = dict(plan.convolutions)
+    chosen = dict(plan.convolutions)
     for s in dict.fromkeys(plan.order):
-        convolution, way = program.steps[s].convolution, ways.get(s)
-        if convolution is None or way is None:
+        convolution, configuration = program.steps[s].convolution, chosen.get(s)
+        if convolution is None or configuration is None:
             continue
         table.add_row(
             program.steps[s].layer or program.steps[s].source or "(no layer)",
-            ", ".join(filter(None, (convolution.which.value, way.epilogue))),
-            "XLA" if way.is_xlas else ", ".join(dict.fromkeys(map(_doer, way.micros))),
-            _division(way),
-            show_nbytes(way.workspace),
-            f"{way.seconds * 1e3:.3f}",
+            ", ".join(filter(None, (convolution.which.value, configuration.epilogue))),
+            "XLA"
+            if configuration.is_xlas
+            else ", ".join(dict.fromkeys(map(_doer, configuration.micros))),
+            _division(configuration),
+            show_nbytes(configuration.workspace),
+            f"{configuration.seconds * 1e3:.3f}",
         )
     return table
 

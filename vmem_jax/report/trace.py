@@ -163,7 +163,7 @@ def _steps(program: Program, timeline: Timeline, costs: Costs) -> list[Span]:
 def _copies(program: Program, timeline: Timeline) -> list[Span]:
     return [
         Span(
-            LANE_OF[way],
+            LANE_OF[direction],
             program.buffers[t.buffer].label,
             "copy",
             copy.begin,
@@ -171,7 +171,7 @@ def _copies(program: Program, timeline: Timeline) -> list[Span]:
             copy_args(program, timeline, i),
         )
         for i, (t, pair) in enumerate(zip(timeline.transfers, timeline.copies, strict=True))
-        for way, copy in zip(("out", "into"), pair, strict=True)
+        for direction, copy in zip(("out", "into"), pair, strict=True)
     ]
 
 

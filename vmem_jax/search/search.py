@@ -1,11 +1,11 @@
 """The best-first search: the fastest plan, of any variant, that compiles to the budget.
 
-Each candidate is a variant on its way: bounded (seconds that no plan of it goes below), then
-planned (a plan that is predicted to fit, and its seconds), then compiled. A queue holds them by their
-seconds, and the first is taken one stage further. So a plan that is compiled is the fastest but for
-what is ahead of it in the queue, and once nothing there can be faster by the tolerance, it is the
-result. A plan that compiles to too much goes back with a lower goal: its variant needs more than
-predicted.
+Each candidate is a variant in one of three states: bounded (seconds that no plan of it goes below),
+then planned (a plan that is predicted to fit, and its seconds), then compiled. A queue holds them
+by their seconds, and the first is taken one stage further. So a plan that is compiled is the
+fastest but for what is ahead of it in the queue, and once nothing there can be faster by the
+tolerance, it is the result. A plan that compiles to too much goes back with a lower goal: its
+variant needs more than predicted.
 
 Families are tried in groups: those of the second only where no variant of the first fits, and so
 on. Where nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler
@@ -125,7 +125,7 @@ def search(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A variant on its way.
+    """A variant and how far it is known.
 
     Attributes:
       family, count: which it is; `variant` is None until it is looked at.

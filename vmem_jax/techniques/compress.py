@@ -1,4 +1,4 @@
-"""compress: what waits for the backward pass does so without its zeros, on its way and in host
+"""compress: what waits for the backward pass does so without its zeros, over the link and in host
 memory. Done only where `allow` names it."""
 
 from __future__ import annotations

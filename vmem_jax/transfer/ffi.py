@@ -189,8 +189,8 @@ def inject(
 
     Args:
       delay_seconds: before each copy, on its lane.
-      fail_slot: copies of this slot fail, on their way out;
-      fail_fetch: or on their way back.
+      fail_slot: copies of this slot to the host fail;
+      fail_fetch: or those back to the device.
       poison: NaN bytes in a destination at `fetch_start`, and in a place after its fetch.
       poison_source: NaN bytes in `x` at `offload_done`, whose last reader that must be.
       skip_waits: done calls do not wait; then the other faults must show in the results.

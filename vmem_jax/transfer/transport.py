@@ -1,4 +1,4 @@
-"""transport: a way to move a buffer to host memory and back, by the four points of a transfer.
+"""transport: moves a buffer to host memory and back, by the four points of a transfer.
 
 There are two, of one interface: `ffi` (our calls, an arena of our own) and `memory_kinds` (XLA's own
 copies). `rewrite` puts the points where the plan has them and does not know which of them it uses.

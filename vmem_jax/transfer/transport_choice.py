@@ -1,4 +1,4 @@
-"""Which of the two ways to move bytes a step takes."""
+"""Which of the two transports a step takes."""
 
 from __future__ import annotations
 
