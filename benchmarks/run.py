@@ -55,7 +55,7 @@ flags.DEFINE_list(
     "policies",
     ["auto"],
     "Policies to run under each budget; vdnn?offload=all&algorithms=m with options; "
-    "auto:recompute and auto:offload with that means alone, "
+    "auto:recompute and auto:offload with that technique alone, "
     "auto:recompute+workspace with both, "
     "auto:offload:memory_kinds and auto:offload:ffi by that transport, auto::memory_kinds with all.",
 )
@@ -134,7 +134,7 @@ class Steps:
         if FLAGS.conv:
             found = profile_on(jax.devices()[0], kernels_of(jaxpr), deadline=FLAGS.conv)
             logging.info(
-                "%d algorithms timed in %.1f s, %d known, %d hopeless, %d convolutions not timed in full",
+                "%d algorithms timed in %.1f s, %d known, %d hopeless, %d convolutions not all timed",
                 *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),
             )
 
@@ -182,11 +182,11 @@ class Steps:
         Its own, and those of what it asks where its own plans do not fit; in rising order.
         """
         made = variants.policy_of(policy)
-        means = vmem_jax.POLICIES[made]() if isinstance(made, str) else made
+        policy_of_it = vmem_jax.POLICIES[made]() if isinstance(made, str) else made
         # one that took too long has none
         rows = [(size, r) for r in self._rows if (size := records.size_of(r))]
         searched = any(r.variant == policy and r.asked == "least" for _, r in rows)
-        groups = {policy}, {other.name for other in means.instead}
+        groups = {policy}, {other.name for other in policy_of_it.instead}
         sizes = [[size for size, r in rows if r.variant in names] for names in groups]
         return tuple(sorted(map(min, filter(None, sizes)))), searched
 

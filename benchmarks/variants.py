@@ -81,9 +81,9 @@ class Place:
         placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
         return jax.tree.map(placed, shapes)
 
-    def arguments(self, work: Job, means: str) -> tuple:
-        """What a step with `means` is planned from: its shapes, or data whose zeros are counted."""
-        if "compress" not in means or self.density is not None:
+    def arguments(self, work: Job, techniques: str) -> tuple:
+        """What a step is planned from with `techniques`: its shapes, or data to count the zeros of."""
+        if "compress" not in techniques or self.density is not None:
             return self.shapes(work)
         return initial_states(work)(), jax.jit(work.random_batch)(jax.random.key(1))
 
@@ -226,8 +226,8 @@ def budgeted(
     Raises:
       ValueError: there is no such policy or option.
     """
-    name, means, transport, *_ = [*policy.split(":"), "", ""]
-    compiled = functools.partial(_compiled, work, place, policy_of(name), means, transport)
+    name, techniques, transport, *_ = [*policy.split(":"), "", ""]
+    compiled = functools.partial(_compiled, work, place, policy_of(name), techniques, transport)
 
     def build() -> tuple[Callable, dict]:
         if nbytes is not None:
@@ -259,7 +259,7 @@ def _compiled(
     work: Job,
     place: Place,
     policy: str | AbstractPolicy,
-    means: str,
+    techniques: str,
     transport: str,
     nbytes: int,
     plan: vmem_jax.Plan | None = None,
@@ -269,12 +269,12 @@ def _compiled(
         budget=nbytes,
         policy=policy,
         plan=plan,
-        allow=("order", *means.split("+")) if means else None,
+        allow=("order", *techniques.split("+")) if techniques else None,
         transport=transport or "auto",
         density=place.density,
         donate_argnums=0,
     )
-    compiled = step.lower(*place.arguments(work, means)).compile(place.target)
+    compiled = step.lower(*place.arguments(work, techniques)).compile(place.target)
     return step, facts_of(compiled, nbytes)
 
 

@@ -36,7 +36,7 @@ class BudgetError(VmemError, ValueError):
     ) -> None:
         how = "compiled" if compiled else "predicted"
         advice = advice or (
-            "Try a larger `budget`, a smaller batch, or a policy with more means "
+            "Try a larger `budget`, a smaller batch, or a policy with more techniques "
             "(`policy='auto'` with `allow=('order', 'recompute')`)."
         )
         held = f" What holds the bytes there: {holders}." if holders else ""

@@ -1,4 +1,4 @@
-"""Convolutions in micro-batches as a means of the plan: whole training steps on a CPU."""
+"""Convolutions in micro-batches as a technique of the plan: whole training steps on a CPU."""
 
 from __future__ import annotations
 

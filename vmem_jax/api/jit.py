@@ -70,7 +70,7 @@ def jit(
         (`0.5`), or `"device"` (what is free now).
       policy: one of `POLICIES`, by name or as an instance with its options. "keep" leaves the
         program untouched. What a policy cannot do without (`needs`) is asked for by choosing it.
-      allow: the means that a plan may use: "order" (exact residuals), "recompute", "offload" (to
+      allow: the techniques that a plan may use: "order" (exact residuals), "recompute", "offload" (to
         pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
         when they are read, and what takes their place in the state is returned there), "workspace"
         (convolutions in micro-batches, so that they take less). By default all that are of use here:

@@ -138,7 +138,7 @@ def job(
       optimizer: "sgd", "momentum" (0.9) or "adamw".
       learning_rate: None takes `LEARNING_RATES[optimizer]`.
       wrap: as `build_network` has it; "offload" leaves the inputs of layers in pinned host memory,
-        by JAX's own means (`with_stock_offload`).
+        by JAX's own offloading (`with_stock_offload`).
       options: all others of `build_network`.
 
     Raises:

@@ -54,10 +54,10 @@ _LOOPINGS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Auto(AbstractPolicy):
-    """Chooses among all means that `allow` names.
+    """Chooses among all techniques that `allow` names.
 
     Attributes:
-      allow: means: "order" (exact residuals, always), "recompute", "offload" (to host memory),
+      allow: techniques: "order" (exact residuals, always), "recompute", "offload" (to host memory),
         "sub_batches".
       shares: the largest stretches of neighbours to drop, as shares of the memory that is free.
       offers: how often dropped values are offered back.
@@ -96,10 +96,10 @@ class Auto(AbstractPolicy):
         moves = "offload" in self.allow and costs.link is not None
         if budget is None or (moves and stacks(program)):  # looped, it needs less memory
             return super().least_seconds(program, costs, budget)
-        means = costs if moves else dataclasses.replace(costs, link=None)
+        allowed = costs if moves else dataclasses.replace(costs, link=None)
         canonical = canonical_order(program)
         orders = {canonical, lower_order(program, costs, canonical)}
-        return min(quick_bound(program, means, order, budget) for order in orders)
+        return min(quick_bound(program, allowed, order, budget) for order in orders)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         best = self._timeline(program, costs, budget)

@@ -61,7 +61,8 @@ class AbstractPolicy(abc.ABC):
 
     Class attributes:
       name: as in `POLICIES`.
-      needs: means that are asked for where the user names none; without them it is not this policy.
+      needs: techniques that are asked for where the user names none; without them it is not this
+      policy.
       chooses_convolutions: whether it decides who does each convolution, of `Costs.convolutions`.
         For others `Convolving` does.
       compresses: whether all that it moves is compressed where the user asks for "compress". For

@@ -49,9 +49,9 @@ class Streaming(AbstractPolicy):
 
     def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         """Without what is hosted, which takes more memory and no less time."""
-        return self.inner.least_seconds(program, self._means(costs), budget)
+        return self.inner.least_seconds(program, self._inner_costs(costs), budget)
 
-    def _means(self, costs: Costs) -> Costs:
+    def _inner_costs(self, costs: Costs) -> Costs:
         """What `inner` plans with."""
         return costs if self.moves else dataclasses.replace(costs, link=None)
 
@@ -59,10 +59,10 @@ class Streaming(AbstractPolicy):
         """The plan of `inner` with the transfers of what is hosted; its name is `inner`'s."""
         if not program.hosted:
             return self.inner.plan(program, costs, budget)
-        means = self._means(costs)
+        inner_costs = self._inner_costs(costs)
         target = budget
         for _ in range(_TRIES):
-            found = self.inner.plan(program, means, target)
+            found = self.inner.plan(program, inner_costs, target)
             inner = found.plan if isinstance(found, Infeasible) else found
             if inner is None:
                 return found

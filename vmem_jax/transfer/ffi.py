@@ -31,7 +31,7 @@ from vmem_jax.transfer.layout import Layout
 from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.uint8)
-"""What orders calls; its value means nothing. Any value can stand for the first."""
+"""What orders calls; its value is never read. Any value can stand for the first."""
 
 
 def first_token() -> jax.Array:
