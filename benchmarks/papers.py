@@ -78,10 +78,10 @@ def unneeded(table: manifest.Table, case: Case, rows: Mapping[Case, Record]) -> 
     return variants.why_plain_does(case.asked, plain.need)
 
 
-def least_of(case: Case, rows: dict[Case, Record]) -> int | None:
+def min_peak_of(case: Case, rows: dict[Case, Record]) -> int | None:
     """Bytes of the budget of `case`, which is what another policy needs at the least."""
     own = [row for other, row in rows.items() if plain_of(other) == plain_of(case)]
-    return records.least_of(own, case.asked.removeprefix(LEAST_OF))
+    return records.min_peak_of(own, case.asked.removeprefix(LEAST_OF))
 
 
 def command_of(like: Case, ways: Iterable[str], out: Path, **more: object) -> list[str]:
@@ -154,7 +154,7 @@ def compile_cases(table: manifest.Table, out: Path, rows: dict[Case, Record]) ->
         why = unneeded(table, case, rows)
         if case.variant.startswith(ON_THE_CARD):
             why = "it plans with what was timed on the card"
-        if case.asked.startswith(LEAST_OF) and not least_of(case, rows):
+        if case.asked.startswith(LEAST_OF) and not min_peak_of(case, rows):
             why = "no row says how much that is"
         if why:
             print(f"{label}: not run: {why}", flush=True)

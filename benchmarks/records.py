@@ -131,7 +131,7 @@ def size_of(row: Record) -> int | None:
     return row.need or (row.lowest if row.lowest_compiled else None)
 
 
-def least_of(rows: Iterable[Record], variant: str) -> int | None:
+def min_peak_of(rows: Iterable[Record], variant: str) -> int | None:
     """Bytes that `variant` came to when it was asked for its least; None where no row says.
 
     What ran counts before what was compiled alone.

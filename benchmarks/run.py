@@ -112,7 +112,7 @@ class Steps:
         self.work = self._job(None)
         self.shapes = self.place.shapes(self.work)  # before anything else looks for devices
         self.plain_need: int | None = FLAGS.plain_need
-        self.leasts: dict[str, int] = {}  # what policies came to here
+        self.min_peaks: dict[str, int] = {}  # what policies came to here
 
     def _job(self, wrap: Any) -> Job:
         return job(
@@ -153,7 +153,7 @@ class Steps:
             return []
         need = self.plain_need
         if asked.startswith(LEAST_OF):
-            nbytes = self._least_of(asked)
+            nbytes = self._min_peak_of(asked)
         else:
             nbytes = self.place.budget_nbytes(asked, need, self.shapes)
         known = need and nbytes and asked != "none"
@@ -162,7 +162,7 @@ class Steps:
         found = [Variant(name, fraction, asked, build)]
         facts: Any = found[0].facts
         if asked == "least" and found[0].outcome == "ok":
-            self.leasts[name] = facts["need"]
+            self.min_peaks[name] = facts["need"]
         if FLAGS.still and name.startswith("auto") and facts.get("transfers"):
             made: Any = found[0].run
             build = variants.without_transfers(self.work, made.plan(*self.shapes))
@@ -190,15 +190,15 @@ class Steps:
         sizes = [[size for size, r in rows if r.variant in names] for names in groups]
         return tuple(sorted(map(min, filter(None, sizes)))), searched
 
-    def _least_of(self, asked: str) -> int | None:
+    def _min_peak_of(self, asked: str) -> int | None:
         """Bytes that the policy of `asked` came to at the least, here or by the rows of `--known`."""
         policy = asked.removeprefix(LEAST_OF)
-        return self.leasts.get(policy) or records.least_of(self._rows, policy)
+        return self.min_peaks.get(policy) or records.min_peak_of(self._rows, policy)
 
     def _unneeded(self, way: str, asked: str) -> str:
         """Why `way` says nothing, beside plain jit; "" where it does."""
         need = self.plain_need
-        if asked.startswith(LEAST_OF) and self._least_of(asked) is None:
+        if asked.startswith(LEAST_OF) and self._min_peak_of(asked) is None:
             return "no row says how much that is"
         is_share = asked[:1].isdigit() and not variants.is_size(asked)
         if need is None and "plain" in ways_asked() and is_share:

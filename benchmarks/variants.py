@@ -82,7 +82,7 @@ class Place:
         return jax.tree.map(placed, shapes)
 
     def arguments(self, work: Job, techniques: str) -> tuple:
-        """What a step is planned from with `techniques`: its shapes, or data to count the zeros of."""
+        """What a step is planned from with `techniques`: shapes, or data to count the zeros of."""
         if "compress" not in techniques or self.density is not None:
             return self.shapes(work)
         return initial_states(work)(), jax.jit(work.random_batch)(jax.random.key(1))

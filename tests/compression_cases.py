@@ -21,7 +21,7 @@ from vmem_jax.core.compression import (
     BLOCK_NBYTES,
     UNIT_NBYTES,
     compressed_nbytes,
-    least_capacity,
+    min_capacity,
 )
 from vmem_jax.transfer.compression import Site, Store, compress, decompress
 from vmem_jax.transfer.layout import Layout, Parked
@@ -145,7 +145,7 @@ def denser_than_planned_overflows(device):
     for dtype in ("bfloat16", "float32", "int8"):
         x = sparse(dtype, 150_001, 0.7)
         values, blocks = values_of(x) * x.itemsize, -(-x.nbytes // BLOCK_NBYTES)
-        exact, least = capacity_of(x), least_capacity(x.size, x.itemsize)
+        exact, least = capacity_of(x), min_capacity(x.size, x.itemsize)
         a_little, half = exact - UNIT_NBYTES * (blocks + 1), (exact + least) // 2
         for capacity, low, high in (
             (exact, 0, 0),

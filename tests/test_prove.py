@@ -299,7 +299,7 @@ def test_numbers_that_a_bound_rules_out_are_not_planned():
         count: int = 1
         bound: float = 0.0
 
-        def least_seconds(self, program, costs, budget):
+        def lower_bound_seconds(self, program, costs, budget):
             return self.bound if budget else 0.0
 
         def plan(self, program, costs, budget):

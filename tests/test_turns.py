@@ -301,16 +301,16 @@ def test_what_another_policy_needs_at_the_least(tmp_path, monkeypatch):
     flags = types.SimpleNamespace(known=paths, below_plain=[], ways=["plain"], **like)
     monkeypatch.setattr(run, "FLAGS", flags)
     steps = run.Steps.__new__(run.Steps)
-    steps.leasts, steps.plain_need = {}, 10
-    asked = lambda: [steps._least_of(f"least:{policy}") for policy in ("modnn", "vdnn", "exact")]
+    steps.min_peaks, steps.plain_need = {}, 10
+    asked = lambda: [steps._min_peak_of(f"least:{policy}") for policy in ("modnn", "vdnn", "exact")]
     assert asked() == [6, None, 7]
-    steps.leasts["modnn"] = 8
+    steps.min_peaks["modnn"] = 8
     assert asked() == [8, None, 7]
     assert steps._unneeded("auto@least:modnn", "least:modnn") == ""
     assert steps._unneeded("auto@least:vdnn", "least:vdnn") == "no row says how much that is"
     rows_of = {papers.case_of(row): row for row in rows[2:]}
-    assert papers.least_of(manifest.Case(*like.values(), "auto", "least:exact"), rows_of) == 7
-    assert papers.least_of(manifest.Case(*like.values(), "auto", "least:modnn"), rows_of) is None
+    assert papers.min_peak_of(manifest.Case(*like.values(), "auto", "least:exact"), rows_of) == 7
+    assert papers.min_peak_of(manifest.Case(*like.values(), "auto", "least:modnn"), rows_of) is None
 
 
 def test_only_rows_that_are_missing_are_run_again(flags, tmp_path, monkeypatch, capsys):

@@ -234,11 +234,11 @@ def test_the_least_that_a_policy_says_of_itself(moves):
     program = chain(5)
     costs = dataclasses.replace(unit_costs(program), link=Link(10.0, 10.0, 20.0))
     policy = Auto(allow=("order", "recompute", "offload") if moves else ("order", "recompute"))
-    assert policy.least_seconds(program, costs, None) == 11.0
-    assert policy.least_seconds(program, costs, 7) == pytest.approx(11.0 if moves else 12.0)
+    assert policy.lower_bound_seconds(program, costs, None) == 11.0
+    assert policy.lower_bound_seconds(program, costs, 7) == pytest.approx(11.0 if moves else 12.0)
     ways = tuple(Configuration((Micro(1, *each),)) for each in ((XLA, (), 3, 1.0), (0, (), 5, 0.5)))
     quick = dataclasses.replace(costs, convolutions={10: ways})
-    assert Convolving(policy).least_seconds(program, quick, None) == 10.5
+    assert Convolving(policy).lower_bound_seconds(program, quick, None) == 10.5
 
 
 @pytest.mark.parametrize("cheap", range(3))
@@ -322,7 +322,7 @@ def test_a_start_drops_what_the_best_plan_drops():
     assert found and all(start.parks == frozenset() for start in found)
     dropped = program.steps[1].writes[0]
     assert found[0].drops == {(dropped, 1)}  # after its use by the next layer
-    assert found[0].least == pytest.approx(10.5)
+    assert found[0].lower_bound_seconds == pytest.approx(10.5)
 
 
 def test_a_start_parks_only_what_can_move():

@@ -48,7 +48,7 @@ def planned(name, program, budget, costs=None) -> Plan | Infeasible:
         check_plan(name, program, budget, costs, outcome.plan)  # it is compiled, too
     else:
         assert budget is None or outcome.predicted_peak <= budget
-        least = policy.least_seconds(program, costs, budget)
+        least = policy.lower_bound_seconds(program, costs, budget)
         assert least <= outcome.predicted_seconds * (1 + 1e-6)
         check_plan(name, program, budget, costs, outcome)
     return outcome

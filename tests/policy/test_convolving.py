@@ -190,7 +190,7 @@ def test_random_programs_and_ways(program, data):
         return
     _, took = check(program, found, costs, budget)
     assert took >= free.predicted_seconds - 1e-9
-    assert policy.least_seconds(program, costs, budget) <= took * (1 + 1e-6)
+    assert policy.lower_bound_seconds(program, costs, budget) <= took * (1 + 1e-6)
     for only in (0, 2):  # one way for each
         held = dataclasses.replace(costs, convolutions={s: (w[only],) for s, w in ways.items()})
         other = policy.plan(program, held, budget)

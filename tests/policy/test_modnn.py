@@ -15,7 +15,7 @@ from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.program import Kind
 from vmem_jax.core.validate import peak_by_definition, violations
 from vmem_jax.policy import Infeasible
-from vmem_jax.policy.modnn import least_nbytes, offloads_end, prefetch_is_due
+from vmem_jax.policy.modnn import minimum_peak, offloads_end, prefetch_is_due
 from vmem_jax.policy.segments import Segment, Segments
 
 
@@ -63,7 +63,7 @@ def test_figure_1_weights_stay_and_feature_maps_and_derivatives_may_leave():
     program, names = figure_1()
     costs = Costs("drawn", (1.0,) * len(program.steps), Link(100.0, 100.0, 200.0))
     order = range(len(program.steps))
-    lowest = least_nbytes(program, costs, order)
+    lowest = minimum_peak(program, costs, order)
     # BP1(2) takes δ3, Y1 and Y2, and makes δ2
     assert lowest == program.resident_nbytes + 4 * 4
     plan = planned(program, costs, lowest)
@@ -174,7 +174,7 @@ def test_criterion_b_what_was_just_made_does_not_leave():
 def test_the_lower_bound_is_reached():
     """Equation 2 for the whole batch, and nothing fits just below it."""
     costs = CHAIN.costs({}, rate=100.0)
-    lowest = least_nbytes(CHAIN.program, costs, range(len(CHAIN.program.steps)))
+    lowest = minimum_peak(CHAIN.program, costs, range(len(CHAIN.program.steps)))
     assert lowest == CHAIN.program.resident_nbytes + 3 * 8
     assert planned(CHAIN.program, costs, lowest).predicted_peak == lowest
     outcome = MoDNN().plan(CHAIN.program, costs, lowest - 1)
@@ -206,7 +206,7 @@ def test_equation_5_the_gain_of_an_algorithm_against_what_must_leave_for_it():
     quick, slow = (with_algorithms(CHAIN.program, CHAIN.costs({}, rate=r)) for r in (100.0, 0.1))
     free = planned(*quick, None).predicted_peak
     assert engines(*quick, free) == [XLA] * 6
-    least = least_nbytes(*quick, range(len(CHAIN.program.steps)))
+    least = minimum_peak(*quick, range(len(CHAIN.program.steps)))
     budget = least + 32  # one workspace of 30 beside the least
     assert engines(*quick, budget).count(XLA) > engines(*slow, budget).count(XLA)
 

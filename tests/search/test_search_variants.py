@@ -135,7 +135,7 @@ class Bounded(AUTO):
     bound: float = 0.0
     asked: list = dataclasses.field(default_factory=list)
 
-    def least_seconds(self, program, costs, budget):
+    def lower_bound_seconds(self, program, costs, budget):
         return self.bound if budget else 0.0
 
     def plan(self, program, costs, budget):

@@ -13,7 +13,7 @@ from vmem_jax.core.compression import (
     BLOCK_NBYTES,
     UNIT_NBYTES,
     compressed_nbytes,
-    least_capacity,
+    min_capacity,
     most_values,
 )
 from vmem_jax.transfer.compression import Site, Store, compress, decompress, live_stores
@@ -62,7 +62,7 @@ def test_random_densities_come_back_in_the_bytes_that_were_told(compiled, densit
     roomy, back, _, back_from_tight = map(np.asarray, compiled(x))
     assert back.tobytes() == back_from_tight.tobytes() == x.tobytes()
 
-    least = least_capacity(COUNT, 2)
+    least = min_capacity(COUNT, 2)
     taken = least + UNIT_NBYTES * int(roomy[:8].view("uint64")[0])
     values = cases.values_of(x)
     told = compressed_nbytes(COUNT, 2, values / COUNT)
@@ -87,7 +87,7 @@ def test_what_is_told_is_needed():
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("elements", [0, 1, 100, 20_000, 123_457])
 def test_most_values_is_the_inverse(elements, itemsize):
-    least, full = least_capacity(elements, itemsize), compressed_nbytes(elements, itemsize, 1)
+    least, full = min_capacity(elements, itemsize), compressed_nbytes(elements, itemsize, 1)
     count = elements * max(1, itemsize // 8)
     size = min(itemsize, 8)
     assert most_values(elements, itemsize, least - 1) == -1
@@ -107,7 +107,7 @@ def test_half_of_a_16_bit_tensor_takes_56_percent():
     [
         (lambda: compressed_nbytes(1, 4, 1.5), r"`density`.*0 to 1.*1\.5"),
         (lambda: compressed_nbytes(1, 3, 0.5), r"`itemsize` 3"),
-        (lambda: least_capacity(-1, 4), r"negative.*-1"),
+        (lambda: min_capacity(-1, 4), r"negative.*-1"),
         (lambda: Site(-1, 0), "no negative"),
         (
             lambda: compress(np.ones(1000, "float32"), store=1, site=3, capacity=100),
@@ -176,7 +176,7 @@ def test_overflow_memory_is_given_back():
             return int(file.read().split()[1]) * 4096
 
     x = jax.numpy.ones(1 << 24, "float32")
-    capacity = least_capacity(x.size, 4)
+    capacity = min_capacity(x.size, 4)
     with cases.opened(CPU, (x.nbytes, capacity)) as store:
         step = jax.jit(lambda x: cases.there_and_back(store, capacity)(x)[0])
         before = resident()

@@ -39,7 +39,7 @@ def lowest(fun: Callable, *args: Any, target: str | None = None, **options: Any)
     """
     for name in ("budget", "plan", "tune"):
         if name in options:
-            raise TypeError(f"`lowest` looks for the least memory, so it takes no `{name}`.")
+            raise TypeError(f"`lowest` looks for the minimum peak, so it takes no `{name}`.")
     try:
         plan = jit(fun, budget=1, **options).plan(*args, target=target)
     except BudgetError as error:

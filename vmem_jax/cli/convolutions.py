@@ -96,7 +96,9 @@ def _show(
 
 def _listed(database: Database, counts: Any) -> Table:
     """How many plans there are of each convolution, and what they want; none was timed."""
-    table = Table("convolution", "times", "plans", "least workspace", "most", title="not timed")
+    table = Table(
+        "convolution", "times", "plans", "smallest workspace", "largest", title="not timed"
+    )
     entries = database.load()
     for convolution, count in counts.items():
         micros = entries[convolution].micros if convolution in entries else ()

@@ -130,9 +130,9 @@ def _convolution_from(fields: Any) -> Convolution:
     return found
 
 
-def _whole(number: Any, least: int | None = None) -> int:
+def _whole(number: Any, smallest: int | None = None) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{number!r} is no integer")
-    if least is not None and number < least:
-        raise ValueError(f"{number} is less than {least}")
+    if smallest is not None and number < smallest:
+        raise ValueError(f"{number} is less than {smallest}")
     return number

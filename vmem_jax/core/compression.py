@@ -21,7 +21,7 @@ _WIDEST = 8  # bytes; a wider element, complex128, is two of these
 _ROUNDING = 2.0**-52  # relative; a density that was a quotient of counts gives its count back
 
 
-def least_capacity(elements: int, itemsize: int) -> int:
+def min_capacity(elements: int, itemsize: int) -> int:
     """Bytes of a compressed tensor of zeros alone; no capacity may be smaller.
 
     Args:

@@ -92,10 +92,10 @@ class Auto(AbstractPolicy):
         both = {"recompute", "offload"} <= {*self.allow}
         return (SuperNeurons(), MoDNN(), VDNN(), VDNNpp()) if both else ()
 
-    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+    def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         moves = "offload" in self.allow and costs.link is not None
         if budget is None or (moves and stacks(program)):  # looped, it needs less memory
-            return super().least_seconds(program, costs, budget)
+            return super().lower_bound_seconds(program, costs, budget)
         allowed = costs if moves else dataclasses.replace(costs, link=None)
         canonical = canonical_order(program)
         orders = {canonical, lower_order(program, costs, canonical)}
@@ -153,7 +153,7 @@ class Auto(AbstractPolicy):
             for start in starts(remaking, linkless, budget):
                 best = _better(best, begun(linkless, start), budget)
                 fits = best.peak <= budget
-                proven = proven or (fits and best.seconds <= self.close * start.least)
+                proven = proven or (fits and best.seconds <= self.close * start.lower_bound_seconds)
                 if proven and self.spared(program):
                     break
             if not proven:
@@ -195,8 +195,8 @@ class Auto(AbstractPolicy):
 
     def _may_gain(self, remaking: Remaking, costs: Costs, budget: int, still: Timeline) -> bool:
         """Whether a plan that moves may be enough faster than `still`."""
-        least = quick_bound(remaking.program, costs, remaking.base, budget)
-        return least < (1 - self.gain) * still.seconds
+        bound = quick_bound(remaking.program, costs, remaking.base, budget)
+        return bound < (1 - self.gain) * still.seconds
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
         """Whether `moving` is better than `still`, and by more than what is predicted is off."""

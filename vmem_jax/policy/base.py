@@ -90,7 +90,7 @@ class AbstractPolicy(abc.ABC):
         """What of its search it leaves out for so long a program, for people; "" for nothing."""
         return ""
 
-    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+    def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         """Seconds that no plan of its own goes below, as far as is known without one: where nothing
         runs again or waits, and each convolution takes its fastest configuration."""
         configurations = costs.convolutions

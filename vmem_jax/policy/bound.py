@@ -75,15 +75,15 @@ def lower_bound(
       budget: bytes, or None for no limit.
       limit: seconds that HiGHS may take for each number of rows.
     """
-    least = sum(costs.seconds[s] for s in base)
+    seconds = sum(costs.seconds[s] for s in base)
     needs = [step_nbytes(program, program.steps[s]) for s in base]
     peak = least_nbytes(program)
     if budget is not None and peak > budget:
         return Bound(float("inf"), peak, True)
     timeline = simulate(program, base, costs)
     if budget is None or timeline.peak <= budget:
-        return Bound(least, peak, True)
-    best = Bound(least, peak, False)
+        return Bound(seconds, peak, True)
+    best = Bound(seconds, peak, False)
     for rows in _choices(timeline, needs):
         found = Stages(program, costs, base, budget, rows).solve(time_limit=limit)
         if found.seconds > best.seconds or (found.solved and found.seconds == best.seconds):
@@ -105,13 +105,13 @@ class Start:
     """Where a search may start: the choices of the program of some rows.
 
     Attributes:
-      least: seconds that no plan of these rows goes below; a bound of all plans where nothing can
-        be moved.
+      lower_bound_seconds: seconds that no plan of these rows goes below; a bound of all plans where
+        nothing can be moved.
       drops: idle intervals of the base to recompute across.
       parks: idle intervals of the base to spend in host memory.
     """
 
-    least: float
+    lower_bound_seconds: float
     drops: frozenset[Drop]
     parks: frozenset[Drop]
 

@@ -4,11 +4,11 @@ A workspace is there only while its step runs, so what it may be follows from wh
 SuperNeurons (Wang et al., PPoPP 2018, section 3.5) gives each convolution the fastest algorithm that
 fits the memory which is free at its step, moDNN (Chen et al., DATE 2018, eq. 5) likewise. What is
 free follows from what is recomputed and moved. So the policy plans the rest several times, with
-every convolution held to a cap, from the least workspace to the fastest whatever it takes; then each
-gets the fastest that fits where it stands; and the fewest seconds of all win. The first of these
-plans leaves the rest the most memory; with every convolution as fast as can be it would take the
-least, so whatever comes close to that ends the search. Where XLA's own convolutions fit, they are
-kept unless all of that gains more than what is predicted is off.
+every convolution held to a cap, from the smallest workspace to the fastest whatever it takes; then
+each gets the fastest that fits where it stands; and the fewest seconds of all win. The first of
+these plans leaves the rest the most memory. Its seconds with every convolution at its fastest are
+taken for a lower bound, so a plan that comes close to them ends the search. Where XLA's own
+convolutions fit, they are kept unless all of that gains more than what is predicted is off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Convolving(AbstractPolicy):
     Attributes:
       inner: plans the rest.
       caps: workspaces to try, as shares of what the budget leaves beside arguments and outputs,
-        between the least possible and any.
+        between the smallest possible and any.
       close: within this factor of the first plan with the fastest convolutions, nothing else is
         tried.
       gain: a plan in which not all convolutions are XLA's own is to be faster than one with these by
@@ -55,11 +55,11 @@ class Convolving(AbstractPolicy):
     def spared(self, program: Program) -> str:
         return self.inner.spared(program)
 
-    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
-        """As if every convolution were as fast as it can be in the least memory that it can take."""
-        program = with_convolutions(program, least(costs.convolutions).items())
+    def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+        """As if every convolution had its fastest time and its smallest workspace."""
+        program = with_convolutions(program, smallest_workspaces(costs.convolutions).items())
         costs = costs_with_convolutions(fastest(costs.convolutions).items(), costs)
-        return self.inner.least_seconds(program, costs, budget)
+        return self.inner.lower_bound_seconds(program, costs, budget)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
@@ -77,22 +77,22 @@ class Convolving(AbstractPolicy):
         found = planned((*xlas.items(),))
         own = None if isinstance(found, Infeasible) else _with(program, costs, found, xlas)
         enough = 0.0 if own is None else (1 - self.gain) * own.predicted_seconds
-        if own and enough <= self.least_seconds(program, costs, budget):
+        if own and enough <= self.lower_bound_seconds(program, costs, budget):
             return own
         best: Plan | None = None
-        least: float | None = None
+        fastest_seconds: float | None = None
         failures: list[tuple[Infeasible, dict[int, Configuration]]] = []
         for chosen in held:
             plan = planned((*chosen.items(),))
             if isinstance(plan, Infeasible):
                 failures.append((plan, chosen))
                 continue
-            if least is None:
-                least = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
+            if fastest_seconds is None:
+                fastest_seconds = simulate_plan(program, _choosing(plan, held[-1]), costs).seconds
             plan = _with(program, costs, plan, _raised(program, costs, plan, chosen, budget))
             if best is None or plan.predicted_seconds < best.predicted_seconds:
                 best = plan
-            if best.predicted_seconds <= self.close * least:
+            if best.predicted_seconds <= self.close * fastest_seconds:
                 break
         if best is None:
             return own or _lowest(program, costs, failures)
@@ -104,7 +104,7 @@ class Convolving(AbstractPolicy):
         """The choices to begin with, each once: from the smallest workspaces to the fastest."""
         if budget is None:
             return [fastest(configurations)]
-        lowest = least(configurations)
+        lowest = smallest_workspaces(configurations)
         found = [lowest]
         free = max(budget - program.resident_nbytes, 0)
         for share in self.caps:
@@ -145,8 +145,8 @@ def _raised(
     return fastest_fitting(costs.convolutions, timeline, chosen, limit)
 
 
-def least(configurations: Configurations) -> dict[int, Configuration]:
-    """For each convolution what takes the least workspace."""
+def smallest_workspaces(configurations: Configurations) -> dict[int, Configuration]:
+    """For each convolution the configuration of the smallest workspace."""
     return {s: min(each, key=_by_workspace) for s, each in configurations.items()}
 
 

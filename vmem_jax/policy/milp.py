@@ -9,7 +9,7 @@ it is gone, and a step of a later stage makes it again. This is Checkmate's prog
 MLSys 2020, section 4) with paging (POET, Patil et al., ICML 2022), with a fixed number of stages in
 place of one for each step: O(n) variables and constraints in place of O(n²).
 
-Every constraint holds in every such plan, so the least seconds under them are a lower bound:
+Every constraint holds in every such plan, so the fewest seconds under them are a lower bound:
 
 - at a row what its step reads, writes and works in is on the device, and all that is there is within
   the budget. Between rows memory is not looked at;
@@ -45,7 +45,7 @@ class Solution:
 
     Attributes:
       seconds: of one step, that no plan goes below; infinite where no plan is within the budget.
-      solved: whether that is the least, in integers. If not, more time could raise it.
+      solved: whether that is the optimum, in integers. If not, more time could raise it.
       gone: for each row the buffers that are dropped there; empty where no plan was found.
       parked: for each row the buffers that are in host memory there; likewise.
     """
@@ -61,7 +61,7 @@ class Stages:
 
     Stage k lies between the starts of the first runs at rows k − 1 and k; the last one ends with the
     step. Seconds are in units of the base's, bytes in units of the budget. With a `price` on what is
-    parked, as a share of the base's seconds for a budget's worth of bytes at a row, the least is no
+    parked, as a share of the base's seconds for a budget's worth of bytes at a row, the optimum is no
     bound.
     """
 
@@ -160,8 +160,8 @@ class Stages:
                     self._available(stage, r, 0.0, self.again[stage][s])
             done |= new
 
-    def _available(self, stage: int, b: int, least: float, user: int | None = None) -> None:
-        """`b` is there or parked at the row before, or made again: as much as `user`, or `least`."""
+    def _available(self, stage: int, b: int, low: float, user: int | None = None) -> None:
+        """`b` is there or parked at the row before, or made again: as much as `user`, or `low`."""
         if not self.counted[b] or self.made[b] > self.rows[stage - 1]:
             return
         there = self.there[stage - 1].get(b, -1)
@@ -170,7 +170,7 @@ class Stages:
         terms = [(self._again(stage, self.program.producer[b]), 1.0)]
         terms += [(there, 1.0)] if there >= 0 else []
         terms += [(user, -1.0)] if user is not None else []
-        self.highs.at_least(least, terms)
+        self.highs.at_least(low, terms)
 
     def _again(self, stage: int, s: int) -> int:
         if s not in self.again[stage]:
@@ -299,6 +299,6 @@ class _Highs:
         if found.status == 2:
             return float("inf"), True, []
         solved = found.status == 0
-        least = found.mip_dual_bound if integers else found.fun if solved else None
+        bound = found.mip_dual_bound if integers else found.fun if solved else None
         values = [] if found.x is None else [float(v) for v in found.x]
-        return max(least or 0.0, 0.0), solved and integers, values
+        return max(bound or 0.0, 0.0), solved and integers, values

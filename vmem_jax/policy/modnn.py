@@ -46,7 +46,7 @@ from vmem_jax.core.planned import simulate_with, with_convolutions
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
-from vmem_jax.policy.convolving import fastest, fastest_fitting, least
+from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
 from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.segments import Segments
 
@@ -91,7 +91,7 @@ class MoDNN(AbstractPolicy):
 
 
 def _unmoved(program: Program, costs: Costs, order: Sequence[int], budget: int) -> Found:
-    chosen = least(costs.convolutions)
+    chosen = smallest_workspaces(costs.convolutions)
     timeline = simulate_with(program, order, costs, chosen.items())
     if timeline.peak <= budget:
         chosen = fastest_fitting(costs.convolutions, timeline, chosen, budget)
@@ -100,10 +100,12 @@ def _unmoved(program: Program, costs: Costs, order: Sequence[int], budget: int) 
 
 
 def _lowest(program: Program, costs: Costs, order: Sequence[int]) -> Found:
-    """The schedule of the least memory with which Algorithm 1 comes to an end, or nearly so."""
-    budget = least_nbytes(program, costs, order)
+    """The schedule of the lowest peak with which Algorithm 1 comes to an end, or nearly so."""
+    budget = minimum_peak(program, costs, order)
     found = schedule(program, costs, order, budget)
-    most = simulate_with(program, order, costs, least(costs.convolutions).items()).peak
+    most = simulate_with(
+        program, order, costs, smallest_workspaces(costs.convolutions).items()
+    ).peak
     while found is None:  # a block that cannot leave takes the room
         budget += max((most - budget) // 16, 1)
         if budget >= most:
@@ -112,12 +114,12 @@ def _lowest(program: Program, costs: Costs, order: Sequence[int]) -> Found:
     return found
 
 
-def least_nbytes(program: Program, costs: Costs, order: Sequence[int]) -> int:
+def minimum_peak(program: Program, costs: Costs, order: Sequence[int]) -> int:
     """What arguments and outputs take, and the task that needs the most beside them (equation 2).
 
-    Bytes, for the whole batch, with the least workspaces.
+    Bytes, for the whole batch, with the smallest workspaces.
     """
-    smallest = with_convolutions(program, least(costs.convolutions).items())
+    smallest = with_convolutions(program, smallest_workspaces(costs.convolutions).items())
     dying = last_reads(program, order)
     most = 0
     for position, s in enumerate(order):
@@ -230,7 +232,7 @@ class _Schedule:
         self.program, self.costs, self.order = program, costs, order
         self.link = costs.link
         self.memory = Segments(budget - program.resident_nbytes)
-        self.chosen = least(costs.convolutions)
+        self.chosen = smallest_workspaces(costs.convolutions)
         self.live = simulate_with(program, order, costs, self.chosen.items()).live_nbytes
         self.budget = budget
         self.dying = last_reads(program, order)
@@ -284,7 +286,7 @@ class _Schedule:
     def _prepare(
         self, position: int, s: int, reads: list[int], made: list[int], needed: set[int]
     ) -> bool:
-        """Makes room for the task's data and its least workspace, and loads what is away."""
+        """Makes room for the task's data and its smallest workspace, and loads what is away."""
         away = [b for b in reads if b in self.away and b not in self.coming]
         for b in (*away, *made):
             if not self._allocate(b, self._nbytes(b), position, needed):

@@ -33,12 +33,12 @@ def candidates(
     program, base = remaking.program, remaking.base
     resident = program.is_resident
     stands_for = _stands_for(program)
-    least = max(share * sum(n for b, n in enumerate(stands_for) if not resident[b]), 1)
+    smallest = max(share * sum(n for b, n in enumerate(stands_for) if not resident[b]), 1)
     timeline = simulate(program, base, costs)
     found = []
     for b, uses in enumerate(remaking.uses):
         nbytes = program.buffers[b].nbytes
-        if resident[b] or not program.buffers[b].movable or stands_for[b] < least:
+        if resident[b] or not program.buffers[b].movable or stands_for[b] < smallest:
             continue
         if program.producer[b] < 0 or len(uses) < 2:
             continue

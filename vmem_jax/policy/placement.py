@@ -121,10 +121,10 @@ def _heavy_from(heavy: Sequence[int], position: int, most: int) -> int:
     return min(heavy[i], most) if i < len(heavy) else most
 
 
-def _heavy_until(heavy: Sequence[int], position: int, least: int) -> int:
-    """The last heavy position up to `position`, no earlier than `least`."""
+def _heavy_until(heavy: Sequence[int], position: int, first: int) -> int:
+    """The last heavy position up to `position`, no earlier than `first`."""
     i = bisect.bisect_right(heavy, position)
-    return max(heavy[i - 1], least) if i else least
+    return max(heavy[i - 1], first) if i else first
 
 
 def _within(

@@ -47,9 +47,9 @@ class Streaming(AbstractPolicy):
     def spared(self, program: Program) -> str:
         return self.inner.spared(program)
 
-    def least_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
+    def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
         """Without what is hosted, which takes more memory and no less time."""
-        return self.inner.least_seconds(program, self._inner_costs(costs), budget)
+        return self.inner.lower_bound_seconds(program, self._inner_costs(costs), budget)
 
     def _inner_costs(self, costs: Costs) -> Costs:
         """What `inner` plans with."""

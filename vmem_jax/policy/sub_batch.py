@@ -54,14 +54,14 @@ def sub_batch_size(
       weights: bytes that stay.
       budget: bytes.
     """
-    least = lower_bound(tasks, batch, weights)
-    if least > budget:
+    minimum_peak = lower_bound(tasks, batch, weights)
+    if minimum_peak > budget:
         return Infeasible(
             policy="modnn",
             budget=budget,
-            minimum_peak=least,
+            minimum_peak=minimum_peak,
             at="one sample at a time",
-            holders=f"weights {weights} B, the largest task {least - weights} B",
+            holders=f"weights {weights} B, the largest task {minimum_peak - weights} B",
         )
     free = budget - weights
     most = lambda samples: max((needed_nbytes(t, samples, batch) for t in tasks), default=0)

@@ -46,7 +46,7 @@ from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_c
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible
-from vmem_jax.policy.convolving import fastest, fastest_fitting, least
+from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.layerwise import Walk, finish_walk
 from vmem_jax.policy.order import lower_order, ranked_order
@@ -82,7 +82,7 @@ class SuperNeurons(AbstractPolicy):
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """Liveness alone if that fits, else the fastest of the cache, recomputation, and both."""
         configurations = costs.convolutions
-        chosen = fastest(configurations) if budget is None else least(configurations)
+        chosen = fastest(configurations) if budget is None else smallest_workspaces(configurations)
         less = with_convolutions(program, chosen.items())
         seconds = costs_with_convolutions(chosen.items(), costs)
         order = routed(less, seconds)

@@ -11,7 +11,7 @@ Differs from the paper:
    without workspaces (WD), or the largest for which the step fits (WR).
 2. A workspace is there only while its convolution runs, also with WD, whose limit is for all of them
    together as if they lay side by side. So plans of WD take less than they are allowed, and where
-   even the least workspaces are over what the budget leaves, each takes its least.
+   even the smallest workspaces are over what the budget leaves, each takes its smallest.
 3. What can be chosen is `Costs.convolutions`: the desirable sets of what was timed. The batch-size
    policy takes those of other micro-batches out; it does not time more.
 4. cuDNN alone is asked in the paper. Here XLA's own convolution, whole, is one of the
@@ -69,7 +69,7 @@ class UCuDNN(AbstractPolicy):
         """The plan of the traced order with the chosen configurations.
 
         Raises:
-          WorkspaceError: `limit` is less than the least workspaces.
+          WorkspaceError: `limit` is less than the smallest workspaces.
         """
         fronts = {
             s: allowed(configurations, self.batch_sizes)
@@ -89,14 +89,16 @@ class UCuDNN(AbstractPolicy):
             return divided(fronts, self.limit)
         if budget is None:
             return {s: each[-1] for s, each in fronts.items()}
-        least = {s: each[0] for s, each in fronts.items()}
+        smallest = {s: each[0] for s, each in fronts.items()}
         if self.optimisation == "wd":
             nothing = {s: Configuration(()) for s in fronts}
             free = budget - _traced(program, costs, nothing).peak
-            return divided(fronts, free) if _nbytes(least) <= free else least
+            return divided(fronts, free) if _nbytes(smallest) <= free else smallest
         limits = sorted({c.workspace for each in fronts.values() for c in each})
-        limits = [n for n in limits if n >= max((w.workspace for w in least.values()), default=0)]
-        chosen = least
+        limits = [
+            n for n in limits if n >= max((w.workspace for w in smallest.values()), default=0)
+        ]
+        chosen = smallest
         low, high = 0, len(limits)  # all before `low` fit, none from `high` on does
         while low < high:
             middle = (low + high) // 2
@@ -134,7 +136,7 @@ def divided(fronts: Fronts, limit: int) -> dict[int, Configuration]:
     """For each convolution one of its desirable set, all within `limit` bytes together (WD).
 
     Raises:
-      WorkspaceError: not even the least are.
+      WorkspaceError: not even the smallest are.
     """
     steps = sorted(fronts)
     if not steps:

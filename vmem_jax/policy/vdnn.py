@@ -9,7 +9,7 @@ Network Design", MICRO 2016, arXiv:1602.08124.
 - III-B: compute waits at the end of a layer for what was offloaded in it, and at the end of a
   layer's backward computation for what was prefetched in it (Figure 9). Before each of these a layer
   to prefetch is searched as in Figure 10.
-- III-C: `all` moves the X of every layer, `conv` that of convolutions. Convolutions take the least
+- III-C: `all` moves the X of every layer, `conv` that of convolutions. Convolutions take the smallest
   workspace (m) or the fewest seconds (p). `dyn` tries in turn: nothing moved (p), `conv` (p), `all`
   (p), `conv` and `all` with each convolution downgraded until it fits where it stands, `all` (m).
 - vDNN+ is what Chen et al. call it with the sub-batches of moDNN ("moDNN: Memory Optimal DNN Training
@@ -42,7 +42,7 @@ from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_c
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting
-from vmem_jax.policy.convolving import fastest, fastest_fitting, least
+from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
 from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
 from vmem_jax.policy.order import lower_order
 
@@ -57,8 +57,8 @@ class VDNN(AbstractPolicy):
 
     Attributes:
       offload: "all", "conv" or "none" for the same whatever the budget, or "dyn" to choose.
-      algorithms: of convolutions where `offload` is not "dyn": "m" for the least workspace, "p" for
-        the fewest seconds.
+      algorithms: of convolutions where `offload` is not "dyn": "m" for the smallest workspace, "p"
+        for the fewest seconds.
       sub_batches: whether a step that does not fit otherwise runs in sub-batches (vDNN+).
 
     Raises:
@@ -203,7 +203,7 @@ def configured(
     if algorithms == "p" or (algorithms == "greedy" and budget is None):
         chosen = fastest(configurations)
         return run(chosen), chosen
-    chosen = least(configurations)
+    chosen = smallest_workspaces(configurations)
     timeline = run(chosen)
     if algorithms == "greedy" and budget is not None and configurations:
         chosen = fastest_fitting(configurations, timeline, chosen, budget)

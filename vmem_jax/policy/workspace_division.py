@@ -12,7 +12,7 @@ answer for every workspace that a micro-configuration has.
 
 HiGHS solves the program to its tolerances, 1e-6 of a row. Bytes need more: one kernel may want
 10 KiB where the limit is 10 GiB, and HiGHS was seen to go some bytes over the limit, or to end 0.9 %
-over the least seconds. So its answer is a start, and the rest is exact: with a price λ on a byte, no
+over the fewest seconds. So its answer is a start, and the rest is exact: with a price λ on a byte, no
 choice takes fewer seconds than
 
     Σ_k min_c (T_k(c) + λ M_k(c)) − λ M,
@@ -84,28 +84,30 @@ def divide(fronts: Fronts, limit: int) -> Choice:
       limit: bytes of the workspaces of all kernels, which are never shared.
 
     Raises:
-      WorkspaceError: not even the least workspaces are within the limit.
+      WorkspaceError: not even the smallest workspaces are within the limit.
     """
-    least = _nbytes(f[0] for f in fronts)
-    if least > limit:
-        raise WorkspaceError(what=f"{len(fronts)} convolutions together", limit=limit, least=least)
-    # without what would not fit even if all others took their least
-    fronts = [[c for c in f if c.workspace - f[0].workspace <= limit - least] for f in fronts]
+    smallest = _nbytes(f[0] for f in fronts)
+    if smallest > limit:
+        raise WorkspaceError(
+            what=f"{len(fronts)} convolutions together", limit=limit, least=smallest
+        )
+    # without what would not fit even if all others took their smallest
+    fronts = [[c for c in f if c.workspace - f[0].workspace <= limit - smallest] for f in fronts]
     fastest = tuple(f[-1] for f in fronts)
     if _nbytes(fastest) <= limit:
         return fastest
     price, start = _price(fronts, limit)
-    solved = _solve(fronts, limit - least)
+    solved = _solve(fronts, limit - smallest)
     if _nbytes(solved) <= limit and _seconds(solved) < _seconds(start):
         start = solved
     return _finish(fronts, limit, price, start) or start
 
 
 def _price(fronts: Fronts, limit: int) -> tuple[float, Choice]:
-    """Seconds a byte, about the least at which the cheapest choice is within `limit`; that choice."""
+    """Seconds a byte, about the lowest with which the cheapest choice fits `limit`; that choice."""
     pairs = [pair for f in fronts for pair in itertools.pairwise(f)]
     slopes = [(a.seconds - b.seconds) / (b.workspace - a.workspace) for a, b in pairs]
-    low, high = min(slopes) / 2, max(slopes) * 2  # all take the fastest, all take the least
+    low, high = min(slopes) / 2, max(slopes) * 2  # all take the fastest, all take the smallest
     while high > low * (1 + 1e-9):
         price = math.sqrt(low * high)
         if _nbytes(_cheapest(fronts, price)) > limit:
@@ -120,7 +122,7 @@ def _cheapest(fronts: Fronts, price: float) -> Choice:
 
 
 def _solve(fronts: Fronts, free: int) -> Choice:
-    """HiGHS's choice, of which `free` bytes may lie over the least workspaces."""
+    """HiGHS's choice, of which `free` bytes may lie over the smallest workspaces."""
     # imported here: it takes as long as JAX itself, and most plans do without
     from scipy.optimize import LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -162,18 +164,18 @@ def _finish(fronts: Fronts, limit: int, price: float, start: Choice) -> Choice |
     # the dearest to decide otherwise first, so that little is lost twice
     second = lambda k: sorted(c.seconds + price * c.workspace for c in kept[k])[1] - best[k]
     order = sorted(range(len(fronts)), key=lambda k: -second(k) if len(kept[k]) > 1 else -math.inf)
-    least = sum(min(c.workspace for c in f) for f in kept)
+    smallest = sum(min(c.workspace for c in f) for f in kept)
     cheapest = sum(best)
     # bytes, seconds and (configuration, the choices before it)
     partial: list[tuple[int, float, Any]] = [(0, 0.0, None)]
     for k in order:
-        least -= min(c.workspace for c in kept[k])
+        smallest -= min(c.workspace for c in kept[k])
         cheapest -= best[k]
         grown = [
             (w + c.workspace, s + c.seconds, (c, before))
             for w, s, before in partial
             for c in kept[k]
-            if w + c.workspace + least <= limit
+            if w + c.workspace + smallest <= limit
             and s + c.seconds + price * (w + c.workspace) + cheapest <= most
         ]
         grown.sort(key=lambda p: p[:2])

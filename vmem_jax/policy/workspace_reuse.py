@@ -62,12 +62,12 @@ def reuse(
             fastest[m.batch] = m
     if found := tuple(improving(fastest.values(), convolution.batch)):
         return found[-1]
-    least = next((c.workspace for c in improving(micros, convolution.batch)), None)
-    raise WorkspaceError(what=str(convolution), limit=limit, least=least)
+    smallest = next((c.workspace for c in improving(micros, convolution.batch)), None)
+    raise WorkspaceError(what=str(convolution), limit=limit, least=smallest)
 
 
 def improving(micros: Iterable[Micro], batch: int) -> Iterator[Configuration]:
-    """Configurations of `batch` samples: the one of the least workspace, then ever faster ones.
+    """Configurations of `batch` samples: the one of the smallest workspace, then ever faster ones.
 
     Each is the fastest that its workspace allows, the last one the fastest of all. Of two that take
     as long, it is the one of the smaller workspace. What was not timed does not count.

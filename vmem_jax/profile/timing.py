@@ -170,8 +170,8 @@ def copies_of(isolated: Isolated, expected: float, limit_nbytes: int) -> int:
     """How often a program repeats a step that is expected to take so many seconds."""
     results = sum(map(nbytes, isolated.out_avals))
     most = max(1, min(_MOST_COPIES, limit_nbytes // (4 * max(results, 1))))
-    least = 8 if isolated.carried else 1  # the first of them copies what the others update
-    return max(least, min(most, math.ceil(_PROGRAM_SECONDS / max(expected, 1e-9))))
+    fewest = 8 if isolated.carried else 1  # the first of them copies what the others update
+    return max(fewest, min(most, math.ceil(_PROGRAM_SECONDS / max(expected, 1e-9))))
 
 
 def compile_step(

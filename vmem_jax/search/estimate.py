@@ -65,7 +65,7 @@ def estimate(
     before: Estimate | None = None,
 ) -> Estimate | Infeasible:
     """The fastest of some plans that are predicted to need at most `goal` bytes on XLA's heap, or the
-    one that needs the least.
+    one of the smallest need.
 
     What the heap takes beside what is live is taken off what is planned for, until it fits or nothing
     lower can be planned; then half of it is given back, since another plan may lose less.

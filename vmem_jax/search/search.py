@@ -71,7 +71,7 @@ class Found:
     """What a search ends with.
 
     Attributes:
-      best: the attempt to run; where nothing fits, the one that needs the least, or None where
+      best: the attempt to run; where nothing fits, the one of the smallest need, or None where
         nothing was compiled.
       fits: whether that is within the budget.
       attempts: all that were compiled, `best` last; of the others the compiled steps are let go.

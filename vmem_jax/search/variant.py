@@ -35,7 +35,7 @@ class Variant:
 
     def lower_bound(self, budget: int | None = None) -> float:
         """Seconds that no plan of it goes below, within `budget` bytes."""
-        return self.policy.least_seconds(self.program, self.costs, budget)
+        return self.policy.lower_bound_seconds(self.program, self.costs, budget)
 
     @functools.cached_property
     def without_transfers(self) -> Variant:

@@ -160,8 +160,8 @@ def compressed_sizes(
             sizes[b] = nbytes
     if sizes:
         return sizes, ""
-    least = f": of the emptiest {min(known.values()):.0%} are none" if known else ""
-    return {}, f"of its {len(found)} large residuals none has enough zeros{least}"
+    emptiest = f": of the emptiest {min(known.values()):.0%} are none" if known else ""
+    return {}, f"of its {len(found)} large residuals none has enough zeros{emptiest}"
 
 
 def with_compressed(

@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend import core as jexc
 from jax.interpreters import mlir
 
-from vmem_jax.core.compression import least_capacity
+from vmem_jax.core.compression import min_capacity
 from vmem_jax.jax_compat import FFI_EFFECT
 from vmem_jax.transfer.extension import PREFIX, as_dataclass, load, place
 from vmem_jax.transfer.registered import Registered, wait_for_runs
@@ -132,7 +132,7 @@ def unusable(platform: str) -> str:
 def cannot_overflow(device: jax.Device) -> str:
     """Why a tensor that turns dense on `device` would have nowhere to go, or "" where it can."""
     elements = 1 << 20
-    with Store([Site(elements, least_capacity(elements, 1))]) as store:
+    with Store([Site(elements, min_capacity(elements, 1))]) as store:
         try:
             store.open(device)
         except (MemoryError, RuntimeError) as error:
@@ -152,17 +152,17 @@ def compress(x: jax.Array, *, store: int, site: int, capacity: int) -> jax.Array
       x: any shape, of a dtype whose elements have 1, 2, 4, 8 or 16 bytes.
       store: its id.
       site: index in the store's sites, which must have the sizes of `x` and of `capacity`.
-      capacity: bytes, no fewer than `core.compression.least_capacity`.
+      capacity: bytes, no fewer than `core.compression.min_capacity`.
 
     Raises:
       ValueError: the dtype has elements of less than a byte, or the capacity is too small.
     """
     load()
-    least = _least_capacity(x)
-    if capacity < least:
+    smallest = _min_capacity(x)
+    if capacity < smallest:
         raise ValueError(
             f"{x.dtype.name} {x.shape} cannot be compressed into {capacity} bytes: which of its "
-            f"elements are zero takes {least}. Give site {site} at least that capacity."
+            f"elements are zero takes {smallest}. Give site {site} at least that capacity."
         )
     if x.size == 0:  # XLA replaces what has no bytes, and calls for it, by constants
         return jnp.zeros(capacity, jnp.uint8)
@@ -185,13 +185,13 @@ def decompress(c: jax.Array, like: Any, *, store: int, site: int) -> jax.Array:
     return decompress_p.bind(c, shape=shape, dtype=dtype, store=store, site=site)
 
 
-def _least_capacity(x: Any) -> int:
+def _min_capacity(x: Any) -> int:
     dtype = jnp.dtype(x.dtype)
     if dtype.name in _SUB_BYTE:
         raise ValueError(
             f"{dtype.name} {x.shape} cannot be compressed: its elements are smaller than a byte."
         )
-    return least_capacity(x.size, dtype.itemsize)
+    return min_capacity(x.size, dtype.itemsize)
 
 
 # -- what JAX has to know. The effect keeps XLA from merging, removing or repeating a call.
