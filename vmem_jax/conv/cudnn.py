@@ -121,18 +121,18 @@ def seconds(
     convolution: Convolution,
     plan: Plan,
     device: jax.Device,
-    rival: float = math.inf,
+    incumbent: float = math.inf,
     loaded: bool = False,
     scratch: Scratch | None = None,
 ) -> tuple[float, ...]:
     """What each run of a plan takes on `device`, on random data; padding included.
 
-    A plan that is faster than its rival is also held against sums of products: cuDNN 9.19 lists plans
-    that compute something else. On an H200 those for gradients to w of strided convolutions with
-    unequal padding, as "SAME" has it, shift x by one.
+    A plan that is faster than the incumbent is also held against sums of products: cuDNN 9.19 lists
+    plans that compute something else. On an H200 those for gradients to w of strided convolutions
+    with unequal padding, as "SAME" has it, shift x by one.
 
     Args:
-      rival, loaded: as `conv/racing.py` has them; how often the plan is run follows from them.
+      incumbent, loaded: as `conv/racing.py` has them; how often the plan is run follows from them.
       scratch: memory to use; by default some is taken for this call.
 
     Raises:
@@ -142,8 +142,8 @@ def seconds(
       ImportError: as `plans`.
     """
     trial = _trial(convolution, plan, device, scratch, _MOST_SETS)
-    times = race(trial.run, rival, loaded)
-    if statistics.median(times) < rival:
+    times = race(trial.run, incumbent, loaded)
+    if statistics.median(times) < incumbent:
         _refuse(convolution, plan, trial.deviation())
     return times
 
@@ -212,12 +212,12 @@ class Cudnn:
     def plans(self, convolution: Convolution) -> tuple[Plan, ...]:
         return plans(convolution, self.target)
 
-    def seconds(self, convolution: Convolution, plan: Plan, rival: float) -> float:
+    def seconds(self, convolution: Convolution, plan: Plan, incumbent: float) -> float:
         if isinstance(self.target, str):
             return math.nan
         kernels = convolution.with_batch(0), plan.engine, plan.knobs, plan.channels
         loaded = kernels in self._loaded
-        times = seconds(convolution, plan, self.target, rival, loaded, self._scratch)
+        times = seconds(convolution, plan, self.target, incumbent, loaded, self._scratch)
         self._loaded.add(kernels)
         return statistics.median(times)
 

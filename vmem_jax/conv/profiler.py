@@ -7,8 +7,8 @@ configuration needs another.
 
 Libraries have algorithms that take hundreds of times as long as their best, on whole batches
 seconds. A small micro-batch tells which these are; they are then left out where another makes them
-useless. The others are timed in the order that is expected of them, so that what is slower meets
-its rival at once and is not run often (`conv/racing.py`).
+useless. The others are timed fastest expected first, so that what is slower meets the
+incumbent at once and is not run often (`conv/racing.py`).
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ P = TypeVar("P", bound=Plan)
 
 class Library(Protocol[P]):
     """What does convolutions. Either method raises RuntimeError where it fails, and `seconds` where
-    what is faster than its rival computes something else."""
+    what is faster than the incumbent computes something else."""
 
     def plans(self, convolution: Convolution) -> Sequence[P]:
         """All algorithms for the whole of `convolution` in one call; those likely fast first."""
         ...
 
-    def seconds(self, convolution: Convolution, plan: P, rival: float) -> float:
+    def seconds(self, convolution: Convolution, plan: P, incumbent: float) -> float:
         """What `plan` takes; nan where there is no device to time it on.
 
-        The fastest algorithm known that needs no more workspace takes `rival` seconds, inf if there
-        is none; how long a slower one takes nobody needs to know well.
+        The fastest algorithm known that needs no more workspace takes `incumbent` seconds, inf if
+        there is none; how long a slower one takes nobody needs to know well.
         """
         ...
 
@@ -194,8 +194,8 @@ class _Hope:
 
     def is_lost(self, micro: Micro, timed: Sequence[Micro]) -> bool:
         """Whether one that was `timed` makes `micro` useless; counted."""
-        rivals = [m for m in timed if m.workspace <= micro.workspace]
-        lost = self._times_slower(micro, rivals) > _HOPELESS
+        no_larger = [m for m in timed if m.workspace <= micro.workspace]
+        lost = self._times_slower(micro, no_larger) > _HOPELESS
         lost |= self._divided and self._times_slower(micro, timed) > _FAR_SLOWER
         self.lost += lost
         return lost
@@ -255,10 +255,12 @@ def _time(
         elif is_up():
             why = "the time was up"
         elif not hope.is_lost(micro, timed):
-            rivals = (m.seconds for m in timed if m.workspace <= plan.workspace)
-            rival = min(rivals, default=math.inf)
+            no_larger = (m.seconds for m in timed if m.workspace <= plan.workspace)
+            incumbent = min(no_larger, default=math.inf)
             try:
-                seconds = hope.seconds(micro, timed) or library.seconds(convolution, plan, rival)
+                seconds = hope.seconds(micro, timed) or library.seconds(
+                    convolution, plan, incumbent
+                )
             except RuntimeError as error:
                 why = _reason(error)
             else:

@@ -1,7 +1,7 @@
 """racing: how often an algorithm is run until its time is known as well as anybody needs it.
 
 There are thousands of algorithms, and a fastest configuration needs few of them: what is slower than
-another of no more workspace, its *rival*, is out. One run tells that, but not a first one, which
+another of no more workspace, the *incumbent*, is out. One run shows that, but not a first one, which
 loads kernels, and not where a launch takes as long as the kernel.
 """
 
@@ -29,7 +29,7 @@ _LAUNCH = 5e-5
 """Seconds that the host may be behind the device in a run by itself."""
 
 _FAR_BEHIND = 3.0
-"""As many times as long as the rival: a first run has told enough, whatever it loads."""
+"""As many times as long as the incumbent: a first run is enough, whatever it loads."""
 
 _BEHIND = 1.2
 """The same for a run that loads next to nothing. Runs of one kernel differ by less."""
@@ -38,19 +38,19 @@ Run = Callable[[int], Sequence[float]]
 """Runs an algorithm so many times, one right after the other; the seconds of each."""
 
 
-def race(run: Run, rival: float = math.inf, loaded: bool = False) -> tuple[float, ...]:
+def race(run: Run, incumbent: float = math.inf, loaded: bool = False) -> tuple[float, ...]:
     """The seconds of those runs of an algorithm that count.
 
     Args:
-      rival: seconds of the fastest algorithm known that needs no more workspace.
+      incumbent: seconds of the fastest algorithm known that needs no more workspace.
       loaded: whether it has run before in this process, with another number of samples.
     """
-    behind = _BEHIND * rival + _RELOADING if loaded else _FAR_BEHIND * rival + _LOADING
+    behind = _BEHIND * incumbent + _RELOADING if loaded else _FAR_BEHIND * incumbent + _LOADING
     [first] = run(1)
     if first >= (_ENOUGH if loaded else _LONG) or first > behind:
         return (first,)
     [second] = run(1)
     more = min(_COUNT - 1, int((_ENOUGH - second) / second))
-    if second > _BEHIND * rival + _LAUNCH or more <= 0:
+    if second > _BEHIND * incumbent + _LAUNCH or more <= 0:
         return (second,)
     return (second, *run(more))
