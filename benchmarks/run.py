@@ -127,7 +127,7 @@ class Steps:
         )
 
     def profile(self) -> None:
-        """Times what plans are reckoned with."""
+        """Times what plans are estimated with."""
         jaxpr = jax.jit(self.work.step).trace(*self.shapes).jaxpr
         if FLAGS.profile:
             measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)

@@ -93,7 +93,7 @@ def jit(
       density: with "compress", what share of the values behind ReLUs and masks is not zero, from 0
         to 1. By default the zeros of all large residuals are counted, on the arguments of the first
         call.
-      machine: what to reckon time with (default: the device's, from its name, and what
+      machine: what to estimate time with (default: the device's, from its name, and what
         `vmem-jax profile` or `profile=True` measured on it before).
       profile: `True` times the distinct steps on the device on the first call, as far as that was
         not done before: up to 90 s; on a GPU with our extension also what cuDNN has for the step's

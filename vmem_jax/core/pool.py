@@ -3,7 +3,7 @@
 Source: Shriram et al., "Dynamic Memory Management for GPU-based Training of Deep Neural Networks"
 (vDNN++), IPDPS 2019, sections III-B and IV-B. Nothing is moved within the pool, so a request can fail
 although enough is free in all. Two heuristics say where it goes, two orders what is asked for first;
-which of them is best differs from step to step, so all four are tried on paper.
+which of them is best differs from step to step, so all four are simulated.
 
 XLA places device memory by itself. The figures here say what a pool like the paper's would need.
 """

@@ -16,7 +16,7 @@ their loops first. The best of all is taken by `simulate`. Where none is within 
 says how low one gets: what a search for the impossible comes to is no sign of that. Where none fits
 once it is compiled, or the bound leaves room, the systems of the papers are asked (`instead`).
 
-Each try runs the whole step on paper, so its time grows with the depth. Of programs longer than
+Each try simulates the whole step, so its time grows with the depth. Of programs longer than
 `most` steps the search is a part: the tries behind a start that is near its bound are left out, and
 fewer values are offered back, as one of many gains little.
 """

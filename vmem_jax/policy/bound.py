@@ -34,8 +34,8 @@ _PARKING_TARGET = 0.96
 """Share of the budget that a start with transfers is planned for."""
 
 _PARKING_PRICE = 0.01
-"""Shares of the step's seconds that a start reckons for parking a budget's worth of bytes: of two
-choices that take as long it is to be the one that moves less."""
+"""Share of the step's seconds that a start is charged for parking a budget's worth of bytes, so
+that of two choices of equal time it takes the one that moves less."""
 
 _APART = 1 / 32
 """Rows are at least this share of the step's seconds apart: what is near says much the same."""

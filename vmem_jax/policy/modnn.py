@@ -1,4 +1,4 @@
-"""modnn: Algorithm 1 of moDNN, which runs the step on paper and makes room when an allocation fails.
+"""modnn: Algorithm 1 of moDNN, which simulates the step and makes room when an allocation fails.
 
 Source: Chen et al., "moDNN: Memory Optimal DNN Training on GPUs", DATE 2018, pages 13-18.
 

@@ -5,7 +5,7 @@ Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv:20
 arXiv:1604.06174 (√n on a chain).
 
 Differs from the paper:
-1. It runs on paper before the step is compiled, with every later use known, so staleness is the time
+1. It is simulated before the step is compiled, with every later use known, so staleness is the time
    until the next use (Belady), and a victim is free from its last use on.
 2. Costs are a roofline's seconds, not measured ones.
 """

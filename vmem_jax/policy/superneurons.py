@@ -17,7 +17,7 @@ PPoPP 2018, arXiv:1801.04380.
 Differs from the paper:
 1. With more memory than liveness needs, nothing else is done. With less, the cache, recomputation
    and both are compared by `simulate`, and the fastest that fits is taken.
-2. Algorithm 2 is run on paper, before the step is compiled, so what the cache evicts is known: it
+2. Algorithm 2 is simulated before the step is compiled, so what the cache evicts is known: it
    begins to leave as soon as it is made, and is fetched ahead where there is room. At run time the
    tensor cache of the arena serves what is moved, with the same rule.
 3. Where the order of Algorithm 1 has a higher peak than the canonical one, the latter is taken.

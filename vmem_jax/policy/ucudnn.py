@@ -45,7 +45,7 @@ class UCuDNN(AbstractPolicy):
 
     Attributes:
       optimisation: "wr" for a limit each, "wd" for one limit of all.
-      limit: bytes of workspace; None to reckon it from the budget.
+      limit: bytes of workspace; None to compute it from the budget.
       batch_sizes: of the micro-batches that may be used.
 
     Raises:
