@@ -88,7 +88,7 @@ def pools(table: Table) -> list[Cell]:
 def lower_bounds(table: Table) -> list[Cell]:
     """moDNN, Figure 6: all data of a step at once, and the bound of equation 2.
 
-    What grows with the batch is told by two batches. Weights and their gradients stay.
+    What grows with the batch follows from two batches. Weights and their gradients stay.
     """
     found = []
     for network, dtype in dict.fromkeys((c.network, c.dtype) for c in table.cases):

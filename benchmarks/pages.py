@@ -279,7 +279,7 @@ def count(table: Table, rows: Rows) -> str:
 
 
 def filled(text: str, make: Callable[[str], str]) -> str:
-    """`text` with what `make` gives for each name between its marks."""
+    """`text` with what `make` gives for each name between its comments."""
     return BLOCK.sub(lambda match: f"{match[1]}{make(match[2])}{match[4]}", text)
 
 

@@ -1,4 +1,4 @@
-"""planner: a traced step, by what `jit` was told, planned, compiled and proved."""
+"""planner: plans, compiles and proves a traced step, by the settings of `jit`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def plan_step(step: StepContext) -> CompiledStep:
     settings, log = step.settings, SearchLog(step.settings.name)
     _check_techniques(step, log)
     budget, plain_need = budget_nbytes(step)
-    told = dataclasses.replace(settings, name="", budget=None)
-    key = memory.key_of(step.traced.captured.program, (told, step.target, step.inlined))
+    settings_key = dataclasses.replace(settings, name="", budget=None)
+    key = memory.key_of(step.traced.captured.program, (settings_key, step.target, step.inlined))
     groups = _groups(step, budget, log, memory.proved(key))
     hosted = bool(step.traced.captured.program.hosted)
     untouched = None if hosted else _variant(step, Keep(), 1)
@@ -216,7 +216,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     return CompiledStep(*made)
 
 
-# -- what people are told
+# -- hints for people
 
 
 def _hints(step: StepContext, log: SearchLog) -> list[str]:

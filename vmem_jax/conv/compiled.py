@@ -1,9 +1,9 @@
 """compiled: what XLA's own convolutions take in a step that it compiled for a GPU.
 
 XLA calls cuDNN through custom calls whose second result is the workspace, as large as the algorithm
-needs that its autotuner found fastest. Which convolution of a program such a call does is told by
+needs that its autotuner found fastest. Which convolution of a program such a call does follows from
 sizes alone: XLA may do a gradient to x as a forward convolution, fuse a bias into it, or add
-channels. What it adds channels to is a copy, which lives as long as the workspace does, and counts
+channels. What it adds channels to is a copy, which is live as long as the workspace is, and counts
 with it.
 """
 
@@ -50,7 +50,7 @@ class Own:
 
     Attributes:
       workspace: bytes, those of copies with more channels included.
-      engine: cuDNN's index of what does it; −1 where that is not told.
+      engine: cuDNN's index of what does it; −1 where that is not known.
       fused: whether its epilogue is done by it, too. The engines for that are others.
       channels: of x, where they are more than those of the convolution; else 0.
     """

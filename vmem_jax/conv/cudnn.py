@@ -27,7 +27,7 @@ _MOST_SETS = 11
 
 _MOST_OFF = 0.1
 """Of a result's root mean square: what a plan may be off. FFT, Winograd and sums in 16 bits are off
-by a hundredth, a kernel that takes other padding than it was told by more than one."""
+by a hundredth, a kernel that takes other padding than it was given by more than one."""
 
 _INSTALL = 'pip install "vmem_jax[gpu-compile]"'
 

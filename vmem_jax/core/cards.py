@@ -1,6 +1,6 @@
 """cards: what is known of each device, in one table.
 
-A card's hardware is what XLA and cuDNN are told of one that is not there. The H200's figures were
+A card's hardware describes it to XLA and cuDNN where it is not there. The H200's figures were
 read from a live card (JAX 0.11.2, driver 580.159). The others are those of openxla/xla,
 xla/backends/gpu/target_config/specs (a100_sxm_40, a100_sxm_80, h100_sxm, b200, rtx6000pro), of
 NVIDIA's data sheets, and of the table of compute capabilities in the CUDA programming guide. XLA
@@ -56,7 +56,7 @@ class Card:
     Attributes:
       name: short, "h200".
       machine: what it achieves.
-      hardware: what compilers are told of it; None for a CPU.
+      hardware: its description for compilers; None for a CPU.
     """
 
     name: str

@@ -20,7 +20,7 @@ Differs from the paper:
 3. A block that left before is only freed the second time in the paper. A Transfer copies it again,
    begun as soon as it is back, so that it seldom shows.
 4. Whether the data of a future task can be allocated (line 16; the paper leaves out how that is
-   predicted) is told by what is live then in the order, without what is away until later.
+   predicted) follows from what is live then in the order, without what is away until later.
 5. Of equation 5, the delay of prefetching is that of all data of the next task that waits for any,
    where it does not fit beside the workspace: at most until this task ends.
 6. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so

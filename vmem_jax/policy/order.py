@@ -115,7 +115,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         by: [r for r in program.readers[i] if r != by] for i, by in program.overwritten_by.items()
     }
     last_effect: int | None = None
-    mark: int | None = None
+    boundary: int | None = None
     for s in order:
         step = program.steps[s]
         ahead = [m for b in step.reads if (m := program.producer[b]) >= 0]
@@ -128,8 +128,8 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
             program.buffers[b].nbytes for b in _temporary(program, step.reads) if remaining[b] == 1
         )
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
-        if mark is not None:
-            ahead.append(mark)  # nothing leaves the loop over sub-batches
+        if boundary is not None:
+            ahead.append(boundary)  # nothing leaves the loop over sub-batches
         scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
         moves = (dying > made or update or scalars) and not blocked and not step.is_mark
@@ -137,7 +137,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         if not step.pure:
             last_effect = s
         if step.is_mark:
-            mark = s
+            boundary = s
         for b in step.reads:
             remaining[b] -= 1
     return placed.in_order()

@@ -2,10 +2,10 @@
 
 A value that is made again takes what it is made from along. So dropped values that are made from one
 another, through steps of one phase, come back as one *stretch*; a residual that is kept ends it, and
-so does a mark of sub-batches, across which nothing is made again. The stretches of a phase are the
-connected parts of a graph to which values are only ever added, held as a forest of disjoint sets
-(Tarjan, "Efficiency of a good but not linear set union algorithm", JACM 1975, section 2), so that
-asking for one does not walk through it.
+so does the begin or end of the loop over sub-batches, across which nothing is made again. The
+stretches of a phase are the connected parts of a graph to which values are only ever added, held as
+a forest of disjoint sets (Tarjan, "Efficiency of a good but not linear set union algorithm", JACM
+1975, section 2), so that asking for one does not walk through it.
 """
 
 from __future__ import annotations

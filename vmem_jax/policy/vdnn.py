@@ -4,7 +4,7 @@ Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks for Scalable, Memory
 Network Design", MICRO 2016, arXiv:1602.08124.
 
 - III-A: while the last consumer of a feature map computes forwards, its X goes to the host; on forks
-  that is told by a reference count (Figure 3), which `Stay.layer` is. Everything else is released
+  a reference count (Figure 3) finds that one, which is `Stay.layer`. Everything else is released
   after its last use (Figures 7 and 8), as a Plan has it anyway.
 - III-B: compute waits at the end of a layer for what was offloaded in it, and at the end of a
   layer's backward computation for what was prefetched in it (Figure 9). Before each of these a layer

@@ -21,7 +21,7 @@ def densities(
     captured: Captured, buffers: Sequence[int], leaves: Sequence[jax.Array], limit: int | None
 ) -> dict[int, float] | str:
     """The density of each of `buffers` when the step runs on `leaves`, from 0 to 1; or why they
-    cannot be told.
+    cannot be known.
 
     What makes them is compiled and run once, outside of the step, and gives nothing but the counts.
 

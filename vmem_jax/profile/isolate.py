@@ -23,8 +23,8 @@ _NAMES = frozenset({"name", "name_and_src_info", "debug_info", "metadata", "back
 """Parameters of equations that name something for people."""
 
 _UNTIMEABLE = {
-    BEGIN: "a mark",
-    END: "a mark",
+    BEGIN: "a boundary of the loop over sub-batches",
+    END: "a boundary of the loop over sub-batches",
     COMPRESS: "its time depends on its data",
     DECOMPRESS: "its time depends on its data",
     "while": "a loop whose length depends on its data",

@@ -65,14 +65,14 @@ def observe(
     for _ in range(warm_up):
         jax.block_until_ready(call())
     windows: list[tuple[float, float]] = []
-    marks: list[float] = []
+    stamps: list[float] = []
     with tempfile.TemporaryDirectory(prefix="vmem_jax_profile_") as directory:
         recording = arena.record(device) if arena else contextlib.nullcontext(list[Moved]())
         with recording as moved, jax.profiler.trace(directory, profiler_options=_options()):
             for i in range(runs):
                 began = time.monotonic()
                 with jax.profiler.TraceAnnotation(f"{_MARK}{i}"):
-                    marks.append((began + time.monotonic()) / 2)
+                    stamps.append((began + time.monotonic()) / 2)
                     jax.block_until_ready(call())
                 windows.append((began, time.monotonic()))
         profile = _read(directory)
@@ -80,7 +80,7 @@ def observe(
         raise VmemError(
             "the step ran, but its arena recorded no copy: this step is not the one of the arena."
         )
-    ahead = _ahead(profile, marks)
+    ahead = _ahead(profile, stamps)
     kernels = [dataclasses.replace(k, begin=k.begin - ahead, end=k.end - ahead)
                for k in _kernels(profile, device)]  # fmt: skip
     notes = []
@@ -122,14 +122,14 @@ def _events(profile: Any, plane: Callable[[str], bool]) -> Iterator[tuple[str, A
                     yield line.name, event
 
 
-def _ahead(profile: Any, marks: Sequence[float]) -> float:
+def _ahead(profile: Any, stamps: Sequence[float]) -> float:
     """By how many seconds the profile's clock is ahead of `time.monotonic()`."""
     seen = {
         event.name: event.start_ns / 1e9
         for _, event in _events(profile, lambda plane: plane.startswith("/host"))
         if event.name.startswith(_MARK)
     }
-    ahead = [seen[f"{_MARK}{i}"] - at for i, at in enumerate(marks) if f"{_MARK}{i}" in seen]
+    ahead = [seen[f"{_MARK}{i}"] - at for i, at in enumerate(stamps) if f"{_MARK}{i}" in seen]
     if not ahead:
         raise VmemError(
             "JAX's profiler did not record the annotations around the runs, so its clock is not "

@@ -48,7 +48,7 @@ class Attempt:
       compiled: the compiled step; None once another plan is taken.
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
       predicted_need: bytes that this was predicted to be, with XLA's heap.
-      costs: what the plan was made from, with what its compiled step told.
+      costs: what the plan was made from, with what its compiled step shows.
       plan_seconds: seconds that planning took.
     """
 

@@ -1,4 +1,4 @@
-"""What techniques are told of the step: as it was traced, what `jit` was told, and the card."""
+"""What techniques know of the step: how it was traced, the settings of `jit`, and the card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `jit` was told, checked."""
+"""The settings of `jit`, checked."""
 
 from __future__ import annotations
 

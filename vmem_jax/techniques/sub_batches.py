@@ -70,7 +70,7 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
     """In how many sub-batches `step` may run.
 
     Args:
-      count: how many there must be; by default what `jit` was told, or all that are worth a try.
+      count: how many there must be; by default what `jit` was given, or all that are worth a try.
 
     Raises:
       SubBatchError: there cannot be so many.

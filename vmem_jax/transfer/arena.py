@@ -144,8 +144,8 @@ class Arena(Registered):
     def record(self, device: jax.Device) -> Iterator[list[Moved]]:
         """Times every copy and wait on `device` in a `with` block; gives a list, full at its end.
 
-        The streams mark the times themselves, so nothing waits for them before the end of the block.
-        On a GPU the device's clock is tied to the host's within some microseconds.
+        The streams record the times themselves, so nothing waits for them before the end of the
+        block. On a GPU the device's clock is tied to the host's within some microseconds.
 
         Raises:
           RuntimeError: a run holds the arena where the block begins or ends, or it is not pinned.

@@ -48,7 +48,7 @@ class Registered:
 
 def wait_for_runs() -> None:
     """Until what was dispatched has ended: the calls are effects, and what has one is waited for."""
-    with contextlib.suppress(Exception):  # a failed run is told by its own results
+    with contextlib.suppress(Exception):  # a failed run raises from its own results
         jax.effects_barrier()
 
 
