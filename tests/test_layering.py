@@ -65,7 +65,7 @@ SAME_IDEA = {
 MAY_IMPORT: dict[str, set[str]] = {
     "core": {"numpy"},  # thousands of places at once
     "policy": set(),
-    "policy/placement.py": {"numpy"},
+    "policy/transfer_schedule.py": {"numpy"},
     "policy/milp.py": {"scipy"},
     "policy/workspace_division.py": {"scipy"},
     "search": {"absl"},

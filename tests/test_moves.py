@@ -17,7 +17,7 @@ from vmem_jax.core.validate import live_by_definition, violations
 from vmem_jax.policy import Auto, Infeasible
 from vmem_jax.policy.executor import Execution, Remaking
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
-from vmem_jax.policy.placement import place
+from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 CHAIN = chain(8, size=10)  # layers 0-7, loss 8, backward 9-16; buffer 1 + i is layer i's
@@ -126,7 +126,7 @@ def test_placed_transfers_are_valid_and_the_peak_is_the_definitions(data, link):
     low = program.resident_nbytes
     high = simulate(program, base, costs).peak
     limit = data.draw(st.integers(low, high))
-    timeline = place(program, run.order, run.away, costs, limit)
+    timeline = schedule_transfers(program, run.order, run.away, costs, limit)
     plan = plan_of(program, timeline.order, transfers=timeline.transfers)
     assert violations(program, plan) == []
     live = live_by_definition(program, timeline.order, timeline.transfers)
@@ -156,7 +156,7 @@ def test_a_fast_link_hides_and_a_slow_one_does_not():
     for link, stalls in ((1000.0, False), (1.0, True)):
         costs = costs_of(CHAIN, link)
         run = Execution(CHAIN, costs, ORDER, parks=parks)
-        timeline = place(CHAIN, run.order, run.away, costs, CHAIN.resident_nbytes + 30)
+        timeline = schedule_transfers(CHAIN, run.order, run.away, costs, CHAIN.resident_nbytes + 30)
         assert timeline.transfers and any(s > 0.1 for s in timeline.stalls) == stalls
         assert timeline.peak < simulate(CHAIN, ORDER, costs).peak
 

@@ -17,7 +17,7 @@ from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_by_kind, simulate
 from vmem_jax.policy.executor import Execution
-from vmem_jax.policy.placement import place
+from vmem_jax.policy.transfer_schedule import schedule_transfers
 from vmem_jax.report.trace import COMPUTE, INTO, OUT, Recording, Span, chrome_trace, predicted, save
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -143,7 +143,7 @@ def test_whatever_moves_the_lanes_add_up(data, link):
     costs = costs_of(program, link)
     parks = [park for park in parks_of(program, base) if data.draw(st.booleans())]
     run = Execution(program, costs, base, parks=parks)
-    timeline = place(program, run.order, run.away, costs, program.resident_nbytes)
+    timeline = schedule_transfers(program, run.order, run.away, costs, program.resident_nbytes)
     assert [sum(now.values()) for now in live_by_kind(program, timeline)] == list(
         timeline.live_nbytes
     )

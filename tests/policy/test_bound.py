@@ -23,7 +23,7 @@ from vmem_jax.policy.bound import lower_bound, quick_bound, starts
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.executor import Execution, Remaking
 from vmem_jax.policy.order import canonical_order, lower_order
-from vmem_jax.policy.placement import place
+from vmem_jax.policy.transfer_schedule import schedule_transfers
 from vmem_jax.report.explain import explain
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -198,7 +198,7 @@ def test_no_choice_of_every_interval_is_faster_than_the_bound(program, link, sha
         )
         drops = {(b, n) for b, n in drops if remaking.may_drop(b, remaking.uses[b][n + 1])}
         run = Execution(program, costs, base, drops, parks=parks)
-        timeline = place(program, run.order, run.away, costs, budget)
+        timeline = schedule_transfers(program, run.order, run.away, costs, budget)
         plan = plan_of(program, timeline.order, transfers=timeline.transfers)
         assert violations(program, plan) == []
         if timeline.peak <= budget:

@@ -72,7 +72,7 @@ def jit(
         program untouched. What a policy cannot do without (`needs`) is asked for by choosing it.
       allow: the techniques that a plan may use: "order" (exact residuals), "recompute", "offload" (to
         pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
-        when they are read, and what takes their place in the state is returned there), "workspace"
+        when they are read, and what replaces them in the state is returned there), "workspace"
         (convolutions in micro-batches, so that they take less). By default all that are of use here:
         "offload" and "workspace" on a GPU with measured times (`profile`); without those, "offload"
         where no plan fits that moves nothing. "sub_batches": the batch runs in parts, one after
@@ -342,8 +342,8 @@ class BudgetedStep:
         captured = capture(plain, names, donated, [a.sharding for a in avals], pairs)
         whole = None
         if call.plain and not pairs:  # the same leaves in the same order, as the caller holds them
-            by_place, by_name = call.tree
-            whole = jax.tree.structure((tuple(by_place.values()), by_name))
+            by_position, by_name = call.tree
+            whole = jax.tree.structure((tuple(by_position.values()), by_name))
         batch = batch_arguments(self._settings.signature, paths, names, avals, donated, out_avals)
         return TracedStep(
             plain, captured, avals, donated, names, found["tree"], found["aux"], whole, pairs, batch

@@ -144,7 +144,7 @@ def tuned(
     host_budget: int | None,
     settle: Callable[[CompiledStep], None],
 ) -> CompiledStep:
-    """`entry` with a tuner, which gives `settle` what is to stand in its place in the end."""
+    """`entry` with a tuner, which gives `settle` what replaces it in the end."""
     again = lambda entry, costs: replan(entry, costs, compile_plan, host_budget)
     return dataclasses.replace(entry, tuner=Tuner(name, entry, again, settle))
 

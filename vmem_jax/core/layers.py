@@ -2,7 +2,7 @@
 
 A training step has no layers left in it, only kernels. Here the kernels of the forward pass are put
 together again: one main kernel each (a convolution, a matrix product, an elementwise chain), with the
-statistics, random bits and cast weights that it reads, and with what is made at its place for the
+statistics, random bits and cast weights that it reads, and with what is made beside it for the
 backward pass alone (a mask). Kernels of the backward pass belong to the layer whose gradients they
 compute. This follows from what they read, so it works for any library, and for networks with forks
 and joins; the user's names are only used where one layer alone has them.

@@ -15,7 +15,7 @@ ALIGNMENT = 256
 """Bytes: what CUDA's own allocator aligns to, and enough for any vector load."""
 
 _EXACT_COUNT = 12  # tensors up to which an exact search is tried
-_EXACT_STATES = 20_000  # placements after which it gives up
+_EXACT_STATES = 20_000  # states of the search after which it gives up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,13 +180,13 @@ class _Exact:
         if not left:
             self.best = total, list(offsets)
             return
-        places = []
+        candidates = []
         for i in left:
             tops = (offsets[j] + self.sizes[j] for j in self.meeting[i] if offsets[j] >= 0)
-            places.append((max(tops, default=0), i))
-        if max(offset + self.sizes[i] for offset, i in places) >= self.best[0]:
+            candidates.append((max(tops, default=0), i))
+        if max(offset + self.sizes[i] for offset, i in candidates) >= self.best[0]:
             return  # that one will not come lower
-        for offset, i in sorted(places, key=lambda place: (place[0], -self.sizes[place[1]])):
+        for offset, i in sorted(candidates, key=lambda pair: (pair[0], -self.sizes[pair[1]])):
             if offset < floor:
                 continue  # laid down earlier, it would have been tried there
             offsets[i] = offset

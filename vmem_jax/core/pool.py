@@ -5,7 +5,7 @@ Source: Shriram et al., "Dynamic Memory Management for GPU-based Training of Dee
 although enough is free in all. Two heuristics say where it goes, two orders what is asked for first;
 which of them is best differs from step to step, so all four are simulated.
 
-XLA places device memory by itself. The figures here say what a pool like the paper's would need.
+XLA allocates device memory by itself. The figures here say what a pool like the paper's would need.
 """
 
 from __future__ import annotations

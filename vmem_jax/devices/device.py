@@ -12,8 +12,8 @@ from vmem_jax.errors import show_nbytes
 
 def devices_of(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
     """The devices that a step with these arguments runs on: the default one, if they name none."""
-    placed = {d for a in avals if a.sharding is not None for d in a.sharding.device_set}
-    return sorted(placed, key=lambda d: d.id) or [jax.devices()[0]]
+    used = {d for a in avals if a.sharding is not None for d in a.sharding.device_set}
+    return sorted(used, key=lambda d: d.id) or [jax.devices()[0]]
 
 
 def total_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> int:

@@ -102,8 +102,8 @@ class Target:
         """The shardings of a step's arguments on this card instead of on their own devices.
 
         Args:
-          given: a `NamedSharding` over a mesh of any devices, of which as many of this card take
-            the place; all over the same mesh. None, or one device: whole on each of them.
+          given: a `NamedSharding` over a mesh of any devices, which as many of this card replace;
+          all over the same mesh. None, or one device: whole on each of them.
 
         Raises:
           ValueError: shardings that are not named, or over meshes of several sizes.

@@ -42,9 +42,9 @@ from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
 from vmem_jax.policy.order import canonical_order, lower_order
-from vmem_jax.policy.placement import place, rank
 from vmem_jax.policy.recompute_chains import Stretches
 from vmem_jax.policy.superneurons import SuperNeurons
+from vmem_jax.policy.transfer_schedule import rank, schedule_transfers
 from vmem_jax.policy.vdnn import VDNN
 from vmem_jax.policy.vdnnpp import VDNNpp
 
@@ -212,7 +212,7 @@ class Auto(AbstractPolicy):
         parks: Sequence[Drop],
         share: float,
     ) -> Timeline:
-        """The greedy search behind `parks`, placed in time."""
+        """The greedy search behind `parks`, with its transfers scheduled."""
         search = _Search(remaking, costs, budget, share, parks)
         if "recompute" in self.allow:
             search.run()
@@ -237,7 +237,7 @@ def _moved(
     """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
     program = remaking.program
     run = Execution(program, costs, remaking.base, drops, remaking=remaking, parks=parks)
-    timeline = place(program, run.order, run.away, costs, budget)
+    timeline = schedule_transfers(program, run.order, run.away, costs, budget)
     return without_idle_moves(program, timeline, costs, budget)
 
 
@@ -273,10 +273,10 @@ def _under_limit(
     limit: int,
     parks: Collection[Drop] = (),
 ) -> Timeline:
-    """The run of the base under the executor's limit, with what is parked placed in time."""
+    """The base under the executor's limit, with the transfers of what is parked scheduled."""
     program = remaking.program
     run = Execution(program, costs, remaking.base, drops, limit, remaking, parks)
-    timeline = place(program, run.order, run.away, costs, limit)
+    timeline = schedule_transfers(program, run.order, run.away, costs, limit)
     return without_idle_moves(program, timeline, costs, limit)
 
 
@@ -297,7 +297,7 @@ class _Search:
         parks: Sequence[Drop] = (),
     ) -> None:
         self.program, self.base, self.budget = remaking.program, remaking.base, budget
-        # here a link takes no time: what is parked was chosen to hide, and is placed afterwards
+        # here a link takes no time: what is parked was chosen to hide, and is scheduled afterwards
         self.costs = dataclasses.replace(costs, link=Link(1e18, 1e18, 2e18))
         self.parks = frozenset(parks)
         self.stretch = share * max(budget - self.program.resident_nbytes, 0)

@@ -50,30 +50,30 @@ class Walk:
     """
 
     def __init__(self, program: Program, order: tuple[int, ...]) -> None:
-        place = {s: p for p, s in enumerate(order)}
+        position = {s: p for p, s in enumerate(order)}
         is_back = [program.steps[s].phase is Phase.BACKWARD for s in order]
         self.turn = is_back.index(True) if any(is_back) else len(order)
         # what only the backward pass reads may stand in it
-        ahead = lambda layer: [place[s] for s in layer.forward if place[s] < self.turn]
+        ahead = lambda layer: [position[s] for s in layer.forward if position[s] < self.turn]
         end = lambda layer: max(ahead(layer), default=self.turn - 1) + 1
         self.layers = tuple(sorted(layers(program), key=end))
         self.begin = tuple(min(ahead(layer), default=self.turn) for layer in self.layers)
         self.end = tuple(map(end, self.layers))
         self.backward = tuple(
             sorted(
-                (min(place[s] for s in layer.backward), n)
+                (min(position[s] for s in layer.backward), n)
                 for n, layer in enumerate(self.layers)
                 if layer.backward
             )
         )
-        self.stays = tuple(self._stays(program, place))
+        self.stays = tuple(self._stays(program, position))
 
-    def _stays(self, program: Program, place: dict[int, int]) -> list[Stay]:
-        home = {place[s]: n for n, layer in enumerate(self.layers) for s in layer.forward}
+    def _stays(self, program: Program, position: dict[int, int]) -> list[Stay]:
+        home = {position[s]: n for n, layer in enumerate(self.layers) for s in layer.forward}
         found = []
         for b in sorted(b for layer in self.layers for b in layer.saved):
-            made = place[program.producer[b]]
-            reads = [place[r] for r in program.readers[b]]
+            made = position[program.producer[b]]
+            reads = [position[r] for r in program.readers[b]]
             last = max((p for p in reads if p < self.turn), default=made)
             until = min((p for p in reads if p >= self.turn), default=0)
             large = program.buffers[b].nbytes > 0 and program.buffers[b].movable

@@ -15,8 +15,8 @@ Source: Chen et al., "moDNN: Memory Optimal DNN Training on GPUs", DATE 2018, pa
 
 Differs from the paper:
 1. Copies out and in have a lane each; the paper has one stream for both.
-2. XLA places device memory, so blocks are not put side by side by moving them: in a defragmentation
-   what the task needs stays where it is. Segments only decide what leaves.
+2. XLA allocates device memory, so blocks are not put side by side by moving them: in a
+   defragmentation what the task needs stays where it is. Segments only decide what leaves.
 3. A block that left before is only freed the second time in the paper. A Transfer copies it again,
    begun as soon as it is back, so that it seldom shows.
 4. Whether the data of a future task can be allocated (line 16; the paper leaves out how that is

@@ -2,7 +2,8 @@
 
 Worth moving is what is dear to make again for its size. Of the values in that order as many are
 taken as hide under compute: all of them leave in the forward pass and are back when they are read,
-and nothing waits. What a link can hide is found by placing them (`place`), not by a formula.
+and nothing waits. What a link can hide is found by scheduling them (`schedule_transfers`), not by a
+formula.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Drop, Execution, Remaking
-from vmem_jax.policy.placement import place
+from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 _MOST_TRIES = 24
 """Placements tried for what hides. Halving blocks, that is some five values that do not."""
@@ -72,7 +73,7 @@ def hidden(remaking: Remaking, costs: Costs, parks: Sequence[Drop]) -> list[Drop
 
     def hides(wanted: Sequence[Drop]) -> bool:
         run = Execution(program, costs, remaking.base, remaking=remaking, parks=wanted)
-        timeline = place(program, run.order, run.away, costs, unlimited)
+        timeline = schedule_transfers(program, run.order, run.away, costs, unlimited)
         waits = sum(timeline.stalls) > 1e-3 * timeline.seconds
         return len(timeline.transfers) == len(wanted) and not waits
 

@@ -109,7 +109,7 @@ def _sink(program: Program, order: list[int]) -> list[int]:
 
 def _hoist(program: Program, order: list[int]) -> list[int]:
     """Moves steps up to where their last input is ready, first step first."""
-    placed = _Placed()
+    ordered = _Ordered()
     remaining = {b: len(readers) for b, readers in enumerate(program.readers)}
     final_reads = {
         by: [r for r in program.readers[i] if r != by] for i, by in program.overwritten_by.items()
@@ -122,8 +122,8 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         if not step.pure and last_effect is not None:
             ahead.append(last_effect)
         readers = final_reads.get(s, ())
-        blocked = not all(r in placed for r in readers)  # leave the copy to the compiler
-        ahead += [r for r in readers if r in placed]
+        blocked = not all(r in ordered for r in readers)  # leave the copy to the compiler
+        ahead += [r for r in readers if r in ordered]
         dying = sum(
             program.buffers[b].nbytes for b in _temporary(program, step.reads) if remaining[b] == 1
         )
@@ -133,17 +133,17 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
         moves = (dying > made or update or scalars) and not blocked and not step.is_mark
-        placed.insert(s, ahead if moves else None)
+        ordered.insert(s, ahead if moves else None)
         if not step.pure:
             last_effect = s
         if step.is_mark:
             boundary = s
         for b in step.reads:
             remaining[b] -= 1
-    return placed.in_order()
+    return ordered.in_order()
 
 
-class _Placed:
+class _Ordered:
     """Steps in an order that grows, with a label each that rises along it.
 
     A label between two neighbours is halfway; where there is none left all are given anew.

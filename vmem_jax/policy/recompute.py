@@ -23,7 +23,7 @@ from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.order import lower_order
-from vmem_jax.policy.placement import rank
+from vmem_jax.policy.transfer_schedule import rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """streaming: hosted inputs come and hosted outputs leave, whatever policy plans the rest.
 
-The policy plans as if they were there when they are used, at no cost. Then each fetch is placed as
+The policy plans as if they were there when they are used, at no cost. Then each fetch is scheduled as
 late as it hides and each offload as early, together with what the policy itself moves; what the
 buffers of copies in flight take above the budget is taken off what the policy may use.
 
@@ -21,7 +21,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, infeasible
 from vmem_jax.policy.executor import Away
-from vmem_jax.policy.placement import stream
+from vmem_jax.policy.transfer_schedule import stream
 
 _TRIES = 4
 
@@ -78,7 +78,7 @@ class Streaming(AbstractPolicy):
     def _streamed(
         self, program: Program, plan: Plan, costs: Costs, budget: int | None
     ) -> tuple[Plan, Timeline]:
-        """`plan` with the transfers of what is hosted; its own are placed anew among them."""
+        """`plan` with the transfers of what is hosted; its own are scheduled anew among them."""
         away = [Away(t.buffer, t.start, t.back) for t in plan.transfers]
         limit = sum(b.nbytes for b in program.buffers) if budget is None else budget
         costs = dataclasses.replace(costs, link=self.link)
@@ -107,7 +107,7 @@ def _outside(
     found = []
     for t in transfers:
         reads = (p for p, s in enumerate(order) if t.buffer in program.steps[s].reads)
-        place = begin if next(reads, len(order)) <= end else end + 1
-        points = (place if begin < p <= end else p for p in (t.start, t.gone, t.fetch, t.back))
+        point = begin if next(reads, len(order)) <= end else end + 1
+        points = (point if begin < p <= end else p for p in (t.start, t.gone, t.fetch, t.back))
         found.append(Transfer(t.buffer, *points))
     return found

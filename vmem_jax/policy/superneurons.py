@@ -26,7 +26,7 @@ Differs from the paper:
 5. An activation that is fused into its convolution is part of the checkpoint. Where the backward
    pass reads less than a layer's X, an exact residual such as a pool's index, X itself is not kept;
    the residual is moved as a checkpoint if it cannot be made without the convolution before it.
-6. Device memory is XLA's to place, so there is no pool of 1 KiB blocks (3.2.1).
+6. XLA allocates device memory, so there is no pool of 1 KiB blocks (3.2.1).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_worksp
 from vmem_jax.policy.executor import Drop, Execution, Remaking
 from vmem_jax.policy.layerwise import Walk, finish_walk
 from vmem_jax.policy.order import lower_order, ranked_order
-from vmem_jax.policy.placement import rank
+from vmem_jax.policy.transfer_schedule import rank
 
 STRATEGIES = ("cost-aware", "speed-centric", "memory-centric", "none")
 CHECKPOINTS = (LayerKind.CONVOLUTION, LayerKind.FULLY_CONNECTED)
@@ -143,7 +143,7 @@ def routed(program: Program, costs: Costs) -> tuple[int, ...]:
     if path == tuple(range(len(network))):
         return base
     turn = len(network)
-    place = {s: p for p, s in enumerate(base)}
+    position = {s: p for p, s in enumerate(base)}
     stage: dict[int, int] = {}
     for at, n in enumerate(path):
         stage.update(dict.fromkeys(network[n].forward, at))
@@ -151,7 +151,7 @@ def routed(program: Program, costs: Costs) -> tuple[int, ...]:
     latest = turn
     for s in base:  # an update follows what it stands behind
         latest = stage.setdefault(s, latest)
-    found = ranked_order(program, [(stage[s], place[s]) for s in range(len(program.steps))])
+    found = ranked_order(program, [(stage[s], position[s]) for s in range(len(program.steps))])
     return min((found, base), key=lambda order: simulate(program, order, costs).peak)
 
 

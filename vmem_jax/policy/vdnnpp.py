@@ -12,8 +12,8 @@ Source: Shriram et al., "Dynamic Memory Management for GPU-based Training of Dee
 
 Differs from the paper:
 1. With a budget, that is the memory that is not exceeded, if it is more than vDNN's peak.
-2. Whether a copy has ended is known from `simulate`, so a release is a place in the order. If a copy
-   takes longer than predicted, compute waits there.
+2. Whether a copy has ended is known from `simulate`, so a release is a position in the order. If a
+   copy takes longer than predicted, compute waits there.
 3. `dyn` tries `aconv` after nothing and before `conv`. The paper does not say so, but its Table IV
    has the same times for `dyn` and `aconv` where that fits.
 4. Bytes are compressed (IV-C) where `allow` names "compress", by `jit`: on the device, before the

@@ -46,8 +46,8 @@ class Part:
     """What is timed as one: a heavy step alone, or neighbours together.
 
     Attributes:
-      steps: of the first place that it stands at.
-      count: how many places there are.
+      steps: of its first position in the order.
+      count: how often it stands there.
     """
 
     steps: tuple[int, ...]

@@ -207,8 +207,8 @@ def compile_step(
     free = (
         isolated.free if free_layouts and not _has_keys(isolated) else (False,) * len(isolated.free)
     )
-    places = [Format(Layout.AUTO, here) if chosen else here for chosen in free]
-    reads, writes = places[: len(avals)], places[len(avals) :]
+    formats = [Format(Layout.AUTO, here) if chosen else here for chosen in free]
+    reads, writes = formats[: len(avals)], formats[len(avals) :]
     others = [p for o, p in enumerate(writes) if o not in carried.values()]
     outs = [others] * (copies - 1) + [writes]
     jitted = jax.jit(step, in_shardings=tuple(reads), out_shardings=outs)

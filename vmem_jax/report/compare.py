@@ -223,7 +223,7 @@ def _overlap(out: Times, into: Times, compute: Times) -> Overlap:
 
 
 def _real(program: Program, timeline: Timeline, run: Observation) -> Recording:
-    """The lanes of `run`. A wait of the compute lane takes the place of what it cuts short."""
+    """The lanes of `run`. A wait of the compute lane replaces what it cuts short."""
     spans = [Span(COMPUTE, k.name, "kernel", k.begin, k.end) for k in run.kernels]
     for (i, direction), copy in run.copies.items():
         args = copy_args(program, timeline, i)

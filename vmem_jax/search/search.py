@@ -196,7 +196,7 @@ class _Search:
             if self.best is not None:
                 return self._found(self.best)
         if self.reasons and not (self.attempts or self.over or self.failures):
-            raise self.reasons[0]  # this policy has no plan here, and nothing is run in its place
+            raise self.reasons[0]  # this policy has no plan here, and nothing is run instead
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
             self._compile_untouched()

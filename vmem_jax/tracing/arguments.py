@@ -22,7 +22,7 @@ from vmem_jax import jax_compat as compat
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """Which arguments of the user's function are static, which are donated and which hold the batch,
-    by place and name."""
+    by position and name."""
 
     fun: Callable
     static_nums: frozenset[int]
@@ -101,9 +101,9 @@ def signature(
                         f"`{role}_argnames` has {name!r}, which is no argument of `{_name(fun)}`: "
                         f"{', '.join(parameters)}."
                     )
-        places = {n % len(positional) if n < 0 and positional else n for n in nums}
-        both = places | {positional.index(name) for name in names if name in positional}
-        all_names = {*names, *(positional[n] for n in places if n < len(positional))}
+        positions = {n % len(positional) if n < 0 and positional else n for n in nums}
+        both = positions | {positional.index(name) for name in names if name in positional}
+        all_names = {*names, *(positional[n] for n in positions if n < len(positional))}
         return frozenset(both), frozenset(all_names)
 
     static_nums, static_names = resolve(static_argnums, static_argnames, "static")
@@ -162,7 +162,7 @@ def prepare_pytrees(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call
 def split_static(
     sig: Signature, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[dict[int, Any], dict[str, Any], Hashable, Callable]:
-    """(dynamic by place, dynamic by name, static key, rebuild) of one call.
+    """(dynamic by position, dynamic by name, static key, rebuild) of one call.
 
     Raises:
       ValueError: a static argument is not hashable.
@@ -194,7 +194,7 @@ def split_static(
 
 
 def is_donated(sig: Signature, dynamic: dict[int, Any], path: tuple) -> bool:
-    """Whether the leaf at `path` of (dynamic by place, by name) belongs to a donated argument."""
+    """Whether the leaf at `path` of (dynamic by position, by name) belongs to a donated argument."""
     which, key = path[0].idx, path[1].key
     return key in sig.donate_nums if which == 0 else key in sig.donate_names
 
@@ -241,7 +241,7 @@ def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_donation(names: Sequence[str], leaves: Sequence[Any], donated: Sequence[bool]) -> None:
-    """Raises ValueError if a donated array is also handed over in another place."""
+    """Raises ValueError if a donated array is also handed over as another argument."""
     first: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, jax.Array) or compat.is_tracer(leaf):

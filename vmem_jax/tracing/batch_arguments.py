@@ -44,7 +44,7 @@ def batch_arguments(
     size. Scalars and PRNG keys count for nothing.
 
     Args:
-      paths: of the leaves: place or name, argument, path in that argument.
+      paths: of the leaves: position or name, argument, path in that argument.
       names: the user's names of the leaves.
       out_avals: of the results.
 
@@ -107,7 +107,7 @@ def _may_be_split(aval: jax.ShapeDtypeStruct) -> bool:
 
 
 def _argument(path: tuple) -> tuple[Any, Any]:
-    """Whether by place or by name, and which, of the path of a leaf."""
+    """Whether by position or by name, and which, of the path of a leaf."""
     which, key = (getattr(p, "key", getattr(p, "idx", None)) for p in path[:2])
     return which, key
 

@@ -65,7 +65,7 @@ def _without_shape_variables(tree: Any) -> Any:
 
 
 def _is_donated(sig: Signature, path: tuple) -> bool:
-    """Paths of the split state begin with (0 or 1, place or name) of the argument."""
+    """Paths of the split state begin with (0 or 1, position or name) of the argument."""
     keys = [getattr(p, "key", getattr(p, "idx", None)) for p in path[:2]]
     if keys[0] == 0:
         return keys[1] in sig.donate_nums

@@ -66,9 +66,9 @@ def pairs(
     out_avals: Sequence[Any],
     out_paths: Sequence[tuple],
 ) -> tuple[tuple[int, int | None], ...]:
-    """For each hosted argument its index, and that of the result that takes its place, if any.
+    """For each hosted argument its index, and that of the result that replaces it, if any.
 
-    That is a result of the same shape and dtype whose place in its tree ends as the argument's does:
+    That is a result of the same shape and dtype whose path in its tree ends as the argument's does:
     `state.opt_state[0].mu['w']` returns as `[0].opt_state[0].mu['w']`. The longest common ends are
     matched first, of all arguments; equal ones in order. Where nothing agrees, only an argument that
     is no tree is matched, in order.
@@ -105,7 +105,7 @@ def check(
     """Checks that a step may stream its hosted arguments.
 
     Raises:
-      ValueError: `allow` lacks "stream"; or one is donated and nothing takes its place.
+      ValueError: `allow` lacks "stream"; or one is donated and nothing replaces it.
     """
     if not hosted:
         return
@@ -126,7 +126,7 @@ def check(
     if lost:
         raise ValueError(
             f"`{names[lost[0]]}` lies in pinned host memory and is donated, but `{name}` returns "
-            "nothing of its shape and dtype at its place of the tree, so nothing could be returned "
+            "nothing of its shape and dtype at its path in the tree, so nothing could be returned "
             "there. Return the state as the tree that it came as, or do not donate it."
         )
 
@@ -165,8 +165,8 @@ def donations(
 ) -> Donations:
     """Of a captured step: those on the device as its Program has them, and those in host memory."""
     opened = compat.open_jaxpr(captured.flat)
-    place = {v: o for o, v in reversed([*enumerate(opened.outvars)]) if isinstance(v, Var)}
-    given = [(i, place[captured.variables[o]]) for i, o in captured.program.aliases]
+    index_of = {v: o for o, v in reversed([*enumerate(opened.outvars)]) if isinstance(v, Var)}
+    given = [(i, index_of[captured.variables[o]]) for i, o in captured.program.aliases]
     taken = {o for _, o in given}
     given += [(i, o) for i, o in hosted if o is not None and donated[i] and o not in taken]
     return Donations.of(given, len(opened.invars), len(opened.outvars))

@@ -10,7 +10,7 @@ import jax
 
 from vmem_jax.errors import HostMemoryError
 from vmem_jax.transfer import host_memory
-from vmem_jax.transfer.extension import as_dataclass, load, place
+from vmem_jax.transfer.extension import as_dataclass, handler_device, load
 from vmem_jax.transfer.layout import Layout
 from vmem_jax.transfer.registered import Registered, wait_for_runs
 
@@ -106,7 +106,7 @@ class Arena(Registered):
         Raises:
           HostMemoryError: there is not so much memory, or it may not be pinned. Checked before.
         """
-        where = place(device)
+        where = handler_device(device)
         if where in self._ready:
             return
         nbytes = self.layout.nbytes
@@ -138,7 +138,7 @@ class Arena(Registered):
         """
         if nbytes < 0:
             raise ValueError(f"`nbytes` must not be negative. Got {nbytes}.")
-        load().cache_set_capacity(self.id, *place(device), nbytes)
+        load().cache_set_capacity(self.id, *handler_device(device), nbytes)
 
     @contextlib.contextmanager
     def record(self, device: jax.Device) -> Iterator[list[Moved]]:
@@ -150,7 +150,7 @@ class Arena(Registered):
         Raises:
           RuntimeError: a run holds the arena where the block begins or ends, or it is not pinned.
         """
-        extension, where = load(), place(device)
+        extension, where = load(), handler_device(device)
         moved: list[Moved] = []
         extension.record(self.id, *where, True)
         try:
@@ -169,11 +169,11 @@ class Arena(Registered):
           RuntimeError: it is not pinned there.
         """
         wait_for_runs()
-        load().arena_reset(self.id, *place(device))
+        load().arena_reset(self.id, *handler_device(device))
 
     def counters(self, device: jax.Device) -> Counters:
         """What happened on `device` so far; what was started counts."""
-        return as_dataclass(Counters, load().counters(self.id, *place(device)))
+        return as_dataclass(Counters, load().counters(self.id, *handler_device(device)))
 
 
 def live_arenas() -> int:

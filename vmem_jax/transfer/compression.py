@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 
 from vmem_jax.core.compression import min_capacity
 from vmem_jax.jax_compat import FFI_EFFECT
-from vmem_jax.transfer.extension import PREFIX, as_dataclass, load, place
+from vmem_jax.transfer.extension import PREFIX, as_dataclass, handler_device, load
 from vmem_jax.transfer.registered import Registered, wait_for_runs
 
 compress_p = jexc.Primitive("compress")
@@ -100,7 +100,7 @@ class Store(Registered):
             (`concurrentManagedAccess`), so that nothing could overflow.
           ValueError: there is no compression for this platform here.
         """
-        where = place(device)
+        where = handler_device(device)
         if where in self._ready:
             return
         load().store_open(self.id, *where)
@@ -111,7 +111,7 @@ class Store(Registered):
         wait_for_runs()
         return tuple(
             as_dataclass(SiteCounters, site)
-            for site in load().store_counters(self.id, *place(device))
+            for site in load().store_counters(self.id, *handler_device(device))
         )
 
 

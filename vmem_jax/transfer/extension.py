@@ -78,7 +78,7 @@ def check_version(built: tuple[int, int], jaxlib: str, running: tuple[int, int])
     )
 
 
-def place(device: jax.Device) -> tuple[str, int]:
+def handler_device(device: jax.Device) -> tuple[str, int]:
     """`device` as the handlers see it: the platform, and the ordinal within this process."""
     if device.platform == "cpu":
         return "cpu", device.local_hardware_id if device.local_hardware_id is not None else 0

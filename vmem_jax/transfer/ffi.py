@@ -191,7 +191,7 @@ def inject(
       delay_seconds: before each copy, on its lane.
       fail_slot: copies of this slot to the host fail;
       fail_fetch: or those back to the device.
-      poison: NaN bytes in a destination at `fetch_start`, and in a place after its fetch.
+      poison: NaN bytes in a destination at `fetch_start`, and in a slot after its fetch.
       poison_source: NaN bytes in `x` at `offload_done`, whose last reader that must be.
       skip_waits: done calls do not wait; then the other faults must show in the results.
       stale_seconds: how long a run that shows no life may keep others from an arena. No fault.

@@ -94,18 +94,18 @@ def _cgroup() -> Iterator[Limit]:
 
 def _around(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[Limit]:
     group = root / path.strip("/")
-    for place in (group, *group.parents):
-        if place != root and root not in place.parents:
+    for each in (group, *group.parents):
+        if each != root and root not in each.parents:
             return
-        allowed, used = _number(place / limit), _number(place / usage)
+        allowed, used = _number(each / limit), _number(each / usage)
         if allowed is None or used is None or allowed >= _UNLIMITED:
             continue
         cache = 0  # file pages that the kernel gives back when asked
-        for line in _lines(place / "memory.stat"):
+        for line in _lines(each / "memory.stat"):
             name, _, value = line.partition(" ")
             if name == reclaimable:
                 cache = int(value)
-        yield Limit(max(allowed - used + cache, 0), f"the memory limit of cgroup {place}")
+        yield Limit(max(allowed - used + cache, 0), f"the memory limit of cgroup {each}")
 
 
 def _number(path: Path) -> int | None:

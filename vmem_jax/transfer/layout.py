@@ -10,9 +10,9 @@ from vmem_jax.core.packing import ALIGNMENT, Interval, pack, round_up
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A stack of `depth` places for tensors of `nbytes` bytes each.
+    """A stack of `depth` entries for tensors of `nbytes` bytes each.
 
-    A slot outside of loops is one place deep; in a loop body it is as deep as the loop is long:
+    A slot outside of loops has one entry; in a loop body it is as deep as the loop is long:
     the forward loop pushes a tensor an iteration and the backward loop pops them in reverse.
     """
 
@@ -22,7 +22,7 @@ class Slot:
 
     @property
     def stride(self) -> int:
-        """Bytes from one place to the next."""
+        """Bytes from one entry to the next."""
         return round_up(self.nbytes)
 
 
@@ -41,7 +41,7 @@ class Layout:
     """The slots of an arena of `nbytes` bytes.
 
     Slots that are never parked at the same time may lie on each other; the handlers check, at every
-    start, that the place is free.
+    start, that the memory is free.
     """
 
     slots: tuple[Slot, ...]

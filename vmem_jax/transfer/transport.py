@@ -23,8 +23,8 @@ class AbstractTransport(abc.ABC):
     """The four points of a transfer as functions of traced values.
 
     What a point returns is *held* until the next one, and is fenced together with the spine in front
-    of that, so that no copy ends later than its plan says. `slot` is the place of the buffer in the
-    layout, `spec` how it is split over the mesh of the step.
+    of that, so that no copy ends later than its plan says. `slot` is the index of the buffer's slot
+    in the layout, `spec` how it is split over the mesh of the step.
 
     Attributes:
       name: "ffi" or "memory_kinds".

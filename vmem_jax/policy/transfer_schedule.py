@@ -1,4 +1,4 @@
-"""placement: when each parked buffer leaves and comes back, so that it hides under compute.
+"""transfer_schedule: when each parked buffer leaves and comes back, so that it hides under compute.
 
 The copies of a lane run first in, first out. Going forward, a buffer is gone when its copy, begun
 after its last use, has ended; going backward from its next use, its fetch begins when there is just
@@ -26,13 +26,13 @@ _LONGER = 1.1
 under steps that run faster than was measured would show."""
 
 _ROUNDS = 3
-"""Waits move the steps in time, and so the places of the points; this often they are found anew."""
+"""Waits move the steps in time, and with them the points; these are found anew this often."""
 
 
-def place(
+def schedule_transfers(
     program: Program, order: Sequence[int], away: Sequence[Away], costs: Costs, limit: int
 ) -> Timeline:
-    """Runs `order` with the buffers of `away` in host memory, within `limit` bytes if it can be.
+    """Simulates `order` with the buffers of `away` in host memory, within `limit` bytes if possible.
 
     Intervals in which a buffer could not leave before it has to come back are kept on the device.
     """
@@ -55,7 +55,7 @@ def place(
 def stream(
     program: Program, order: Sequence[int], away: Sequence[Away], costs: Costs, limit: int
 ) -> Timeline:
-    """As `place`, with the hosted inputs and outputs of `program` as well."""
+    """As `schedule_transfers`, with the hosted inputs and outputs of `program` as well."""
     streamed = {b: [len(order), 0] for b in program.streamed_in | program.streamed_out}
     for position, s in enumerate(order):
         for b in program.steps[s].reads:
@@ -68,7 +68,7 @@ def stream(
         Away(b, 0, first) if b in program.streamed_in else Away(b, made, len(order))
         for b, (first, made) in sorted(streamed.items())
     ]
-    return place(program, order, [*away, *hosted], costs, limit)
+    return schedule_transfers(program, order, [*away, *hosted], costs, limit)
 
 
 def rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
@@ -135,7 +135,7 @@ def _within(
     limit: int,
     heavy: Sequence[int],
 ) -> Timeline:
-    """The timeline of `transfers`, hurried at the places where memory is over `limit`."""
+    """The timeline of `transfers`, hurried at the positions where memory is over `limit`."""
     live = np.array(simulate(program, order, costs, transfers).live_nbytes)
     nbytes = [program.buffers[t.buffer].nbytes for t in transfers]
     start, gone, fetch, back = (
