@@ -174,7 +174,7 @@ def requests_of(
 
 @dataclasses.dataclass(frozen=True)
 class Fragmentation:
-    """What a schedule needs in all, and what pools need that serve it; bytes without residents.
+    """What a schedule needs in all, and what pools need that serve it; bytes of temporaries.
 
     Attributes:
       aggregate: the most bytes live at once.

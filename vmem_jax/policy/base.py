@@ -146,7 +146,7 @@ def infeasible(
     """
     holders, advice = what_holds(program, timeline), ""
     if program.resident_nbytes > budget:
-        holders, advice = residents(program), RESIDENTS_ADVICE
+        holders, advice = arguments_and_outputs(program), ARGUMENTS_ADVICE
     return Infeasible(
         policy=policy,
         budget=budget,
@@ -158,14 +158,14 @@ def infeasible(
     )
 
 
-RESIDENTS_ADVICE = (
+ARGUMENTS_ADVICE = (
     "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), use a smaller "
     "dtype or model, or a larger `budget`."
 )
 """What helps where the arguments and outputs are over the budget."""
 
 
-def residents(program: Program) -> str:
+def arguments_and_outputs(program: Program) -> str:
     """For people: what the arguments and outputs take, and the largest."""
     largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
     return (

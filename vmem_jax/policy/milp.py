@@ -97,7 +97,7 @@ class Stages:
         # step -> whether it runs again in the stage; in the first, nothing gains by that
         self.again: list[dict[int, int]] = [{} for _ in range(len(rows) + 1)]
         for stage in range(1, len(rows) + 1):
-            self._remake(stage)
+            self._recompute(stage)
         for stage, again in enumerate(self.again):
             before = [(self.added[stage - 1], -1.0)] if stage else []
             ran = [(v, -costs.seconds[s] / self.unit) for s, v in again.items()]
@@ -142,7 +142,7 @@ class Stages:
 
     # -- recomputation
 
-    def _remake(self, stage: int) -> None:
+    def _recompute(self, stage: int) -> None:
         """What is used in the stage, or there at its end, was there before it or is made in it."""
         before = self.rows[stage - 1]
         last = stage == len(self.rows)

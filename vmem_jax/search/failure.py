@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vmem_jax.core.planned import planned_program, restated, simulate_plan
 from vmem_jax.errors import BudgetError
-from vmem_jax.policy.base import RESIDENTS_ADVICE, residents, what_holds, where_peak
+from vmem_jax.policy.base import ARGUMENTS_ADVICE, arguments_and_outputs, what_holds, where_peak
 from vmem_jax.search.search import Found
 
 
@@ -39,7 +39,7 @@ def budget_error(policy: str, budget: int, found: Found, hints: Sequence[str] = 
     peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
     advice, holders = " ".join(hints), what_holds(program, timeline)
     if program.resident_nbytes > budget:
-        advice, holders = RESIDENTS_ADVICE, residents(program)
+        advice, holders = ARGUMENTS_ADVICE, arguments_and_outputs(program)
     elif peak is not None and peak.convolution and lowest.need - peak.workspace <= budget:
         advice = (
             "Without the workspace of that convolution it would fit: time what else can do it, with "

@@ -1,4 +1,4 @@
-"""State that lives in host memory between steps: which leaves do, and how a step takes them.
+"""State in host memory between steps: which leaves are, and how a step takes them.
 
 The user puts leaves of the state (Adam's moments, say) into pinned host memory, by their sharding.
 The step is traced as if they were on the device; a plan streams them, and returns those leaves in
