@@ -1,4 +1,4 @@
-"""choices: what can do each convolution of a program, on the device that it is planned for."""
+"""candidates: the configurations of each convolution of a program on its device."""
 
 from __future__ import annotations
 

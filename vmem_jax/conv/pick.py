@@ -1,4 +1,4 @@
-"""choice: the fastest configuration of one convolution by itself, within a limit of workspace."""
+"""pick: the fastest configuration of one convolution by itself, within a limit of workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""known: what was timed of convolutions on a GPU, before or now."""
+"""timings: the times of convolutions on a GPU, from the database or measured now."""
 
 from __future__ import annotations
 

@@ -2,23 +2,24 @@
 
 Greedy on the exact simulation: while the peak is over the budget, drop, among the values that lie
 idle across it, those that cost the fewest seconds a byte to make again, given what is dropped
-already. Long stretches of dropped neighbours come back together, as one bubble, so a stretch may
-hold no more than a share of the free memory; several shares are tried. What is still over the
+already. Dropped neighbours come back together, so a stretch of them may hold no more than a share of
+the free memory; several shares are tried. What is still over the
 budget is left to the executor's limit (policy `recompute`). At the end each dropped value is
 offered back, dearest first. Where few values can be dropped at all, every choice is tried instead.
 
-Where values can be moved, the same search also runs behind what hides under compute (`parking`),
-and once with everything moved, which is what is left where nothing else fits. A mixed-integer program
-gives further plans to choose from, and a bound that spares the search where it is reached, or where
-no plan that moves could be enough faster (`bound`).
-And all of that is done again with more and more stacks looped (`core.looped`), those that hide in
-their loops first. The best of all is taken by `simulate`. Where none is within the budget, `lowest`
-says how low one gets: what a search for the impossible comes to is no sign of that. Where none fits
-once it is compiled, or the bound leaves room, the systems of the papers are asked (`instead`).
+Where values can be moved, the same search runs again after moving what hides under compute
+(`offload_choice`), and once after moving everything, for budgets that nothing else meets. A
+mixed-integer program gives further plans to choose from, and a lower bound (`bound`): the search ends
+where the bound is reached, and skips plans that move where none can be enough faster.
 
-Each try simulates the whole step, so its time grows with the depth. Of programs longer than
-`most` steps the search is a part: the tries behind a start that is near its bound are left out, and
-fewer values are offered back, as one of many gains little.
+All of that is repeated with more and more stacks looped (`core.looped`), those that hide in their
+loops first, and `simulate` picks the best. Where no plan is within the budget, `lowest` finds the
+minimum peak, since a search for a budget out of reach does not end near it. Where no plan fits once
+it is compiled, or the bound leaves room, the search asks the systems of the papers (`instead`).
+
+Each try simulates the whole step, so its time grows with the depth. For programs longer than `most`
+steps the search does less: it leaves out the tries after a start that is near its bound, and offers
+fewer values back, since one of many gains little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""convolving: who does each convolution, in how many micro-batches, whatever policy plans the rest.
+"""convolving: chooses each convolution's configuration, whatever policy plans the rest.
 
 A workspace is there only while its step runs, so what it may be follows from what else is live then:
 SuperNeurons (Wang et al., PPoPP 2018, section 3.5) gives each convolution the fastest algorithm that

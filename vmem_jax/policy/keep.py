@@ -1,4 +1,4 @@
-"""keep: the program is left untouched; XLA does as it pleases."""
+"""keep: leaves the program untouched, so XLA decides everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stages: what lies idle is kept, recomputed or parked, as a mixed-integer program for HiGHS.
+"""milp: a mixed-integer program for HiGHS that keeps, recomputes or parks each idle buffer.
 
 Over which plans: those whose *first* runs stand in one given order, the base, with any pure steps run
 again in between, as often as one likes, and any transfers of what is read again.
@@ -277,7 +277,7 @@ class _Highs:
     def solve(
         self, limits: Mapping[str, float], relaxed: bool = False
     ) -> tuple[float, bool, list[float]]:
-        """(The dual bound of the least cost, at least 0; whether it is the least; the variables).
+        """(The dual bound of the cost, at least 0; whether it is the optimum; the variables).
 
         The cost is infinite where nothing fulfils the constraints; without variables none were found.
         """

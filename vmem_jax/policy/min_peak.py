@@ -1,4 +1,4 @@
-"""lowest: how low a peak gets, for what a policy says of a budget that is out of reach."""
+"""min_peak: the minimum peak, for the message about a budget that is out of reach."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CLOSE = 1.02
 def lowest(program: Program, keeps: Timeline, attempt: Callable[[int], Timeline]) -> Timeline:
     """The run with the lowest peak that `attempt` comes to under any limit.
 
-    A limit far below what can be met makes a search run in circles, and what comes of that is no sign
-    of how low it gets. So the limit is halved, as a ratio, between what is met and what is not.
+    A search under a limit far below what can be met gives no sign of how low a peak gets. So the
+    limit is halved, as a ratio, between what is met and what is not.
 
     Args:
       keeps: the run that does nothing for a limit.

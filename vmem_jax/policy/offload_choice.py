@@ -1,9 +1,8 @@
-"""parking: which idle values to move to host memory, and which moves a plan can do without.
+"""offload_choice: which idle values to move to host memory, and which moves a plan can do without.
 
-Worth moving is what is dear to make again for its size. Of the values in that order as many are
-taken as hide under compute: all of them leave in the forward pass and are back when they are read,
-and nothing waits. What a link can hide is found by scheduling them (`schedule_transfers`), not by a
-formula.
+Values are ordered by the seconds to recompute them, for their size. Of those as many are moved as
+hide under compute: all of them leave in the forward pass and are back when they are read, and nothing
+waits. Scheduling them (`schedule_transfers`) finds what the link can hide, not a formula.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""recompute: what does not fit is dropped when memory runs out and made again when it is read.
+"""recompute: drops values when memory runs out and recomputes them when they are read.
 
 Source: Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv:2006.09616, section 3
 (the heuristic h); Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,

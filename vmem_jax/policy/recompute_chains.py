@@ -1,8 +1,9 @@
-"""stretches: how many bytes come back together, where neighbours are dropped.
+"""recompute_chains: how many bytes come back together where neighbours are dropped.
 
-A value that is made again takes what it is made from along. So dropped values that are made from one
-another, through steps of one phase, come back as one *stretch*; a residual that is kept ends it, and
-so does the begin or end of the loop over sub-batches, across which nothing is made again. The
+To recompute a value is to recompute the dropped values that it is made from. So dropped values that
+are made from one another, through steps of one phase, come back as one *stretch*. A residual that is
+kept ends it, and so does the begin or end of the loop over sub-batches, across which nothing is
+recomputed. The
 stretches of a phase are the connected parts of a graph to which values are only ever added, held as
 a forest of disjoint sets (Tarjan, "Efficiency of a good but not linear set union algorithm", JACM
 1975, section 2), so that asking for one does not walk through it.

@@ -1,4 +1,4 @@
-"""failure: what to say where nothing fits."""
+"""failure: the error where nothing fits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""compress: what waits for the backward pass does so without its zeros, over the link and in host
-memory. Done only where `allow` names it."""
+"""compress: takes the zeros out of values that wait for the backward pass, in host memory and over
+the link. Used only where `allow` names it."""
 
 from __future__ import annotations
 

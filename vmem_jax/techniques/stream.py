@@ -1,4 +1,4 @@
-"""stream: arguments in pinned host memory come where they are read, and results that take their place
+"""stream: arguments in pinned host memory come where they are read, and results that replace them
 in the state go back there."""
 
 from __future__ import annotations
