@@ -237,6 +237,8 @@ void TestReset() {
     EXPECT(arena->counters().resets == 1);
     EXPECT(Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); },
                   "nothing parked"));
+    EXPECT(Throws([&] { arena->OffloadStart(1, kMain, 0, source.data(), kNbytes); },
+                  "failed before"));
     Step(arena, 2, 1, 1);
     arena->Reset();
     EXPECT(arena->counters().resets == 1);
