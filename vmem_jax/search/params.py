@@ -31,7 +31,10 @@ class SearchParams:
       long_steps: see `plan_tolerance`.
       memory_step: share of the budget that is taken off once more for each further plan of a variant
         that compiled to too much: freeing other values moves the peak.
-      untouched: the same for the untouched program, whose order is XLA's own and not known.
+      untouched: the untouched program, whose order is XLA's own and not known, is compiled where
+        nothing else fits and it is predicted to need at most this many times the budget;
+      untouched_lower: or this many times the lowest that was reached, so that no error names more
+        than plain jit needs.
       far: where the plan with the lowest predicted peak compiles to this many times the prediction,
         it does not tell how low others get: it recomputes nearly everything, and each fence of it
         costs. Then plans for `less_extreme` times its peak are compiled as well.
@@ -52,6 +55,7 @@ class SearchParams:
     long_steps: int = 1_000
     memory_step: float = 0.01
     untouched: float = 2.0
+    untouched_lower: float = 1.25
     far: float = 1.1
     less_extreme: tuple[float, ...] = (1.25, 1.6)
     same: float = 0.99

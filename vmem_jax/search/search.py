@@ -423,9 +423,10 @@ class _Search:
         assert isinstance(one, Estimate), "without a budget there is always a plan"
         if self.plain_need is None:
             lowest = min((a.need for a in self.attempts), default=math.inf)
-            enough = lowest if self.attempts else self.budget or math.inf
-            may = len(self.attempts) < self.params.max_compiles
-            if not may or one.need > self.params.untouched * enough:
+            may_fit = one.need <= self.params.untouched * (self.budget or math.inf)
+            may_be_lower = one.need <= self.params.untouched_lower * lowest
+            spare = len(self.attempts) < self.params.max_compiles
+            if not (spare and (may_fit or may_be_lower)):
                 return
         elif self.attempts and self.plain_need >= min(a.need for a in self.attempts):
             return
