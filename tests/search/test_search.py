@@ -152,16 +152,16 @@ def test_compiles_are_left_for_the_minimum_peak(heap):
             plan = super().plan(program, costs, HIGH)
             return dataclasses.replace(plan, policy=self.name)
 
-    near = lambda plan: BUDGET + 50 if plan.policy == "near" else plan.predicted_peak
+    near = lambda plan: BUDGET + 2 if plan.policy == "near" else plan.predicted_peak
     heap(lambda program, plan: near(plan))
-    first, second = Compiler(lambda plan: BUDGET + 100), Compiler(lambda plan: BUDGET + 1)
+    first, second = Compiler(lambda plan: BUDGET + 3), Compiler(lambda plan: BUDGET + 1)
     group = [
         family(variant(first, auto(STAYING), STILL)),
         family(variant(second, Near(), STILL)),
     ]
     params = {"max_compiles": 5, "compiles_per_variant": 9}
     found = find(group, **params, reserved_compiles=2)
-    assert (len(first.plans), len(second.plans)) == (3, 1)
+    assert (len(first.plans), len(second.plans)) in ((3, 1), (4, 1))
     assert not found.fits and found.best.need == BUDGET + 1
 
 
@@ -420,3 +420,45 @@ def test_what_the_first_compiled_step_tells_is_planned_with():
     first, *_, last = found.attempts
     assert first.need > HIGH == first.plan.predicted_peak
     assert last.need == last.plan.predicted_peak <= HIGH  # nothing is taken off for no reason
+
+
+def test_the_minimum_peak_is_planned_with_what_the_first_compiled_step_tells():
+    """Nothing fits. XLA's own convolution turns out to take a workspace where the peak of the lowest
+    plan is, and in micro-batches it would take less."""
+    policy = POLICIES["recompute"]()
+    lowest = lowest_plan(policy)
+    timeline = simulate(PROGRAM, lowest.order, STILL)
+    s = timeline.order[timeline.peak_at]
+    own = Configuration((Micro(2, XLA, (), 0, 1.0),))
+    large = Configuration((Micro(2, XLA, (), 40, 1.0),))
+    parts = Configuration((Micro(1, 1, (), 1, 1.0), Micro(1, 1, (), 1, 1.0)))
+    costs = dataclasses.replace(STILL, convolutions={s: (own, parts)})
+    learn = lambda costs, compiled: dataclasses.replace(costs, convolutions={s: (large, parts)})
+
+    def need(plan):
+        chosen = dict(plan.convolutions).get(s)
+        done = parts if chosen is not None and chosen.calls == parts.calls else large
+        there = dataclasses.replace(plan, convolutions=((s, done),))
+        return simulate_plan(PROGRAM, there, STILL).peak
+
+    one = variant(Compiler(need), Convolving(policy), costs, learn=learn)
+    found = find(one, budget=LOW + 1, less_extreme=())
+    assert not found.fits
+    assert found.best.need < lowest.predicted_peak + 40
+
+
+def test_a_lowest_plan_that_nearly_fits_is_planned_again_for_less():
+    """Its policy names a plan for what it is asked for and says that it needs too much."""
+
+    class Gloomy(POLICIES["recompute"]):
+        name = "gloomy"
+
+        def plan(self, program, costs, budget):
+            plan = super().plan(program, costs, budget)
+            plan = plan.plan if isinstance(plan, Infeasible) else plan
+            return Infeasible(self.name, budget, 2 * budget, "", plan=plan)
+
+    compile_plan = over(lambda plan: 1)
+    budget = Gloomy().plan(PROGRAM, STILL, BUDGET).plan.predicted_peak
+    found = find(variant(compile_plan, Gloomy(), STILL), budget=budget)
+    assert found.fits and len(compile_plan.plans) > 1
