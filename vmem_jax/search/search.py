@@ -192,7 +192,7 @@ class _Search:
             while self.queue:
                 self._advance(heapq.heappop(self.queue)[-1])
             if self.best is None and self.budget is not None and group is not groups[-1]:
-                self._compile_lowest(1, int((1 + self.params.memory_tolerance) * self.budget))
+                self._compile_lowest(1, self.params.near * self.budget)
             if self.best is not None:
                 return self._found(self.best)
         if self.reasons and not (self.attempts or self.over or self.failures):
