@@ -113,7 +113,8 @@ def test_systems_of_the_papers_take_the_fewest_that_fit(policy):
     split = compiled(None, budget=budget, policy=policy)
     count = split.plan.sub_batches
     assert split.need_nbytes <= budget and count > 1
-    assert all(a.plan.sub_batches == count for a in split.attempts)
+    tried = [a.plan.sub_batches for a in split.attempts]  # those with fewer compiled to too much
+    assert tried == sorted(tried) and tried[-1] == count
     with pytest.raises(BudgetError):
         compiled(count // 2, budget=budget, policy=policy)
     for a, b in zip(
@@ -215,7 +216,7 @@ def test_explain_says_what_is_split_or_why_not():
     text = str(vmem_jax.jit(normed, budget="1GiB").explain(params(), *batch()))
     assert "sub_batches is not used: norm: reduce_sum at test_sub_batches_jit.py:" in text
     with pytest.raises(
-        BudgetError, match=r"cannot run in parts: norm: reduce_sum at \S+:\d+ needs"
+        BudgetError, match=r"sub_batches\W+is not used: norm: reduce_sum at \S+:\d+ needs"
     ):
         vmem_jax.jit(normed, budget=0.3)(params(), *batch())
 

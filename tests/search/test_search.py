@@ -193,9 +193,9 @@ def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_gro
         return mine, variant(later, POLICIES["recompute"](), FAST, "later")
 
     first = Compiler(lambda plan: budget)
-    found = find(*groups(first), budget=budget, memory_tolerance=0.5)
+    found = find(*groups(first), budget=budget, near=1.5)
     assert found.fits and found.best.variant.name == "first" and not later.plans
-    find(*groups(Compiler(lambda plan: budget + 1)), budget=budget, memory_tolerance=0.5)
+    find(*groups(Compiler(lambda plan: budget + 1)), budget=budget, near=1.5)
     assert later.plans or first.plans  # what is left of the compiles goes to the next group
 
 

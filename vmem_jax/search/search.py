@@ -182,6 +182,7 @@ class _Search:
         self.attempts: list[Attempt] = []
         self.known: list[Attempt] = []  # compiled by earlier searches, and over this budget
         self.best: Attempt | None = None
+        self.is_last = False  # nothing else is left to try, so no compile is reserved
         self.order = 0
         self.opened: set[tuple[Family, int]] = set()
 
@@ -189,14 +190,14 @@ class _Search:
         for group in groups:
             for family in group:
                 self._open(family, family.counts[0], 0.0)
-            while self.queue:
-                self._advance(heapq.heappop(self.queue)[-1])
+            self._work_off()
             if self.best is None and self.budget is not None and group is not groups[-1]:
                 self._compile_lowest(1, self.params.near * self.budget)
             if self.best is not None:
                 return self._found(self.best)
         if self.reasons and not (self.attempts or self.over or self.failures):
             raise self.reasons[0]  # this policy has no plan here, and nothing is run in its place
+        self.is_last = True
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
             self._compile_untouched()
@@ -210,6 +211,10 @@ class _Search:
             return Found(None, False, (), failure)
         assert self.reasons, "every candidate has a plan, a failure or a reason"
         raise self.reasons[0]
+
+    def _work_off(self) -> None:
+        while self.queue:
+            self._advance(heapq.heappop(self.queue)[-1])
 
     def _found(self, best: Attempt) -> Found:
         """`best`, and the others without their compiled steps, which hold memory."""
@@ -324,16 +329,21 @@ class _Search:
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and candidate.estimate is not None
         spare = self.params.max_compiles - len(self.attempts)
-        if self.best is None:
+        if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
         known = any(_same(attempt.plan, candidate.estimate.plan) for attempt in misses)
         if spare <= 0 or known or len(misses) >= self.params.compiles_per_variant:
             self._give_up(candidate)
             return
         attempt = self._attempt(variant, candidate.estimate)
-        if self._fits(attempt):
-            return
-        assert self.budget is not None, "without a budget everything fits"
+        if not self._fits(attempt):
+            self._again(candidate, attempt)
+
+    def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
+        """Sends a candidate back whose plan compiled to too much: with a lower goal, with what the
+        compiled step told, and once more without transfers."""
+        variant, misses = candidate.variant, candidate.misses
+        assert variant is not None and self.budget is not None, "without a budget everything fits"
         if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
             still = variant.without_transfers
             if not misses:
@@ -381,18 +391,18 @@ class _Search:
           most: of these, how many.
           limit: bytes; what is predicted to need more is left.
         """
-        waiting = sorted(self.over, key=lambda one: (not one.is_proved, one.expected))
         compiled: list[Attempt] = []
-        while waiting and self.best is None and len(self.attempts) < self.params.max_compiles:
-            candidate = waiting.pop(0)
+        while self.over and self.best is None and len(self.attempts) < self.params.max_compiles:
+            candidate = min(self.over, key=lambda one: (not one.is_proved, one.expected))
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
+            if candidate.expected > limit or len(compiled) >= most:
+                return
+            self.over.remove(candidate)
             if any(candidate.expected >= a.need for a in self.attempts):
                 continue  # another came to less than is expected of it
             if any(_same(a.plan, one.plan) for a in self.attempts):
                 continue
-            if candidate.expected > limit or len(compiled) >= most:
-                return
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
             try:
@@ -401,8 +411,14 @@ class _Search:
                 self._drop(candidate, error)
                 continue
             compiled.append(attempt)
-            if attempt.need > self.params.far * one.need:
-                waiting = [*self._less_extreme(candidate, attempt), *waiting]
+            if self._fits(attempt):
+                return
+            near = self.budget is not None and attempt.need <= self.params.near * self.budget
+            if near or attempt.costs != variant.costs:  # its compiled step told something
+                self._again(candidate, attempt)
+                self._work_off()
+            elif attempt.need > self.params.far * one.need:
+                self.over += self._less_extreme(candidate, attempt)
 
     def _less_extreme(self, candidate: _Candidate, attempt: Attempt) -> list[_Candidate]:
         """Plans for somewhat more than the lowest peak that is predicted, where that compiled to far

@@ -13,6 +13,7 @@ from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
 from vmem_jax.core.plan import Plan
 from vmem_jax.devices.device import devices_of
+from vmem_jax.errors import HostMemoryError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.rewrite.compression import sites
@@ -120,6 +121,9 @@ class StepContext:
         mover, store, captured = None, None, traced.captured
         if parks(captured.program, plan):
             layout, limit = layout_of(captured.program, plan), self.settings.host_budget
+            nbytes = layout.nbytes * len(self.devices)
+            if limit is not None and nbytes > limit:
+                raise HostMemoryError(nbytes=nbytes, limit_nbytes=limit, limit="`host_budget`")
             mover = open_transport(self.transport, layout, limit, captured.shards.mesh)
         if captured.program.compressed:
             store = Store(sites(captured))
