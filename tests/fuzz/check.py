@@ -108,8 +108,8 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
     if need_nbytes(compiled) > budget:
         return {
             "outcome": OVER,
-            "signature": f"over:{options.jit['policy']}",
-            "detail": "",
+            "signature": f"over:{options.form}:{options.jit['policy']}",
+            "detail": f"needs {fitting['need']} of {budget}",
             **fitting,
         }
     if options.mode == "plan":
@@ -188,7 +188,7 @@ def _no_fit(
             "detail": detail,
         }
     if need_nbytes(compiled) > error.lowest_peak:
-        return {**row, "outcome": OVER, "signature": f"over:{policy}"}
+        return {**row, "outcome": OVER, "signature": f"over:lowest:{policy}"}
     return {**row, "asked": True}
 
 
