@@ -187,6 +187,19 @@ class DeviceArena {
     cache_ = TensorCache(nbytes);
   }
 
+  // Drops what failed runs left behind. The caller knows that no run is in flight.
+  void Reset() {
+    Lock lock(mutex_);
+    if (parked_ == 0) return;
+    typename B::DeviceGuard guard(lanes_.device);
+    B::Drain(lanes_.to_host);
+    B::Drain(lanes_.to_device);
+    Drop();
+    ++counters_.resets;
+    failed_ = true;  // what is still to come of that run is refused
+    changed_.notify_all();
+  }
+
   // From here on every copy and every wait is timed; without `on`, no more. Between runs only.
   void Record(bool on) {
     Lock lock(mutex_);
@@ -279,6 +292,10 @@ class DeviceArena {
       } else if (Clock::now() - seen > patience) {
         break;
       }
+    }
+    if (run == run_ && run != kUnknownRun) {  // another call of this run was here meanwhile
+      if (failed_) throw AlreadyFailed();
+      return;
     }
     if (parked_ > 0) {
       JoinLanes(main);

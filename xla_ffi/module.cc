@@ -306,6 +306,12 @@ NB_MODULE(_xla_ffi, m) {
         WithEngine(platform, [&](auto& engine) { engine.Pin(id, device, lock_pages); });
       },
       "id"_a, "platform"_a, "device"_a, "lock_pages"_a = false, unlocked);
+  m.def(
+      "arena_reset",
+      [](std::int64_t id, const std::string& platform, int device) {
+        WithEngine(platform, [&](auto& engine) { engine.Find(id, device)->Reset(); });
+      },
+      "id"_a, "platform"_a, "device"_a, unlocked);
   m.def("arena_free", &FreeArena, "id"_a, unlocked);
   m.def("arena_count", [] { return Layouts::Get().size(); });
   m.def(
@@ -338,6 +344,12 @@ NB_MODULE(_xla_ffi, m) {
       "store_open",
       [](std::int64_t id, const std::string& platform, int device) {
         WithStores(platform, [&](auto& stores) { stores.Open(id, device); });
+      },
+      "id"_a, "platform"_a, "device"_a, unlocked);
+  m.def(
+      "store_reset",
+      [](std::int64_t id, const std::string& platform, int device) {
+        WithStores(platform, [&](auto& stores) { stores.Find(id, device)->Reset(); });
       },
       "id"_a, "platform"_a, "device"_a, unlocked);
   m.def("store_free", &FreeStore, "id"_a, unlocked);

@@ -122,6 +122,10 @@ class Arena(Registered):
             ) from error
         self._ready.add(where)
 
+    def reset(self, device: jax.Device) -> None:
+        """Drops what failed runs left behind on `device`. No run may be in flight there."""
+        load().arena_reset(self.id, *place(device))
+
     def set_cache_capacity(self, device: jax.Device, nbytes: int) -> None:
         """Gives the arena `nbytes` of device memory as a tensor cache, between two runs.
 
