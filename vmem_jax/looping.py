@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from absl import logging
+
 from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_pairs import find_pairs
 from vmem_jax.capture.loop_residuals import with_residuals
@@ -19,7 +21,8 @@ def loop_variants(
     traced: Traced, machine: Machine, count: int = _CHOICES
 ) -> tuple[tuple[str, Traced], ...]:
     """`traced` with other values stacked between its loops: from the fewest seconds to the fewest
-    bytes, each with a description for people. Empty where it has no such loops.
+    bytes, each with a description for people; their `plain` is that step, too. Empty where it has no
+    such loops.
 
     Args:
       machine: what the choices are made for.
@@ -38,5 +41,6 @@ def loop_variants(
         ]
         captured = traced.captured.rewritten(with_residuals(flat, chosen))
         what = f"loops stack {show_nbytes(kept.nbytes)}, +{1e3 * kept.seconds:.1f} ms"
-        found.append((what, dataclasses.replace(traced, captured=captured)))
+        logging.info("%s", what)
+        found.append((what, dataclasses.replace(traced, captured=captured, plain=captured.flat)))
     return tuple(found)

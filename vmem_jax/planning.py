@@ -16,13 +16,14 @@ from vmem_jax.compiling import compile_jaxpr
 from vmem_jax.compressing import check_compression, ways_to_compress, with_compressed
 from vmem_jax.conv.choices import learner, with_choices
 from vmem_jax.conv.trials import try_ways
-from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
+from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic, machine_for
 from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, LayersError, PlanError, show_nbytes
 from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.looping import loop_variants
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.policy.base import Splitting
 from vmem_jax.policy.convolving import Convolving
@@ -122,12 +123,15 @@ class Planning:
         if "compress" in settings.asked and 1 in whole:
             (whole[1], *others), uncompressed = self._compressing(*whole[1], budget, leaves)
         own = self._forms(split, whole, others)
+        loops = self._loops(budget)
+        own = self._with_loops(own, loops, asked, budget)
         proof, lowest = best_of(own, budget, plain_need, (None, None))
         if proof is None and self._moves_at_last:
             logging.info("%s: no plan fits while nothing is moved", settings.name)
             moving = functools.partial(self._in, split, moves=True)
-            at_last = Form(moving, split.counts, settings.splitting)
-            proof, lowest = best_of([at_last], budget, plain_need, (None, lowest))
+            at_last = [Form(moving, split.counts, settings.splitting)]
+            at_last = self._with_loops(at_last, loops, asked, budget, moves=True)
+            proof, lowest = best_of(at_last, budget, plain_need, (None, lowest))
         rivals = self._rivals(split, budget, proof) if proof else self._instead(split, budget)
         proof, lowest = best_of(rivals, budget, plain_need, (proof, lowest))
         if proof is None:
@@ -142,6 +146,7 @@ class Planning:
         if "compress" in settings.asked and not best.plan.compressed and not uncompressed:
             parts = "its batch runs in sub-batches, which do not compress"
             uncompressed = parts if count > 1 else "no plan with it fits when it is compiled"
+        traced = dataclasses.replace(traced, plain=self._traced.plain)
         made = (traced, budget, plain_need, best.costs, attempts, one.policy)
         return Entry(*made, unsplit=split.why, uncompressed=uncompressed)
 
@@ -179,6 +184,36 @@ class Planning:
         made, splitting = functools.partial(self._in, split), self._settings.splitting
         own = Form(made, split.counts, splitting, first, to_the_lowest=not self._moves_at_last)
         return [own, *(Form(made, (1,), splitting, {1: other}) for other in others)]
+
+    def _loops(self, budget: int | None) -> tuple[Planning, ...]:
+        """The step with other values stacked between its loops, where that may help."""
+        settings = self._settings
+        chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
+        if budget is None or not chooses or "compress" in settings.asked:
+            return ()
+        name = self._target or devices_of(self._traced.avals)[0].device_kind
+        found = loop_variants(self._traced, settings.machine or machine_for(name))
+        return tuple(Planning(settings, own, self._target, self._inlined) for _, own in found)
+
+    def _with_loops(
+        self,
+        own: list[Form[Traced]],
+        loops: Sequence[Planning],
+        asked: int | None,
+        budget: int | None,
+        moves: bool | None = None,
+    ) -> list[Form[Traced]]:
+        """`own`, and the same for each of `loops`; those predicted to fit first, the fastest of them
+        before the others."""
+        settings, forms = self._settings, [*own]
+        for other in loops:
+            split = splits(settings.name, other._traced, asked)
+            made = functools.partial(other._in, split, moves=moves)
+            forms.append(Form(made, split.counts, settings.splitting, to_the_lowest=own[0].to_the_lowest))
+        for form in forms if loops else ():
+            for count in form.counts:
+                self._plans(form, count, budget, moves=False)
+        return sorted(forms, key=lambda form: form.seconds)
 
     def _instead(self, split: Splits, budget: int | None) -> list[Form[Traced]]:
         """The step with each policy that the settings' one has instead of itself, as that would run
@@ -222,12 +257,18 @@ class Planning:
             counts = [count for count in split.counts if count == 1 or not whole]
             yield Form(made, counts, policy.splitting)
 
-    def _plans(self, form: Form[Traced], count: int, budget: int | None) -> Placed | None:
+    def _plans(
+        self, form: Form[Traced], count: int, budget: int | None, moves: bool = True
+    ) -> Placed | None:
         """What `form` plans for `budget` in `count` sub-batches, or its lowest plan where that nearly
-        fits, noted there; None where that is nothing."""
+        fits, noted there; None where that is nothing.
+
+        Args:
+          moves: whether it is of no use where nothing can be moved.
+        """
         one = form.member(count)
         near = math.inf if budget is None else _NEAR * budget
-        if one.costs.link is None or least_nbytes(one.program) > near:
+        if (moves and one.costs.link is None) or least_nbytes(one.program) > near:
             return None
         first: Placed | None
         try:

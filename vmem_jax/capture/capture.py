@@ -382,7 +382,17 @@ def _step(
         source=compat.user_line(root),
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
+        body=_body_steps(root),
+        length=root.params["length"] if root.primitive.name == "scan" else 1,
     )
+
+
+def _body_steps(eqn: compat.JaxprEqn) -> tuple[Step, ...]:
+    """The steps of an iteration of `eqn`, if that is a scan."""
+    if eqn.primitive.name != "scan":
+        return ()
+    body = flatten(eqn.params["jaxpr"])
+    return _captured(body, body, (), Inputs(), None).program.steps
 
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:
