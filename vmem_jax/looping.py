@@ -3,44 +3,104 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from absl import logging
 
 from vmem_jax.capture.capture import capture_pair
-from vmem_jax.capture.loop_pairs import find_pairs
+from vmem_jax.capture.loop_pairs import Pair, find_pairs
 from vmem_jax.capture.loop_residuals import with_residuals
-from vmem_jax.core.costs import Machine
+from vmem_jax.core.costs import Machine, analytic
+from vmem_jax.core.paired import PairedLoop
+from vmem_jax.core.planned import predicted_need
 from vmem_jax.entry import Traced
 from vmem_jax.errors import show_nbytes
-from vmem_jax.policy.residuals import front
+from vmem_jax.jax_compat import Var
+from vmem_jax.policy.exact import Exact
+from vmem_jax.policy.residuals import Kept, choose, front
 
-_CHOICES = 6
+_CHOICES = 5
+"""From the fewest seconds to the fewest bytes; with one for the budget these are six to plan for."""
+
+_TRIES = 3
+"""To meet a budget: what an iteration of another choice needs beside its stacks differs a little."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopVariant:
+    """A step with other values stacked between its loops.
+
+    Attributes:
+      traced: it; its `plain` is that step, too.
+      kept: what is stacked.
+      need: bytes that it is predicted to need where nothing else is recomputed.
+    """
+
+    traced: Traced
+    kept: Kept
+    need: int
+
+    def __str__(self) -> str:
+        seconds = 1e3 * self.kept.seconds
+        return f"loops stack {show_nbytes(self.kept.nbytes)}, which takes {seconds:.1f} ms"
 
 
 def loop_variants(
-    traced: Traced, machine: Machine, count: int = _CHOICES
-) -> tuple[tuple[str, Traced], ...]:
+    traced: Traced, machine: Machine, budget: int | None = None
+) -> tuple[LoopVariant, ...]:
     """`traced` with other values stacked between its loops: from the fewest seconds to the fewest
-    bytes, each with a description for people; their `plain` is that step, too. Empty where it has no
-    such loops.
+    bytes, and what needs `budget` bytes as nearly as can be. Empty where it has no such loops.
 
     Args:
       machine: what the choices are made for.
-      count: of choices, at most.
     """
-    flat = traced.captured.separate
-    pairs = find_pairs(flat)
-    if not pairs:
+    variants = _Variants(traced, machine)
+    if not variants.pairs:
         return ()
-    loops, variables = zip(*map(capture_pair, pairs), strict=True)
-    found = []
-    for kept in front(loops, machine, count):
+    found = [variants.of(kept) for kept in front(variants.loops, machine, _CHOICES)]
+    if budget is not None:
+        found += variants.near(budget, found)
+    for variant in found:
+        logging.info("%s", variant)
+    return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
+
+
+class _Variants:
+    def __init__(self, traced: Traced, machine: Machine) -> None:
+        self.traced, self.machine = traced, machine
+        self.flat = traced.captured.separate
+        self.pairs: Sequence[Pair] = find_pairs(self.flat)
+        made = [capture_pair(pair) for pair in self.pairs]
+        self.loops: list[PairedLoop] = [loop for loop, _ in made]
+        self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
+
+    def of(self, kept: Kept) -> LoopVariant:
         chosen = [
-            (pair, [vs[b] for b in sorted(buffers)])
-            for pair, vs, buffers in zip(pairs, variables, kept.buffers, strict=True)
+            (pair, [variables[b] for b in sorted(buffers)])
+            for pair, variables, buffers in zip(
+                self.pairs, self.variables, kept.buffers, strict=True
+            )
         ]
-        captured = traced.captured.rewritten(with_residuals(flat, chosen))
-        what = f"loops stack {show_nbytes(kept.nbytes)}, +{1e3 * kept.seconds:.1f} ms"
-        logging.info("%s", what)
-        found.append((what, dataclasses.replace(traced, captured=captured, plain=captured.flat)))
-    return tuple(found)
+        captured = self.traced.captured.rewritten(with_residuals(self.flat, chosen))
+        program = captured.program
+        plan = Exact().plan(program, analytic(program, self.machine), None)
+        traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
+        return LoopVariant(traced, kept, predicted_need(program, plan))
+
+    def near(self, budget: int, found: Sequence[LoopVariant]) -> Iterator[LoopVariant]:
+        """What needs `budget` bytes as nearly as can be, if it is between two of `found`."""
+        over = [v for v in found if v.need > budget]
+        under = [v for v in found if v.need <= budget]
+        if not over or not under:
+            return
+        before = max(under, key=lambda v: v.need)
+        limit = before.kept.nbytes + budget - before.need
+        for _ in range(_TRIES):
+            kept = choose(self.loops, self.machine, limit)
+            if kept is None or kept.nbytes <= before.kept.nbytes:
+                return
+            variant = self.of(kept)
+            if variant.need <= budget:
+                yield variant
+                return
+            limit = kept.nbytes - (variant.need - budget)

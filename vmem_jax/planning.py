@@ -192,8 +192,8 @@ class Planning:
         if budget is None or not chooses or "compress" in settings.asked:
             return ()
         name = self._target or devices_of(self._traced.avals)[0].device_kind
-        found = loop_variants(self._traced, settings.machine or machine_for(name))
-        return tuple(Planning(settings, own, self._target, self._inlined) for _, own in found)
+        found = loop_variants(self._traced, settings.machine or machine_for(name), budget)
+        return tuple(Planning(settings, v.traced, self._target, self._inlined) for v in found)
 
     def _with_loops(
         self,

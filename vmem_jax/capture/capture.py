@@ -28,6 +28,7 @@ from vmem_jax.capture.primitives import (
 )
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.updates import Stacked, updated_in_loops
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
@@ -374,7 +375,7 @@ def _step(
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
-        nbytes=0 if mark else sum(sizes.values()),
+        nbytes=0 if mark else touched_nbytes(kernel, eqns, lambda v: nbytes(v.aval) // shards.count(v)),
         workspace=0 if fusible else workspace(root) + gathered + apart + padded,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
