@@ -203,17 +203,21 @@ class Planning:
         budget: int | None,
         moves: bool | None = None,
     ) -> list[Form[Traced]]:
-        """`own`, and the same for each of `loops`; those predicted to fit first, the fastest of them
-        before the others."""
+        """Of `own` and the same for each of `loops` those that are predicted to fit, the fastest
+        first; where none is, the one that is predicted to need the least."""
         settings, forms = self._settings, [*own]
         for other in loops:
             split = splits(settings.name, other._traced, asked)
             made = functools.partial(other._in, split, moves=moves)
-            forms.append(Form(made, split.counts, settings.splitting, to_the_lowest=own[0].to_the_lowest))
-        for form in forms if loops else ():
-            for count in form.counts:
-                self._plans(form, count, budget, moves=False)
-        return sorted(forms, key=lambda form: form.seconds)
+            form = Form(made, split.counts, settings.splitting)
+            forms.append(dataclasses.replace(form, to_the_lowest=own[0].to_the_lowest))
+        if not loops:
+            return own
+        found = [[self._plans(f, c, budget, moves=False) for c in f.counts] for f in forms]
+        if all(math.isinf(form.seconds) for form in forms):
+            lowest = [min((p.need for p in plans if p), default=math.inf) for plans in found]
+            return [forms[lowest.index(min(lowest))]]
+        return sorted((f for f in forms if f.seconds < math.inf), key=lambda f: f.seconds)
 
     def _instead(self, split: Splits, budget: int | None) -> list[Form[Traced]]:
         """The step with each policy that the settings' one has instead of itself, as that would run
