@@ -13,6 +13,7 @@ from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.places import layer_of
 from vmem_jax.capture.primitives import (
@@ -27,7 +28,9 @@ from vmem_jax.capture.primitives import (
 )
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.updates import Stacked, updated_in_loops
+from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -76,6 +79,18 @@ class Captured:
     separate: ClosedJaxpr
     sub_batches: SubBatches | None = None
     stacked: tuple[Stacked, ...] = ()
+
+    def rewritten(self, separate: ClosedJaxpr) -> Captured:
+        """The same step, which must run as a whole, by other equations.
+
+        Args:
+          separate: they, as `Captured.separate` has them.
+        """
+        given = self.inputs
+        separate = drop_dead(separate)
+        flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
+        captured = _captured(flat, separate, self.applied, given, None)
+        return dataclasses.replace(captured, stacked=stacked)
 
     def in_sub_batches(self, batch: Batch, count: int) -> Captured:
         """The same step, which must run as a whole, in at most `count` sub-batches."""
@@ -140,17 +155,49 @@ def capture(
     return dataclasses.replace(captured, stacked=stacked)
 
 
+def capture_pair(pair: Pair) -> tuple[PairedLoop, tuple[Var, ...]]:
+    """One iteration of the two loops of `pair`, and the variable of `pair.body` of every buffer."""
+    captured = _captured(pair.body, pair.body, (), Inputs(), None, _boundary(pair))
+    index = {v: b for b, v in enumerate(captured.variables)}
+    buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
+    results = lambda made: buffers(a for a, _ in (*made.carried, *made.stacked))
+    given = pair.given
+    loop = PairedLoop(
+        program=captured.program,
+        length=pair.length,
+        given=buffers({*given.consts, *given.slices} - given.late),
+        carried=buffers(given.forward),
+        late=buffers(given.late),
+        made=results(pair.forward_made),
+        returned=results(pair.backward_made),
+    )
+    return loop, captured.variables
+
+
+def _boundary(pair: Pair) -> int | None:
+    """The first equation of the body of `pair` that depends on what only its second loop has."""
+    for i, eqn in enumerate(compat.open_jaxpr(pair.body).eqns):
+        if any(v in pair.late for v in eqn.outvars):
+            return i
+    return None
+
+
 def _captured(
     flat: ClosedJaxpr,
     separate: ClosedJaxpr,
     applied: tuple[Applied, ...],
     given: Inputs,
     sub_batches: SubBatches | None,
+    boundary: int | None = None,
 ) -> Captured:
-    """The Program of `flat`, in which all exact-residual rules are applied and updates are moved."""
+    """The Program of `flat`, in which all exact-residual rules are applied and updates are moved.
+
+    Args:
+      boundary: as `fuse` has it.
+    """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
-    kernels = fuse(flat)
+    kernels = fuse(flat, boundary)
     shards = follow_shards(flat, given.shardings)
     slices = stacks(flat)
 
@@ -328,7 +375,9 @@ def _step(
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
-        nbytes=0 if mark else sum(sizes.values()),
+        nbytes=0
+        if mark
+        else touched_nbytes(kernel, eqns, lambda v: nbytes(v.aval) // shards.count(v)),
         workspace=0 if fusible else workspace(root) + gathered + apart + padded,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
@@ -336,7 +385,17 @@ def _step(
         source=compat.user_line(root),
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
+        body=_body_steps(root),
+        length=root.params["length"] if root.primitive.name == "scan" else 1,
     )
+
+
+def _body_steps(eqn: compat.JaxprEqn) -> tuple[Step, ...]:
+    """The steps of an iteration of `eqn`, if that is a scan."""
+    if eqn.primitive.name != "scan":
+        return ()
+    body = flatten(eqn.params["jaxpr"])
+    return _captured(body, body, (), Inputs(), None).program.steps
 
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:

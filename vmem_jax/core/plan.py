@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 7
+FORMAT = 8
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -81,6 +81,7 @@ class Plan:
         `core.planned.planned_program`.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
       compressed: `Program.compressed` of the program that it was made for.
+      stacked: `Program.stacked` of that program.
     """
 
     program: str
@@ -95,6 +96,7 @@ class Plan:
     convolutions: tuple[tuple[int, Configuration], ...] = ()
     sub_batches: int = 1
     compressed: tuple[tuple[int, int], ...] = ()
+    stacked: tuple[tuple[int, ...], ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -125,6 +127,7 @@ class Plan:
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
         moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
+        moved += f", {len(self.stacked)} loops with other stacks" if self.stacked else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -197,6 +200,8 @@ class Plan:
             and all(map(_is_configured, values["convolutions"])),
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "compressed": _are_integers(values["compressed"], 2),
+            "stacked": isinstance(values["stacked"], list)
+            and all(isinstance(one, list) and all(map(_is_int, one)) for one in values["stacked"]),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -208,7 +213,9 @@ class Plan:
             for s, epilogue, micros in values["convolutions"]
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
-        parts = {"order": order, "transfers": transfers, "looped": looped, "compressed": compressed}
+        stacked = tuple(tuple(one) for one in values["stacked"])
+        parts = {"order": order, "transfers": transfers, "looped": looped}
+        parts |= {"compressed": compressed, "stacked": stacked}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -280,4 +287,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         predicted_seconds=seconds,
         sub_batches=program.sub_batches,
         compressed=program.compressed,
+        stacked=program.stacked,
     )

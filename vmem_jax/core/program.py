@@ -87,6 +87,8 @@ class Step:
       epilogue_nbytes: memory traffic in bytes that is saved because the library kernel does more than
         its product, a bias or a ReLU for instance. What convolves in its place must not forget it.
       times: how often it runs: once for each sub-batch.
+      body: of a loop: the steps of one iteration.
+      length: of a loop: its iterations.
     """
 
     reads: tuple[int, ...]
@@ -107,6 +109,8 @@ class Step:
     convolution: Convolution | None = None
     epilogue_nbytes: int = 0
     times: int = 1
+    body: tuple[Step, ...] = ()
+    length: int = 1
 
     @property
     def is_mark(self) -> bool:
@@ -148,6 +152,8 @@ class Program:
         input from its fetch to its last read, and of such an output from its making until it is gone.
       compressed: pairs (buffer, bytes) of the program that this one was made from: what is
         compressed here, and the capacity that it is compressed into.
+      stacked: of each pair of loops of that program the values of an iteration that are stacked
+        here; empty where they are the user's.
     """
 
     buffers: tuple[Buffer, ...]
@@ -157,6 +163,7 @@ class Program:
     aliases: tuple[tuple[int, int], ...] = ()
     hosted: tuple[int, ...] = ()
     compressed: tuple[tuple[int, int], ...] = ()
+    stacked: tuple[tuple[int, ...], ...] = ()
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

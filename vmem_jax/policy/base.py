@@ -129,6 +129,7 @@ def finish(
         convolutions=tuple(sorted((convolutions or {}).items())),
         sub_batches=program.sub_batches,
         compressed=program.compressed,
+        stacked=program.stacked,
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

@@ -232,7 +232,8 @@ class _Search:
         """The variant of `family` in `count` sub-batches, once; it takes no less than `seconds`."""
         if (family, count) not in self.opened:
             self.opened.add((family, count))
-            self._push(_Candidate(family, count, seconds=seconds, goal=self.budget))
+            goal = None if self.budget is None else int((1 + family.margin) * self.budget)
+            self._push(_Candidate(family, count, seconds=seconds, goal=goal))
 
     def _open_next(self, candidate: _Candidate, seconds: float) -> None:
         """The same with the next number of sub-batches, where there may be several."""
@@ -462,4 +463,4 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
 def _same(a: Plan, b: Plan) -> bool:
     calls = lambda plan: [(s, configuration.calls) for s, configuration in plan.divided]
     facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan), plan.sub_batches)
-    return facts(a) == facts(b) and a.compressed == b.compressed
+    return facts(a) == facts(b) and (a.compressed, a.stacked) == (b.compressed, b.stacked)

@@ -11,6 +11,7 @@ import jax
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import HostMemoryError
@@ -67,12 +68,17 @@ class StepContext:
     def platform(self) -> str:
         return "gpu" if self.target is not None else self.devices[0].platform
 
+    @property
+    def machine(self) -> Machine:
+        """What the user says, or the card's by its name."""
+        return self.settings.machine or machine_for(self.target or self.devices[0].device_kind)
+
     @functools.cached_property
     def costs(self) -> Costs:
         """Of the step with its batch as a whole."""
         settings, captured = self.settings, self.traced.captured
         if self.target is not None:
-            return analytic(captured.program, settings.machine or machine_for(self.target))
+            return analytic(captured.program, self.machine)
         device, machine = self.devices[0], settings.machine
         return costs_of(captured, device, machine=machine, profile=settings.profile)
 
