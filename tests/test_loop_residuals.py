@@ -200,7 +200,7 @@ def test_recurrent_layers_are_paired_each_with_its_own_backward_scan():
 
 
 def test_a_loop_that_nothing_differentiates_is_in_no_pair():
-    step, args = plain()
+    _, args = plain()
     layer = lambda y, w: (jnp.tanh(y @ w), y)
     closed = jax.jit(lambda x, w: lax.scan(layer, x, w)).trace(args[1], normal(1, 4, WIDTH, WIDTH))
     assert find_pairs(capture(closed.jaxpr).separate) == ()

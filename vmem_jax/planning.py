@@ -51,8 +51,8 @@ _NEAR = 1.25
 SuperNeurons for OverFeat(128) in strict float32 compiled to 17 % less than was predicted."""
 
 _AS_PLACED = 1.03
-"""Of a budget: a plan for loops that fits by what is live is compiled where XLA's heap is predicted to
-take no more. That of a decoder of 1.1 billion weights was predicted 4 % higher than it compiled to."""
+"""Of a budget: a plan for loops that fits by what is live is compiled where XLA's heap is predicted
+to take no more: that of a decoder of 1.1 billion weights compiled to 4 % less than was predicted."""
 
 _VARIANTS = 3
 """Choices of what is compressed that are compiled, one after another, until one fits."""

@@ -108,4 +108,3 @@ def _emit(
     named = [v for _, v in (*made.carried, *made.stacked)]
     env.update(zip(named, outs, strict=False))
     return outs[len(named) :]
-

@@ -15,9 +15,7 @@ from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 
 
-def touched_nbytes(
-    kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var], int]
-) -> int:
+def touched_nbytes(kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var], int]) -> int:
     """Bytes that `kernel` reads and writes.
 
     Args:

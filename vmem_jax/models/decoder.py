@@ -95,9 +95,7 @@ class Decoder:
             split = lambda y: y.reshape(n, t, -1, size)
             q, k, v = (split(product(y, name)) for name in ("query", "key", "value"))
             q, k = _rotated(q), _rotated(k)
-            y = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, implementation=self.attention
-            )
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
             y = checkpoint_name(y, "attention")
             x = x + product(y.reshape(n, t, d), "out")
         with jax.named_scope("feed_forward"):

@@ -29,8 +29,8 @@ from vmem_jax.core.costs import Machine
 from vmem_jax.core.paired import PairedLoop
 
 _PASSES = 2
-"""Over memory for each byte that is kept in a stack, beside the step that makes it. Scanned, the layers
-of a decoder with 49 GiB of stacks took 40 ms longer on an H200 than unrolled: 2.4 passes."""
+"""Over memory for each byte that is kept in a stack, beside the step that makes it. Scanned, the
+layers of a decoder with 49 GiB of stacks took 40 ms longer on an H200 than unrolled: 2.4 passes."""
 
 _FEWEST = 100
 """Seconds that all bytes count as, of the seconds of all steps, where the fewest bytes are wanted."""
@@ -144,7 +144,9 @@ class _Model:
         if limit is not None:
             columns = [i for i, n in enumerate(self.nbytes) if n]
             share = max(limit, 1)
-            rows.append((columns, [self.nbytes[i] / share for i in columns], -np.inf, limit / share))
+            rows.append(
+                (columns, [self.nbytes[i] / share for i in columns], -np.inf, limit / share)
+            )
         if not count:
             return Kept(tuple(frozenset() for _ in self.loops), 0, 0.0)
         matrix = sparse.csr_array(
@@ -167,9 +169,7 @@ class _Model:
         if found.x is None:
             return None
         taken = found.x > 0.5
-        kept = tuple(
-            frozenset(b for b, i in keep.items() if taken[i]) for keep in self.keeps
-        )
+        kept = tuple(frozenset(b for b, i in keep.items() if taken[i]) for keep in self.keeps)
         nbytes = sum(n for n, taken in zip(self.nbytes, taken, strict=True) if taken)
         seconds = sum(c for c, taken in zip(self.costs, taken, strict=True) if taken)
         return Kept(kept, nbytes, seconds)
