@@ -183,15 +183,15 @@ class _Joined:
         inputs = [*opened.invars, *opened.constvars]
         body = compat.close([], [], inputs, opened.outvars, opened.eqns, closed)
         outs = iter(opened.outvars)
-        again = [
+        forward, backward = (
             Made(
                 tuple((next(outs), v) for _, v in m.carried),
                 tuple((next(outs), v) for _, v in m.stacked),
             )
             for m in made
-        ]
+        )
         length = self.eqns[self.at[0]].params["length"]
-        return Pair(*self.at, length, body, given, *again, residual_nbytes)
+        return Pair(*self.at, length, body, given, forward, backward, residual_nbytes)
 
     def _run(self, eqn: JaxprEqn) -> tuple[dict[Var, Atom], list[Atom]]:
         """Adds the body of scan `eqn`; returns what it carries, as in `Given`, and what it makes."""
