@@ -30,9 +30,7 @@ _POLICIES = jax.checkpoint_policies
 _WRAPS: dict[str, Callable[[Callable], Callable]] = {
     "plain": lambda layer: layer,
     "checkpoint": jax.checkpoint,
-    "dots": lambda layer: jax.checkpoint(
-        layer, policy=_POLICIES.dots_with_no_batch_dims_saveable
-    ),
+    "dots": lambda layer: jax.checkpoint(layer, policy=_POLICIES.dots_with_no_batch_dims_saveable),
     "every_dot": lambda layer: jax.checkpoint(layer, policy=_POLICIES.dots_saveable),
     "attention": lambda layer: jax.checkpoint(
         layer, policy=_POLICIES.save_only_these_names("attention")

@@ -339,14 +339,16 @@ def _step(
         behind = match_epilogue(matched, kernel.equations, kernel.root, eqns, maker)
         if behind is not None:
             convolution = matched.convolution.with_epilogue(behind.epilogue)
+    size = lambda v: nbytes(v.aval) // shards.count(v)
     padded = 0 if convolution is None else convolution.padded_nbytes
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)
     writes = tuple(index[v] for v in kernel.writes)
     values = (*kernel.reads, *kernel.writes)
-    sizes = {index[v]: nbytes(v.aval) // shards.count(v) for v in values}
+    sizes = {index[v]: size(v) for v in values}
     gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
+    body = _body_steps(root)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
     mark = root.primitive.name in (BEGIN, END)
@@ -375,17 +377,15 @@ def _step(
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
-        nbytes=0
-        if mark
-        else touched_nbytes(kernel, eqns, lambda v: nbytes(v.aval) // shards.count(v)),
+        nbytes=0 if mark else touched_nbytes(kernel, eqns, size),
         workspace=0 if fusible else workspace(root) + gathered + apart + padded,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
-        layer=layer_of(root),
+        layer=layer_of(root) or _layer_of_loop(body),
         source=compat.user_line(root),
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
-        body=_body_steps(root),
+        body=body,
         length=root.params["length"] if root.primitive.name == "scan" else 1,
     )
 
@@ -396,6 +396,12 @@ def _body_steps(eqn: compat.JaxprEqn) -> tuple[Step, ...]:
         return ()
     body = flatten(eqn.params["jaxpr"])
     return _captured(body, body, (), Inputs(), None).program.steps
+
+
+def _layer_of_loop(body: Sequence[Step]) -> str:
+    """The layers of the steps of a body by the first parts of their names, "attention, mlp"."""
+    names = dict.fromkeys(step.layer.split("/")[0] for step in body if step.layer)
+    return ", ".join(names)
 
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:

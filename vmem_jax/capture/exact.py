@@ -21,6 +21,7 @@ What the table leaves alone, on purpose:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -250,25 +251,27 @@ def _label_scatter(editor: Editor) -> list[Applied]:
     """The gradient of picking one entry of each row is a comparison, no array of zeros to add to."""
     applied: list[Applied] = []
     for i, eqn in enumerate(editor.eqns):
-        picked = _picked(editor, eqn)
-        if picked is None:
+        at = _picked(editor, eqn)
+        if at is None:
             continue
         _, index, update = eqn.invars
         out = eqn.outvars[0]
-        row = tuple(1 if d == picked else n for d, n in enumerate(out.aval.shape))
+        row = tuple(1 if d == at else n for d, n in enumerate(out.aval.shape))
 
-        def chosen(
-            index: Any, update: Any, at: Any = picked, row: Any = row, out: Any = out
-        ) -> Any:
-            whole = out.aval.shape
-            zero = jnp.zeros((), update.dtype)
-            spread = lambda x: lax.broadcast_in_dim(x.reshape(row), whole, range(len(whole)))
-            here = lax.eq(lax.broadcasted_iota(index.dtype, whole, at), spread(index))
-            return lax.select(here, spread(update + zero), lax.full(whole, zero))
-
+        chosen = functools.partial(_entries, out.aval.shape, row, at)
         editor.replaced[i], _ = spliced(chosen, [index, update], eqn, out)
         applied.append(Applied("label_scatter", compat.name_stack(eqn), nbytes(out.aval)))
     return applied
+
+
+def _entries(
+    shape: tuple[int, ...], row: tuple[int, ...], at: int, index: jax.Array, update: jax.Array
+) -> jax.Array:
+    """Zeros of `shape` with `update`, of which each row has one number, at `index` in its row."""
+    zero = jnp.zeros((), update.dtype)
+    spread = lambda x: lax.broadcast_in_dim(x.reshape(row), shape, range(len(shape)))
+    here = lax.eq(lax.broadcasted_iota(index.dtype, shape, at), spread(index))
+    return lax.select(here, spread(update + zero), lax.full(shape, zero))
 
 
 def _picked(editor: Editor, eqn: Equation) -> int | None:

@@ -7,7 +7,7 @@ Weights are float32 and stacked over the layers; the computation is in `Decoder.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class Decoder:
     kv_heads: int = 8
     vocabulary: int = 32_000
     dtype: Any = jnp.bfloat16
-    attention: Any = "xla"
+    attention: Literal["xla", "cudnn"] = "xla"
     scanned: bool = True
     wrap: Callable[[Callable], Callable] = lambda layer: layer
 
