@@ -305,7 +305,8 @@ class BudgetedStep:
         )
         entry = self._entries.get(key)
         if entry is None:
-            traced = self._trace(call, avals, tree)
+            platform = "gpu" if target is not None else devices_of(avals)[0].platform
+            traced = self._trace(call, avals, tree, platform)
             hosted.check(
                 self._settings.name,
                 traced.names,
@@ -324,7 +325,7 @@ class BudgetedStep:
             self._entries[key] = entry
         return entry
 
-    def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> TracedStep:
+    def _trace(self, call: arguments.Call, avals: tuple, tree: Any, platform: str) -> TracedStep:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]
         donated = tuple(call.donated(path) for path in paths)
         names = tuple(arguments.leaf_names(self._settings.signature, call.tree))
@@ -339,7 +340,8 @@ class BudgetedStep:
         plain = jax.jit(flat).trace(*map(hosted.on_device, avals)).jaxpr
         out_avals = [v.aval for v in compat.open_jaxpr(plain).outvars]
         pairs = hosted.pairs(avals, [p[2:] for p in paths], out_avals, found["paths"])
-        captured = capture(plain, names, donated, [a.sharding for a in avals], pairs)
+        shardings = [a.sharding for a in avals]
+        captured = capture(plain, names, donated, shardings, pairs, platform)
         whole = None
         if call.plain and not pairs:  # the same leaves in the same order, as the caller holds them
             by_place, by_name = call.tree

@@ -9,6 +9,7 @@ from typing import Any
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.convolutions import match, match_epilogue
+from vmem_jax.capture.cpu import cpu_workspace
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
@@ -44,12 +45,14 @@ class Inputs:
       donated: for each whether the caller gives it up.
       shardings: the `jax.sharding.Sharding` of each; none for those on one device.
       hosted: for each in host memory its index, and that of the output that goes there again.
+      platform: "cpu" where XLA's CPU compiler compiles the step.
     """
 
     names: tuple[str, ...] = ()
     donated: tuple[bool, ...] = ()
     shardings: tuple[Any, ...] = ()
     hosted: tuple[tuple[int, int | None], ...] = ()
+    platform: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,7 @@ def capture(
     donated: Sequence[bool] = (),
     shardings: Sequence[Any] = (),
     hosted: Sequence[tuple[int, int | None]] = (),
+    platform: str = "",
 ) -> Captured:
     """Captures the step `closed`, as one of its devices runs it.
 
@@ -146,9 +150,10 @@ def capture(
       donated: for each input whether the caller gives it up.
       shardings: the `jax.sharding.Sharding` of each input; none for those on one device.
       hosted: for each input in host memory its index, and that of the output that goes there again.
+      platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
     """
     flat, applied = apply_exact_rules(flatten(closed))
-    inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted))
+    inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
     flat, stacked = updated_in_loops(separate, inputs.donated, inputs.hosted, inputs.shardings)
     captured = _captured(flat, separate, applied, inputs, None)
@@ -234,6 +239,17 @@ def _captured(
         _step(kernel, phase, eqns, index, shards, maker, convolved)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
+    if given.platform == "cpu":
+        size = lambda atom: (
+            nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
+        )
+        looped = sub_batches is not None
+        beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
+        padded = [0 if s.convolution is None else s.convolution.padded_nbytes for s in steps]
+        steps = [  # XLA:CPU pads nothing in memory
+            dataclasses.replace(step, workspace=step.workspace + more - less)
+            for step, more, less in zip(steps, beside, padded, strict=True)
+        ]
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)
         buffers = _within(buffers, steps, movable=sub_batches.last is None)
