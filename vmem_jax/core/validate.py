@@ -6,6 +6,8 @@ a mistake in one is caught by the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vmem_jax.core.convolution import Epilogue
 from vmem_jax.core.looped import stacks
 from vmem_jax.core.plan import Plan, Transfer
@@ -209,6 +211,40 @@ def _broken_streams(program: Program, plan: Plan) -> list[str]:
                 broken.append(f"{name} does not come before it is first read: {t}")
             if makes and not makes[0] < t.start <= t.gone <= t.fetch == t.back == end:
                 broken.append(f"{name} does not leave after it is made: {t}")
+    return broken
+
+
+def layout_violations(
+    program: Program, plan: Plan, extents: Sequence[tuple[int, int]]
+) -> list[str]:
+    """What is wrong with places in host memory for what `plan` parks, in words.
+
+    Two tensors may share bytes only if the program that is emitted makes one be back before the
+    other leaves, whatever order the runtime chooses: a call that begins to copy out takes a token of
+    all that is back before its position. The loop that reads a looped stack gives no such token, so
+    nothing takes over the place of a stack.
+
+    Args:
+      extents: bytes (from, to) of each transfer that is not of a hosted buffer, in the order of
+        `plan.transfers`, and then of each looped stack.
+    """
+    transfers = [t for t in plan.transfers if t.buffer not in program.hosted]
+    taken = [(t.start, t.back) for t in transfers]
+    taken += [(plan.order.index(program.producer[b]), len(plan.order)) for b in plan.looped]
+    names = [f"transfer of buffer {t.buffer}" for t in transfers]
+    names += [f"looped buffer {b}" for b in plan.looped]
+    if len(taken) != len(extents):
+        return [f"{len(extents)} places for {len(taken)} tensors"]
+    broken = []
+    slots = sorted(zip(extents, taken, names, strict=True))
+    for i, ((_, high), (start, back), a) in enumerate(slots):
+        for (low, _), (leaves, returns), b in slots[i + 1 :]:
+            if low >= high:
+                break
+            if back >= leaves and returns >= start:
+                broken.append(
+                    f"{a} and {b} share bytes, and neither is back before the other leaves"
+                )
     return broken
 
 
