@@ -56,12 +56,12 @@ def violations(program: Program, plan: Plan) -> list[str]:
 
     Rules: every step stands in the order; a read finds a version made before it; only pure steps
     stand there again; steps with effects keep their traced order; a donated input is not read after
-    the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
-    read nor made again while it is away; a hosted input that is read comes once, before its first
-    read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
-    its loops run once; a configuration is of a convolution, and of all its samples, padded as it can
-    be; the steps on samples stand between the marks of their sub-batches, and no others; what moves
-    between them does so there alone.
+    the step that overwrites it; a transferred buffer is movable, made before it leaves, neither read
+    nor made again while it is away, and read after that; a hosted input that is read comes once,
+    before its first read, and a hosted output that is made leaves once, after that; what is looped is
+    a stack, and its loops run once; a configuration is of a convolution, and of all its samples,
+    padded as it can be; the steps on samples stand between the marks of their sub-batches, and no
+    others; what moves between them does so there alone.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
@@ -184,6 +184,10 @@ def _broken_transfers(program: Program, plan: Plan) -> list[str]:
                 broken.append(f"{name} is made again at position {position}, on its way")
             if t.buffer in step.reads and position >= t.gone:
                 broken.append(f"{name} is read at position {position}, while it is away")
+        after = (program.steps[s] for s in plan.order[t.back :])
+        following = next((s for s in after if t.buffer in (*s.reads, *s.writes)), None)
+        if following is None or t.buffer in following.writes:
+            broken.append(f"{name} comes back, and nothing reads it before it is made again")
         for start, back in away.get(t.buffer, []):
             if t.start < back and start < t.back:
                 broken.append(f"{name} overlaps another transfer of it")

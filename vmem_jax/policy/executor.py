@@ -75,6 +75,7 @@ class Execution:
         self._leaving = {b for some in (self._drops, self._parks) for b, _ in some}
         self._absent: set[int] = set()  # what was there and is not
         self._parked: dict[int, int] = {}  # buffer -> position of the order since which it is away
+        self._unread: dict[int, Away] = {}  # what came back and was not read since
         self.away: list[Away] = []
         self._limit = limit
         self._base = base
@@ -127,8 +128,23 @@ class Execution:
         """Those of `buffers` that are parked are there again."""
         for b in buffers:
             if b in self._parked:
-                self.away.append(Away(b, self._parked.pop(b), len(self.order)))
+                self._unread[b] = Away(b, self._parked.pop(b), len(self.order))
+                self.away.append(self._unread[b])
                 self._hold(b)
+
+    def _evict(self, b: int) -> None:
+        """Frees `b` before its next use. What was parked and is not read since stays parked."""
+        self._free(b)
+        away = self._take_back(b)
+        if away is not None:
+            self._parked[b] = away.since
+
+    def _take_back(self, b: int) -> Away | None:
+        """Undoes the return of `b` from host memory, if nothing has read it since."""
+        away = self._unread.pop(b, None)
+        if away is not None:
+            self.away.remove(away)
+        return away
 
     # -- recomputation
 
@@ -151,6 +167,7 @@ class Execution:
         held = {*pinned, *wanted}
         for s in sorted(steps):
             step = program.steps[s]
+            self._bring(step.reads)
             gone = [r for r in step.reads if not self._present[r]]
             pins = held | set(step.reads)
             if gone:  # evicted during this burst, to stay below the limit
@@ -186,10 +203,14 @@ class Execution:
                 if victim is None:
                     self.fits = False
                     break
-                self._free(victim)
+                self._evict(victim)
+        for w in step.writes:  # made again beside another, it need not come back
+            self._parked.pop(w, None)
+            self._take_back(w)
         for w in fresh:
-            self._parked.pop(w, None)  # made again beside another, it need not come back
             self._hold(w)
+        for b in step.reads:
+            self._unread.pop(b, None)
         self.order.append(s)
 
     def _reused(self, s: int, fresh: list[int]) -> int:
