@@ -16,9 +16,10 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import live_by_definition, violations
 from vmem_jax.policy import Auto
-from vmem_jax.policy.executor import Execution, Remaking
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.parking import candidates, hidden, without_idle_moves
 from vmem_jax.policy.placement import place
+from vmem_jax.policy.remaking import Remaking
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 CHAIN = chain(8, size=10)  # layers 0-7, loss 8, backward 9-16; buffer 1 + i is layer i's

@@ -20,6 +20,7 @@ from vmem_jax.core.costs import MACHINES, Costs, Machine, analytic
 from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.validate import check_made_for
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, LayersError, PlanError, show_nbytes
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -358,7 +359,7 @@ class Planning:
         if plan.compressed:
             found = compressible(self._traced.captured, 0)
             if not {b for b, _ in plan.compressed} <= {*found}:
-                plan.check_made_for(self._traced.captured.program)  # which it cannot be
+                check_made_for(self._traced.captured.program, plan)  # which it cannot be
             return self._with_compressed(plan.compressed)._by(plan)
         return self._by(plan)
 
@@ -367,7 +368,7 @@ class Planning:
         split = splits(self._settings.name, self._traced, plan.sub_batches)
         traced, one = self._in(split, plan.sub_batches)
         budget, plain_need = self._budget_nbytes()
-        plan.check_made_for(one.program)
+        check_made_for(one.program, plan)
         if self._target is None:
             try_ways(one.program, plan, devices_of(traced.avals)[0])
         compiled = one.compile_plan(plan)

@@ -15,8 +15,9 @@ from vmem_jax.core.costs import Costs, Link
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import peak_by_definition, violations
-from vmem_jax.policy.executor import Drop, Execution
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.order import canonical_order
+from vmem_jax.policy.remaking import Drop
 
 layers = st.builds(
     Spec,

@@ -13,6 +13,7 @@ from vmem_jax.core.looped import stacks
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
+from vmem_jax.errors import PlanError
 
 
 def check_program(program: Program) -> list[str]:
@@ -129,6 +130,23 @@ def violations(program: Program, plan: Plan) -> list[str]:
         first = min(missing)
         broken.append(f"step {first} ({program.steps[first].where}) never runs")
     return broken + _broken_transfers(program, plan) + _broken_sub_batches(program, plan)
+
+
+def check_made_for(program: Program, plan: Plan) -> None:
+    """Raises PlanError, naming the first difference, unless `plan` is a valid one of `program`."""
+    if plan.program != program.fingerprint:
+        steps = len(set(plan.order))
+        if steps != len(program.steps):
+            difference = f"it has {steps} distinct steps, this one has {len(program.steps)}"
+        else:
+            difference = "shapes, dtypes, donation or the computation itself differ"
+        raise PlanError(
+            f"this plan was made for another step ({plan.program}, this one is "
+            f"{program.fingerprint}): {difference}. Plan again with `.plan(*args)`."
+        )
+    broken = violations(program, plan)
+    if broken:
+        raise PlanError(f"this plan is not valid for its step: {broken[0]}")
 
 
 def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:

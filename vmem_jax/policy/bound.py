@@ -21,7 +21,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import least_nbytes, step_nbytes
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.policy.executor import Drop, Remaking
+from vmem_jax.policy.remaking import Drop, Remaking
 from vmem_jax.policy.stages import Stages
 
 ROWS = (1, 2, 4)
