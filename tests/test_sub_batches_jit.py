@@ -333,9 +333,11 @@ def test_planning_ends_where_more_sub_batches_cannot_win():
     entry = budgeted._entry_for((params(), *batch()), {}, None)
     one, need = entry.best.variant, entry.best.need
     one = dataclasses.replace(one, compile_plan=lambda plan: entry.best.compiled)
-    assert one.program.resident_nbytes < least_nbytes(one.program) <= one.policy.plan(
-        one.program, one.costs, None
-    ).predicted_peak
+    assert (
+        one.program.resident_nbytes
+        < least_nbytes(one.program)
+        <= one.policy.plan(one.program, one.costs, None).predicted_peak
+    )
     asked = []
 
     def make(count):

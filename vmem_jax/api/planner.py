@@ -13,6 +13,7 @@ from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.validate import check_made_for
 from vmem_jax.devices.device import limit_nbytes
 from vmem_jax.errors import PlanError, TechniqueError, show_nbytes
 from vmem_jax.policy import AbstractPolicy, Keep
@@ -210,7 +211,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     if plan.compressed:
         found = compressible(step.traced.captured, 0)
         if not {b for b, _ in plan.compressed} <= {*found}:
-            plan.check_made_for(step.traced.captured.program)  # which it cannot be
+            check_made_for(step.traced.captured.program, plan)  # which it cannot be
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
     if plan.stacked:
@@ -219,7 +220,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     variant = _variant(step, step.settings.policy, plan.sub_batches)
     budget, plain_need = budget_nbytes(step)
-    plan.check_made_for(variant.program)
+    check_made_for(variant.program, plan)
     if step.target is None:
         try_configurations(variant.program, plan, step.devices[0])
     compiled = variant.compile_plan(plan)

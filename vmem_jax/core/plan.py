@@ -227,24 +227,6 @@ class Plan:
             raise PlanError(f"`{path}` is no saved plan: it is not text.") from None
         return cls.from_json(text, str(path))
 
-    def check_made_for(self, program: Program) -> None:
-        """Raises PlanError, naming the first difference, unless the plan was made for `program`."""
-        if self.program != program.fingerprint:
-            steps = len(set(self.order))
-            if steps != len(program.steps):
-                difference = f"it has {steps} distinct steps, this one has {len(program.steps)}"
-            else:
-                difference = "shapes, dtypes, donation or the computation itself differ"
-            raise PlanError(
-                f"this plan was made for another step ({self.program}, this one is "
-                f"{program.fingerprint}): {difference}. Plan again with `.plan(*args)`."
-            )
-        from vmem_jax.core.validate import violations
-
-        broken = violations(program, self)
-        if broken:
-            raise PlanError(f"this plan is not valid for its step: {broken[0]}")
-
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -185,7 +185,8 @@ class Program:
     @functools.cached_property
     def touched(self) -> Touched:
         """What the steps read and write, in arrays."""
-        return Touched.of(self)
+        steps = ((s.reads, s.writes, s.in_place, s.workspace) for s in self.steps)
+        return Touched.of(steps, [b.nbytes for b in self.buffers], self.is_resident)
 
     @functools.cached_property
     def uncompressed_nbytes(self) -> tuple[int, ...]:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.placement import place
+from vmem_jax.policy.recomputation import Drop, Remaking
 
 _MOST_TRIES = 24
 """Placements tried for what hides. Halving blocks, that is some five values that do not."""

@@ -160,7 +160,8 @@ class _Rewriter:
             key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
             outs = None if eqn.effects else self.done.get(key)
             if self.loops is not None and self.loops.has(eqn):
-                outs = self.loops.emit(eqn, invars)
+                assert self.transfers is not None
+                outs = self.loops.emit(eqn, invars, self.transfers.returned)
             elif outs is None:
                 outs = self._emit(s, eqn, invars, fused if i in together else None)
                 self.done[key] = outs
@@ -203,6 +204,8 @@ class _Rewriter:
         if s in self.configurations and eqn.primitive.name == "conv_general_dilated":
             call = functools.partial(_divided, self._matched(eqn), self.configurations[s])
             return self.calls.bind(call, invars, eqn)
+        if self.transfers is not None and eqn.primitive.name in (BEGIN, END):
+            return self.transfers.through_mark(eqn, invars)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         params = eqn.params
         if eqn.primitive.name in (COMPRESS, DECOMPRESS):

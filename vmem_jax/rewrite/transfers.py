@@ -14,14 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.core.fences import spines
 from vmem_jax.core.looped import EXTRA
 from vmem_jax.core.plan import Plan, Transfer, points_at
-from vmem_jax.core.program import Program
-from vmem_jax.jax_compat import JaxprEqn, Var
+from vmem_jax.core.program import BEGIN, Program
+from vmem_jax.core.validate import layout_violations
+from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+from vmem_jax.transfer.ffi import Ffi
 from vmem_jax.transfer.layout import Layout, Parked
 from vmem_jax.transfer.memory_kinds import MemoryKinds
 from vmem_jax.transfer.transport import WHOLE, AbstractTransport
@@ -32,17 +36,15 @@ def layout_of(program: Program, plan: Plan) -> Layout:
 
     One slot a transfer, taken from `start` to `back`, but for those of hosted buffers, whose host
     memory is the caller's; then one a looped stack, as deep as the loop is long, taken from the loop
-    that makes it to the loop that reads it.
+    that makes it on. Nothing takes over the place of a stack: the loop that reads it gives no token.
     """
     slots = [
         Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in parked(program, plan)
     ]
     for b in plan.looped:
-        buffer, [reader] = program.buffers[b], program.readers[b]
-        first, last = plan.order.index(program.producer[b]), plan.order.index(reader)
-        slots.append(
-            Parked(buffer.nbytes // buffer.slices, first, last, depth=buffer.slices + EXTRA)
-        )
+        buffer, first = program.buffers[b], plan.order.index(program.producer[b])
+        nbytes, depth = buffer.nbytes // buffer.slices, buffer.slices + EXTRA
+        slots.append(Parked(nbytes, first, len(plan.order), depth))
     return Layout.of(slots)
 
 
@@ -84,6 +86,11 @@ class Transfers:
             (transport, slots[t]) if transport is not None and t in slots else (streams, i)
             for i, t in enumerate(plan.transfers)
         ]
+        arena = None if transport is None else transport.arena
+        if arena is not None:
+            extents = [(s.offset, s.offset + s.depth * s.stride) for s in arena.layout.slots]
+            if broken := layout_violations(program, plan, extents):
+                raise ValueError(f"the layout of the arena is not valid for this plan: {broken[0]}")
         self.hosted: dict[Var, Var] = {}  # captured value -> its copy in host memory
         self._current, self._variables = current, captured.variables
         self._shards = captured.shards
@@ -94,6 +101,13 @@ class Transfers:
             *plan.looped,
             *(t.buffer for t in plan.transfers if t.start <= p <= t.back),
         }
+        own = [t for i, t in enumerate(plan.transfers) if isinstance(self._ways[i][0], Ffi)]
+        starts = [t.start for t in own]
+        starts += [plan.order.index(program.producer[b]) for b in plan.looped]
+        self._last_start = max(starts, default=-1)
+        self.returned: tuple[Var, ...] = ()  # tokens of all that is back
+        marks = [p for p, s in enumerate(plan.order) if program.steps[s].is_mark]
+        self._repeats = any(marks[0] < t.start < marks[-1] for t in own) if marks else False
         self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
         self._streamed_out = program.streamed_out
 
@@ -109,6 +123,27 @@ class Transfers:
         v = self._variables[b]
         way = MemoryKinds(Layout((), 0))
         self.hosted[v] = self._calls.bind(lambda x: way.start(x, slot=0), [self.hosted[v]], like)[0]
+
+    def through_mark(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[Var]:
+        """Emits the mark `eqn` of sub-batches on `invars`; returns its results.
+
+        The token of what is back goes through both marks, as one more total: a sub-batch begins to
+        move nothing before all that the one before it has moved is back.
+        """
+        outs: list[Var] = [compat.new_var(v.aval) for v in eqn.outvars]
+        operands, results, params = [*invars], [*outs], dict(eqn.params)
+        if self._repeats:
+            token = compat.new_var(jax.typeof(np.uint8(0)))
+            results.append(token)
+            if eqn.primitive.name == BEGIN:
+                params["avals"] = (*params["avals"], token.aval)
+                self.returned = (*self.returned, token)
+            else:
+                operands.insert(len(outs), self.returned[-1])
+                params["count"] += 1
+                self.returned = (token,)
+        self._calls.emit(eqn.replace(invars=operands, outvars=results, params=params))
+        return outs
 
     def before(self, position: int, like: JaxprEqn) -> None:
         """Emits what the plan has before the step at `position`, where `like` stands."""
@@ -144,6 +179,9 @@ class Transfers:
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
+        if isinstance(way, Ffi) and self.returned:
+            call = lambda x, *tokens: way.start(x, **how, after=tokens)
+            return self._calls.bind(call, [self._of(t), *self.returned], like)[0]
         return self._calls.bind(lambda x: way.start(x, **how), [self._of(t)], like)[0]
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
@@ -160,6 +198,11 @@ class Transfers:
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
+        if isinstance(way, Ffi) and (self._repeats or t.back <= self._last_start):
+            call = lambda held, *tokens: way.back_in_turn(held, **how, after=tokens)
+            x, token = self._calls.bind(call, [self._held[i], *self.returned], like)
+            self.returned = (token,)
+            return x
         return self._calls.bind(lambda held: way.back(held, **how), [self._held[i]], like)[0]
 
     def _way(self, i: int) -> tuple[AbstractTransport, dict[str, Any]]:
