@@ -23,7 +23,7 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.entry import Entry, Traced
 from vmem_jax.errors import BudgetError, LayersError, PlanError, show_nbytes
 from vmem_jax.jax_compat import ClosedJaxpr
-from vmem_jax.looping import loop_variants
+from vmem_jax.looping import loop_variants, with_kept
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.policy.base import Splitting
 from vmem_jax.policy.convolving import Convolving
@@ -196,9 +196,14 @@ class Planning:
         chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
         if budget is None or not chooses or "compress" in settings.asked:
             return ()
-        name = self._target or devices_of(self._traced.avals)[0].device_kind
-        found = loop_variants(self._traced, settings.machine or machine_for(name), budget)
+        found = loop_variants(self._traced, self._machine, budget)
         return tuple(Planning(settings, v.traced, self._target, self._inlined) for v in found)
+
+    @property
+    def _machine(self) -> Machine:
+        """What loops are planned for: the settings' machine, or that of the device by its name."""
+        name = self._target or devices_of(self._traced.avals)[0].device_kind
+        return self._settings.machine or machine_for(name)
 
     def _with_loops(
         self,
@@ -418,6 +423,12 @@ class Planning:
             if not {b for b, _ in plan.compressed} <= {*found}:
                 plan.check_made_for(self._traced.captured.program)  # which it cannot be
             return self._with_compressed(plan.compressed)._by(plan)
+        if plan.kept is not None:
+            own = with_kept(self._traced, plan.kept, self._machine)
+            if own is not None:
+                entry = Planning(self._settings, own, self._target, self._inlined)._by(plan)
+                traced = dataclasses.replace(entry.traced, plain=self._traced.plain)
+                return dataclasses.replace(entry, traced=traced)
         return self._by(plan)
 
     def _by(self, plan: Plan) -> Entry:

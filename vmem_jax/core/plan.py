@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 7
+FORMAT = 8
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -80,7 +80,7 @@ class Plan:
         XLA's own, of a workspace that is not known. `predicted_*` are those of
         `core.planned.planned_program`.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed: `Program.compressed` of the program that it was made for.
+      compressed, kept: those of the program that it was made for.
     """
 
     program: str
@@ -95,6 +95,7 @@ class Plan:
     convolutions: tuple[tuple[int, Configuration], ...] = ()
     sub_batches: int = 1
     compressed: tuple[tuple[int, int], ...] = ()
+    kept: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def moves(self) -> bool:
@@ -197,6 +198,7 @@ class Plan:
             and all(map(_is_configured, values["convolutions"])),
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "compressed": _are_integers(values["compressed"], 2),
+            "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -208,7 +210,9 @@ class Plan:
             for s, epilogue, micros in values["convolutions"]
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
-        parts = {"order": order, "transfers": transfers, "looped": looped, "compressed": compressed}
+        kept = None if values["kept"] is None else tuple(map(tuple, values["kept"]))
+        parts = {"order": order, "transfers": transfers, "looped": looped}
+        parts |= {"compressed": compressed, "kept": kept}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -245,8 +249,12 @@ def _is_int(value: Any) -> bool:
 
 def _are_integers(saved: Any, count: int) -> bool:
     """Whether `saved` is a list of lists of `count` integers each."""
+    return _are_lists_of_integers(saved) and all(len(each) == count for each in saved)
+
+
+def _are_lists_of_integers(saved: Any) -> bool:
     return isinstance(saved, list) and all(
-        isinstance(each, list) and len(each) == count and all(map(_is_int, each)) for each in saved
+        isinstance(each, list) and all(map(_is_int, each)) for each in saved
     )
 
 
@@ -280,4 +288,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         predicted_seconds=seconds,
         sub_batches=program.sub_batches,
         compressed=program.compressed,
+        kept=program.kept,
     )

@@ -152,6 +152,9 @@ class Program:
         input from its fetch to its last read, and of such an output from its making until it is gone.
       compressed: pairs (buffer, bytes) of the program that this one was made from: what is
         compressed here, and the capacity that it is compressed into.
+      kept: of every pair of loops the values of one iteration that the first stacks for the second,
+        by their buffers in that iteration (`core.paired`); None where they stack what they were
+        traced to.
     """
 
     buffers: tuple[Buffer, ...]
@@ -161,6 +164,7 @@ class Program:
     aliases: tuple[tuple[int, int], ...] = ()
     hosted: tuple[int, ...] = ()
     compressed: tuple[tuple[int, int], ...] = ()
+    kept: tuple[tuple[int, ...], ...] | None = None
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

@@ -105,6 +105,7 @@ def finish(
         convolutions=tuple(sorted((convolutions or {}).items())),
         sub_batches=program.sub_batches,
         compressed=program.compressed,
+        kept=program.kept,
     )
     if budget is not None and timeline.peak > budget:
         raise cannot_fit(policy, planned_program(program, plan), timeline, budget, plan)
