@@ -211,7 +211,7 @@ class Plan:
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
         kept = None if values["kept"] is None else tuple(map(tuple, values["kept"]))
-        parts = {"order": order, "transfers": transfers, "looped": looped}
+        parts: dict[str, Any] = {"order": order, "transfers": transfers, "looped": looped}
         parts |= {"compressed": compressed, "kept": kept}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
