@@ -178,13 +178,6 @@ def test_no_two_modules_of_one_name():
     assert {name: paths for name, paths in twice.items() if name not in SAME_IDEA} == {}
 
 
-KNOWN_CIRCLES = {
-    frozenset(("vmem_jax.jit", "vmem_jax.stages")),
-    frozenset(("vmem_jax.arguments", "vmem_jax.equinox", "vmem_jax.flax")),
-}
-"""Modules that import each other today. A circle that is gone is taken out."""
-
-
 def circles(sources: dict[str, str]) -> set[frozenset[str]]:
     """The sets of modules that lead to each other by imports, deferred ones included.
 
@@ -223,7 +216,7 @@ def test_no_modules_import_each_other():
         for path in MODULES
         if not path.endswith("__init__.py")  # gathers names of its own modules
     }
-    assert circles(sources) == KNOWN_CIRCLES
+    assert circles(sources) == set()
 
 
 @pytest.mark.parametrize(

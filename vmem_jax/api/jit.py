@@ -33,7 +33,7 @@ from vmem_jax.techniques.jit_arguments import (
     transport_of,
 )
 from vmem_jax.techniques.settings import Settings
-from vmem_jax.tracing import arguments, hosted
+from vmem_jax.tracing import arguments, frameworks, hosted
 from vmem_jax.tracing.batch_arguments import batch_arguments
 from vmem_jax.tracing.traced import TracedStep
 
@@ -210,7 +210,7 @@ class BudgetedStep:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         tracers = [x for x in leaves if compat.is_tracer(x)]
         if any(not compat.is_jit_tracer(x) for x in tracers):
@@ -270,7 +270,7 @@ class BudgetedStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower(*args)`; `.compile()` gives the planned and proved step."""
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         planned = lambda target: self._entry_for(args, kwargs, target)
         return Lowered(self._settings, call, planned)
 
@@ -282,7 +282,7 @@ class BudgetedStep:
     # -- trace, plan, prove
 
     def _entry_for(self, args: tuple, kwargs: dict, target: str | None) -> CompiledStep:
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         return self._entry(call, leaves, tree, target)
 

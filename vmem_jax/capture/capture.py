@@ -83,24 +83,31 @@ class Captured:
     sub_batches: SubBatches | None = None
     stacked: tuple[Stacked, ...] = ()
 
-    def rewritten(self, separate: ClosedJaxpr) -> Captured:
+    def rewritten(
+        self, separate: ClosedJaxpr, kept: tuple[tuple[int, ...], ...] | None = None
+    ) -> Captured:
         """The same step, which must run as a whole, by other equations.
 
         Args:
           separate: they, as `Captured.separate` has them.
+          kept: as `Program.kept` has it.
         """
         given = self.inputs
         separate = drop_dead(separate)
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
         captured = _captured(flat, separate, self.applied, given, None)
-        return dataclasses.replace(captured, stacked=stacked)
+        return dataclasses.replace(captured, stacked=stacked)._keeping(kept)
+
+    def _keeping(self, kept: tuple[tuple[int, ...], ...] | None) -> Captured:
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, kept=kept))
 
     def in_sub_batches(self, batch: Batch, count: int) -> Captured:
         """The same step, which must run as a whole, in at most `count` sub-batches."""
         if count == 1:
             return self
         flat, sub_batches = divided(self.separate, batch, count)
-        return _captured(flat, flat, self.applied, self.inputs, sub_batches)
+        parts = _captured(flat, flat, self.applied, self.inputs, sub_batches)
+        return parts._keeping(self.program.kept)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]

@@ -42,6 +42,12 @@ class PairedLoop:
         return frozenset(found)
 
     @functools.cached_property
+    def keepable(self) -> frozenset[int]:
+        """The values that the first loop can stack."""
+        steps = [s for s in range(len(self.program.steps)) if s not in self.late_steps]
+        return self.carried | {b for s in steps for b in self.program.steps[s].writes}
+
+    @functools.cached_property
     def wanted(self) -> frozenset[int]:
         """The values that the second loop needs and that do not depend on what only it has."""
         program = self.program

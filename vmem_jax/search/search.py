@@ -50,6 +50,7 @@ class Attempt:
       predicted_need: bytes that this was predicted to be, with XLA's heap.
       costs: what the plan was made from, with what its compiled step told.
       plan_seconds: seconds that planning took.
+      excess: bytes of `need` beside what would be predicted with `costs`.
     """
 
     variant: Variant
@@ -59,6 +60,7 @@ class Attempt:
     predicted_need: int
     costs: Costs
     plan_seconds: float = 0.0
+    excess: int = 0
 
     @property
     def transport(self) -> Any:
@@ -158,8 +160,7 @@ class _Candidate:
         plan of the variant went over its prediction."""
         if self.estimate is None:
             return math.inf
-        missed = self.misses[-1] if self.misses else None
-        return self.estimate.need + (max(missed.need - missed.predicted_need, 0) if missed else 0)
+        return self.estimate.need + (self.misses[-1].excess if self.misses else 0)
 
 
 class _Search:
@@ -353,9 +354,8 @@ class _Search:
         variant = dataclasses.replace(variant, costs=attempt.costs)
         # what the compiler takes beside what would now be predicted is taken off, and a little more
         # each time, since freeing other values moves the peak
-        more = attempt.need - predicted_need(variant.program, restated(attempt.plan, attempt.costs))
         step = int(len(misses) * self.params.memory_step * self.budget)
-        goal = self.budget - max(more, 0) - step
+        goal = self.budget - attempt.excess - step
         candidate = dataclasses.replace(
             candidate, variant=variant, estimate=None, goal=goal, misses=(*misses, attempt)
         )
@@ -369,7 +369,9 @@ class _Search:
         logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
         plan = dataclasses.replace(one.plan, budget=self.budget)
         costs = variant.learn(variant.costs, compiled)
-        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds)
+        known = predicted_need(variant.program, restated(one.plan, costs))
+        excess = max(need - known, 0)
+        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds, excess)
         self.attempts.append(attempt)
         seconds = one.plan.predicted_seconds
         if self._fits(attempt):

@@ -87,6 +87,16 @@ def loop_variants(
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
 
 
+def with_kept(traced: Traced, kept: tuple[tuple[int, ...], ...], machine: Machine) -> Traced | None:
+    """`traced` with the values of `Program.kept` stacked; None where it has no such loops."""
+    variants = _Variants(traced, machine)
+    if len(variants.loops) != len(kept):
+        return None
+    if not all(loop.keepable >= {*own} for loop, own in zip(variants.loops, kept, strict=True)):
+        return None
+    return variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0)).traced
+
+
 class _Variants:
     def __init__(self, traced: TracedStep, machine: Machine) -> None:
         self.traced, self.machine = traced, machine
@@ -103,7 +113,8 @@ class _Variants:
                 self.pairs, self.variables, kept.buffers, strict=True
             )
         ]
-        captured = self.traced.captured.rewritten(with_residuals(self.flat, chosen))
+        ids = tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
+        captured = self.traced.captured.rewritten(with_residuals(self.flat, chosen), ids)
         program = captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
