@@ -194,9 +194,8 @@ def _variant(
         form = technique.adapt(step, form)
     traced, program = form.traced, form.traced.captured.program
     name = policy.name if count == 1 else f"{policy.name} in {count} sub-batches"
-    if traced.stacked:
+    if program.kept is not None:
         name += ", other stacks"
-        program = dataclasses.replace(program, stacked=traced.stacked)
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
     variant = Variant(name, program, form.policy, form.costs, compiles, origin=traced)
@@ -214,8 +213,8 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
             check_made_for(step.traced.captured.program, plan)  # which it cannot be
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
-    if plan.stacked:
-        step = with_loops(step, plan.stacked)
+    if plan.kept is not None:
+        step = with_loops(step, plan.kept)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     variant = _variant(step, step.settings.policy, plan.sub_batches)

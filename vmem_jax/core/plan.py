@@ -80,12 +80,7 @@ class Plan:
         XLA's own, of a workspace that is not known. `predicted_*` are those of
         `core.planned.planned_program`.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-<<<<<<< HEAD
-      compressed: `Program.compressed` of the program that it was made for.
-      stacked: `Program.stacked` of that program.
-=======
       compressed, kept: those of the program that it was made for.
->>>>>>> loops
     """
 
     program: str
@@ -100,11 +95,7 @@ class Plan:
     convolutions: tuple[tuple[int, Configuration], ...] = ()
     sub_batches: int = 1
     compressed: tuple[tuple[int, int], ...] = ()
-<<<<<<< HEAD
-    stacked: tuple[tuple[int, ...], ...] = ()
-=======
     kept: tuple[tuple[int, ...], ...] | None = None
->>>>>>> loops
 
     @property
     def moves(self) -> bool:
@@ -208,12 +199,7 @@ class Plan:
             and all(map(_is_configured, values["convolutions"])),
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "compressed": _are_integers(values["compressed"], 2),
-<<<<<<< HEAD
-            "stacked": isinstance(values["stacked"], list)
-            and all(isinstance(one, list) and all(map(_is_int, one)) for one in values["stacked"]),
-=======
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
->>>>>>> loops
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -225,15 +211,9 @@ class Plan:
             for s, epilogue, micros in values["convolutions"]
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
-<<<<<<< HEAD
-        stacked = tuple(tuple(one) for one in values["stacked"])
-        parts = {"order": order, "transfers": transfers, "looped": looped}
-        parts |= {"compressed": compressed, "stacked": stacked}
-=======
         kept = None if values["kept"] is None else tuple(map(tuple, values["kept"]))
         parts: dict[str, Any] = {"order": order, "transfers": transfers, "looped": looped}
         parts |= {"compressed": compressed, "kept": kept}
->>>>>>> loops
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -291,9 +271,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         predicted_seconds=seconds,
         sub_batches=program.sub_batches,
         compressed=program.compressed,
-<<<<<<< HEAD
-        stacked=program.stacked,
-=======
         kept=program.kept,
->>>>>>> loops
     )

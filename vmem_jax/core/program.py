@@ -152,14 +152,9 @@ class Program:
         input from its fetch to its last read, and of such an output from its making until it is gone.
       compressed: pairs (buffer, bytes) of the program that this one was made from: what is
         compressed here, and the capacity that it is compressed into.
-<<<<<<< HEAD
-      stacked: of each pair of loops of that program the values of an iteration that are stacked
-        here; empty where they are the user's.
-=======
       kept: of every pair of loops the values of one iteration that the first stacks for the second,
         by their buffers in that iteration (`core.paired`); None where they stack what they were
         traced to.
->>>>>>> loops
     """
 
     buffers: tuple[Buffer, ...]
@@ -169,11 +164,7 @@ class Program:
     aliases: tuple[tuple[int, int], ...] = ()
     hosted: tuple[int, ...] = ()
     compressed: tuple[tuple[int, int], ...] = ()
-<<<<<<< HEAD
-    stacked: tuple[tuple[int, ...], ...] = ()
-=======
     kept: tuple[tuple[int, ...], ...] | None = None
->>>>>>> loops
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

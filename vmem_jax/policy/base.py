@@ -129,11 +129,7 @@ def finish(
         convolutions=tuple(sorted((convolutions or {}).items())),
         sub_batches=program.sub_batches,
         compressed=program.compressed,
-<<<<<<< HEAD
-        stacked=program.stacked,
-=======
         kept=program.kept,
->>>>>>> loops
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

@@ -465,4 +465,4 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
 def _same(a: Plan, b: Plan) -> bool:
     calls = lambda plan: [(s, configuration.calls) for s, configuration in plan.divided]
     facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan), plan.sub_batches)
-    return facts(a) == facts(b) and (a.compressed, a.stacked) == (b.compressed, b.stacked)
+    return facts(a) == facts(b) and (a.compressed, a.kept) == (b.compressed, b.kept)

@@ -41,11 +41,14 @@ def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
     return [step.of(variant.traced) for variant in found]
 
 
-def with_loops(step: StepContext, stacked: tuple[tuple[int, ...], ...]) -> StepContext:
-    """`step` whose loops stack what a plan says, `Plan.stacked`."""
+def with_loops(step: StepContext, kept: tuple[tuple[int, ...], ...]) -> StepContext:
+    """`step` whose loops stack what a plan says, `Plan.kept`; itself where it has no such loops."""
     variants = _Variants(step.traced, step.machine)
-    kept = Kept(tuple(map(frozenset, stacked)), 0, 0.0)
-    return step.of(variants.of(kept).traced)
+    if len(variants.loops) != len(kept):
+        return step
+    if not all(loop.keepable >= {*own} for loop, own in zip(variants.loops, kept, strict=True)):
+        return step
+    return step.of(variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0)).traced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +121,7 @@ class _Variants:
         program = captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
-        stacked = tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
-        how = {"captured": captured, "plain": captured.flat, "stacked": stacked}
-        traced = dataclasses.replace(self.traced, **how)
+        traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
         return LoopVariant(traced, kept, predicted_need(program, plan))
 
     def near(self, budget: int, found: Sequence[LoopVariant]) -> Iterator[LoopVariant]:

@@ -23,8 +23,6 @@ class TracedStep:
         it takes the leaves (static arguments, modules, arguments in host memory).
       hosted: for each argument in host memory its index, and that of the result that goes there.
       batch: which arguments hold the batch.
-      stacked: of each pair of loops the values of an iteration that are stacked, where the plan
-        chooses them; empty where they are the user's.
     """
 
     plain: ClosedJaxpr
@@ -37,7 +35,6 @@ class TracedStep:
     whole: Any
     hosted: tuple[tuple[int, int | None], ...]
     batch: BatchArguments
-    stacked: tuple[tuple[int, ...], ...] = ()
 
     def in_sub_batches(self, batch: Batch, count: int) -> TracedStep:
         """The same, which must run its batch as a whole, in at most `count` sub-batches."""
