@@ -87,6 +87,8 @@ class Step:
       epilogue_nbytes: memory traffic in bytes that is saved because the library kernel does more than
         its product, a bias or a ReLU for instance. What convolves in its place must not forget it.
       times: how often it runs: once for each sub-batch.
+      compared: writes of a library kernel's epilogue that a comparison reads, the mask of a clamp: a
+        barrier stands between the two.
     """
 
     reads: tuple[int, ...]
@@ -107,6 +109,7 @@ class Step:
     convolution: Convolution | None = None
     epilogue_nbytes: int = 0
     times: int = 1
+    compared: tuple[int, ...] = ()
 
     @property
     def is_mark(self) -> bool:
