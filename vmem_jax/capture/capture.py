@@ -35,6 +35,10 @@ from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""Of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
+returns that, and the clamp's result and the mask are written behind it. So a barrier stands there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -242,8 +246,10 @@ def _captured(
     # part of one
     is_convolution = lambda kernel: eqns[kernel.root].primitive.name == "conv_general_dilated"
     convolved = {v for kernel in kernels if is_convolution(kernel) for v in kernel.writes}
+    masks = [eqn for eqn in eqns if eqn.primitive.name in _COMPARISONS]
+    compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
     steps = [
-        _step(kernel, phase, eqns, index, shards, maker, convolved)
+        _step(kernel, phase, eqns, index, shards, maker, convolved, compared)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
     if given.platform == "cpu":
@@ -354,6 +360,7 @@ def _step(
     shards: Shards,
     maker: dict[Var, compat.JaxprEqn],
     convolved: set[Var],
+    compared: set[Var],
 ) -> Step:
     root = eqns[kernel.root]
     matched = match(root, maker) if shards.device_count == 1 else None
@@ -374,6 +381,7 @@ def _step(
     body = _body_steps(root)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
+    has_epilogue = _has_epilogue(kernel, root)
     mark = root.primitive.name in (BEGIN, END)
     if mark:  # its results are its operands
         outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
@@ -407,7 +415,8 @@ def _step(
         layer=layer_of(root) or _layer_of_loop(body),
         source=compat.user_line(root),
         convolution=convolution,
-        epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
+        epilogue_nbytes=2 * sum(sizes[w] for w in writes) if has_epilogue else 0,
+        compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in compared),
         body=body,
         length=root.params["length"] if root.primitive.name == "scan" else 1,
     )

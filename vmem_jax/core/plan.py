@@ -126,7 +126,7 @@ class Plan:
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
         moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
-        moved += f", {len(self.stacked)} loops with other stacks" if self.stacked else ""
+        moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "

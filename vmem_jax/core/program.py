@@ -89,6 +89,8 @@ class Step:
       times: how often it runs: once for each sub-batch.
       body: of a loop: the steps of one iteration.
       length: of a loop: its iterations.
+      compared: writes of a library kernel's epilogue that a comparison reads, the mask of a clamp: a
+        barrier stands between the two.
     """
 
     reads: tuple[int, ...]
@@ -111,6 +113,7 @@ class Step:
     times: int = 1
     body: tuple[Step, ...] = ()
     length: int = 1
+    compared: tuple[int, ...] = ()
 
     @property
     def is_mark(self) -> bool:

@@ -90,16 +90,6 @@ def loop_variants(
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
 
 
-def with_kept(traced: Traced, kept: tuple[tuple[int, ...], ...], machine: Machine) -> Traced | None:
-    """`traced` with the values of `Program.kept` stacked; None where it has no such loops."""
-    variants = _Variants(traced, machine)
-    if len(variants.loops) != len(kept):
-        return None
-    if not all(loop.keepable >= {*own} for loop, own in zip(variants.loops, kept, strict=True)):
-        return None
-    return variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0)).traced
-
-
 class _Variants:
     def __init__(self, traced: TracedStep, machine: Machine) -> None:
         self.traced, self.machine = traced, machine
