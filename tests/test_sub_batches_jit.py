@@ -322,6 +322,20 @@ def test_a_batch_of_one_and_an_uneven_one_run():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_an_integer_gradient_is_no_obstacle():
+    def both(weights, x):
+        loss = lambda weights, table: jnp.mean(jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2)
+        return jax.value_and_grad(loss, (0, 1), allow_int=True)(weights, jnp.arange(3))
+
+    args = [w for w, _ in params()[:2]], batch()[0]
+    value, (grads, integer) = jax.jit(both)(*args)
+    loss, (split, zeros) = vmem_jax.jit(both, budget="1GiB", sub_batches=4)(*args)
+    assert zeros.dtype == integer.dtype == jax.dtypes.float0
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+    for a, b in zip(split, grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_numbers_of_sub_batches_that_are_tried():
     assert counts_of(256) == tuple(2**n for n in range(9))
     assert counts_of(96) == (1, 2, 4, 8, 16, 32, 96)
