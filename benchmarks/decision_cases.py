@@ -87,7 +87,7 @@ CASES: tuple[Case, ...] = (
     *_each(ALEXNET, "0.4"),
     *_each(ALEXNET, "0.55", allow=MOVING),
     *_each(ALEXNET, "0.95", mesh=(4, 1)),
-    *_each(OVERFEAT, "0.65", "0.5"),
+    *_each(OVERFEAT, "0.8", "0.65"),
     *_each(("overfeat", 64, F32), "0.5", policy="superneurons"),
     *_each(("fcn", 8, BF16), "0.65", "0.4"),
     *_each(("resnet20", 64, BF16), "0.5", image=32),

@@ -22,8 +22,8 @@ from vmem_jax.core.program import COMPRESS, Phase
 from vmem_jax.core.validate import check_program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy import Keep
-from vmem_jax.policy.executor import Remaking
 from vmem_jax.policy.offload_choice import candidates
+from vmem_jax.policy.recomputation import Remaking
 from vmem_jax.policy.vdnnpp import VDNNpp
 from vmem_jax.profile.density import densities
 from vmem_jax.rewrite import rewrite

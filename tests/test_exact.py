@@ -341,6 +341,30 @@ def test_a_convolutional_training_step() -> None:
     assert_exact(before, after, (params, x), compiled=False)
 
 
+def labels_step(x: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], -1)[..., 0]
+
+
+def test_the_gradient_of_a_picked_label_is_no_scatter() -> None:
+    x = plain((4, 3, 7), jnp.float32, 0)
+    labels = jnp.array([[0, 6, 2], [1, 1, 1], [5, 4, 3], [6, 0, 9]])  # the last is out of bounds
+    before = traced(labels_step, x, labels)
+    after, applied = exact.apply_exact_rules(before)
+    assert [a.rule for a in applied] == ["label_scatter"]
+    large = lambda closed: [
+        e.primitive.name
+        for e in compat.open_jaxpr(closed).eqns
+        if "scatter" in e.primitive.name and e.outvars[0].aval.shape == x.shape
+    ]
+    assert large(before) and not large(after)
+    assert_exact(before, after, (x, labels))
+
+
+def test_a_scatter_of_several_numbers_to_a_row_stays() -> None:
+    x, places = plain((4, 7), jnp.float32, 0), jnp.array([[0, 0], [1, 2], [3, 3], [6, 5]])
+    assert unchanged(lambda x, i: jnp.take_along_axis(x, i, -1), x, places)
+
+
 def flax_dropout(x: jax.Array, key: jax.Array) -> jax.Array:
     return nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": key})
 

@@ -9,7 +9,7 @@ from helpers import Builder, programs, unit_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vmem_jax.core import heap
+from vmem_jax.core import schedule
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.fences import Fence
 from vmem_jax.core.heap import best_fit_nbytes, elsewhere, heap_nbytes, places
@@ -101,7 +101,7 @@ def test_nothing_is_written_over_what_is_read_through_a_barrier(monkeypatch, fus
     made = b.step([b.input(1)], 8)
     last = b.step([b.step([made], 8, in_place=True, fusible=fusible)], 1)
     program = b.program([last])
-    monkeypatch.setattr(heap, "fences", lambda program, order: (Fence(1, (made,)),))
+    monkeypatch.setattr(schedule, "fences", lambda program, order: (Fence(1, (made,)),))
     assert heap_nbytes(program, range(3)) == program.resident_nbytes + nbytes
 
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from vmem_jax import POLICIES
 from vmem_jax.core.costs import Link
+from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import live_by_definition, violations
 from vmem_jax.policy import Auto, Infeasible
-from vmem_jax.policy.executor import Execution, Remaking
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
+from vmem_jax.policy.recomputation import Remaking
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -149,6 +151,47 @@ def test_what_is_made_again_beside_another_need_not_come_back():
     costs = costs_of(program, 1e6)
     run = Execution(program, costs, range(len(program.steps)), drops, parks=parks)
     assert run.order == [0, 1, 2, 0, 3, 1, 4] and not run.away
+
+
+def test_what_came_back_and_is_made_again_beside_another_need_not_have_come():
+    """Both are read by one step: one is parked and back by then, the other makes it again."""
+    b = Builder()
+    x = b.input(8)
+    parked, dropped = b.step([x], [4, 4])
+    other = b.step([b.step([parked, dropped], 4)], 4)
+    program = b.program([b.step([b.step([other, parked, dropped], 4), parked], 1)])
+    costs = costs_of(program, 1e6)
+    run = Execution(program, costs, range(len(program.steps)), {(dropped, 1)}, parks={(parked, 1)})
+    assert run.order == [0, 1, 2, 0, 3, 4] and not run.away
+
+
+@some
+@given(data=st.data())
+def test_under_a_limit_what_comes_back_is_read(data):
+    """What is evicted before it is read did not come back: it waits in host memory on."""
+    program = data.draw(programs(pure=True))
+    base = range(len(program.steps))
+    costs = costs_of(program, 1e6)
+    parks = parks_of(program, base)
+    peak = simulate(program, base, costs).peak
+    limit = data.draw(st.integers(program.resident_nbytes, peak))
+    drops = data.draw(st.sets(st.sampled_from(parks))) if parks else set()
+    parked = [park for park in parks if park not in drops]
+    run = Execution(program, costs, base, drops, limit, parks=parked)
+    moves = [Transfer(a.buffer, a.since, a.since, a.until, a.until) for a in run.away]
+    moves = [t for t in moves if t.gone < t.fetch]
+    plan = plan_of(program, run.order, transfers=tuple(moves))
+    assert violations(program, plan) == []
+    assert heap_nbytes(program, run.order, moves) > 0
+    assert list(simulate(program, run.order, costs, moves).live_nbytes) == live_by_definition(
+        program, tuple(run.order), tuple(moves)
+    )
+
+
+@pytest.mark.parametrize("back, broken", [(14, False), (15, True)], ids=["read", "never read"])
+def test_what_comes_back_must_be_read(back, broken):
+    found = violations(CHAIN, moved(Transfer(2, 3, 4, 13, back)))
+    assert any("nothing reads it" in line for line in found) == broken
 
 
 def test_a_fast_link_hides_and_a_slow_one_does_not():

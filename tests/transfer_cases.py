@@ -374,7 +374,7 @@ def left_behind_is_dropped_on_request(device):
     """Then the next run waits for nobody."""
     x = data(device)
     with pinned(device) as arena, injected(poison=True, stale_seconds=3600):
-        jit(only_parking_step(arena), device)(x)
+        jit(only_parking_step(arena), device)(x).block_until_ready()
         arena.reset(device)
         assert (arena.counters(device).parked, arena.counters(device).resets) == (0, 1)
         assert same(jit(parking_step(arena), device)(x), jit(plain_step, device)(x))

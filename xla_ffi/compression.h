@@ -134,6 +134,12 @@ class DeviceStore {
     if (mine->second.held.empty()) End(mine);
   }
 
+  // Gives back the overflow memory of failed runs. The caller knows that no run is in flight.
+  void Reset() {
+    Lock lock(mutex_);
+    while (!runs_.empty()) End(runs_.begin());
+  }
+
   // By site. Waits for the device.
   std::vector<SiteCounters> counters() const {
     typename Backend::DeviceGuard guard(device_);

@@ -19,8 +19,8 @@ struct CpuPlatform {
 // one that has a state and comes early breaks the whole backend.
 XLA_FFI_DEFINE_HANDLER(kOffloadStart, OffloadStart<CpuPlatform>, BindOffload<CpuPlatform>());
 XLA_FFI_DEFINE_HANDLER(kOffloadDone, OffloadDone<CpuPlatform>, BindOffload<CpuPlatform>());
-XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CpuPlatform>, BindFetch<CpuPlatform>());
-XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CpuPlatform>, BindFetch<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CpuPlatform>, BindFetchStart<CpuPlatform>());
+XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CpuPlatform>, BindFetchDone<CpuPlatform>());
 XLA_FFI_DEFINE_HANDLER(kCompress, Compress<CpuPlatform>, BindCompression<CpuPlatform>());
 XLA_FFI_DEFINE_HANDLER(kDecompress, Decompress<CpuPlatform>, BindCompression<CpuPlatform>());
 

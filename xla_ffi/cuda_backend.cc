@@ -77,7 +77,8 @@ CudaBackend::DeviceGuard::~DeviceGuard() {
 }
 
 // The host sees an event some microseconds after the device has passed it; of a few tries the one
-// that was seen soonest is kept.
+// that was seen soonest is kept. The events have no cudaEventBlockingSync: a thread that sleeps would
+// see them later.
 CudaBackend::Origin::Origin(Stream lane) {
   VMEM_CHECK_CUDA(cudaStreamSynchronize(lane));
   double narrowest = 0.0;

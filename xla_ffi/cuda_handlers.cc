@@ -25,8 +25,8 @@ struct CudaPlatform {
 // Without the trait kCmdBufferCompatible: a CUDA graph would replay the copies, but not us.
 XLA_FFI_DEFINE_HANDLER(kOffloadStart, OffloadStart<CudaPlatform>, BindOffload<CudaPlatform>());
 XLA_FFI_DEFINE_HANDLER(kOffloadDone, OffloadDone<CudaPlatform>, BindOffload<CudaPlatform>());
-XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CudaPlatform>, BindFetch<CudaPlatform>());
-XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CudaPlatform>, BindFetch<CudaPlatform>());
+XLA_FFI_DEFINE_HANDLER(kFetchStart, FetchStart<CudaPlatform>, BindFetchStart<CudaPlatform>());
+XLA_FFI_DEFINE_HANDLER(kFetchDone, FetchDone<CudaPlatform>, BindFetchDone<CudaPlatform>());
 #ifdef VMEM_JAX_KERNELS
 XLA_FFI_DEFINE_HANDLER(kCompress, Compress<CudaPlatform>, BindCompression<CudaPlatform>());
 XLA_FFI_DEFINE_HANDLER(kDecompress, Decompress<CudaPlatform>, BindCompression<CudaPlatform>());

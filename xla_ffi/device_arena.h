@@ -136,10 +136,10 @@ class DeviceArena {
     });
   }
 
-  // Drops what is parked, and waits for its copies. For those who know that its run has failed: a live
-  // one finds nothing parked at its next call.
+  // Drops what a failed run has left behind. The caller knows that no run is in flight.
   void Reset() {
     const Lock lock(mutex_);
+    if (state_.IsIdle()) return;
     const typename B::DeviceGuard guard(device_);
     copies_.Drain();
     Drop();
@@ -211,7 +211,8 @@ class DeviceArena {
   }
 
   void Drop() {
-    if (!state_.IsIdle()) ++resets_;
+    if (state_.IsIdle()) return;
+    ++resets_;
     copies_.ForgetAll();
     state_.Reset();
   }

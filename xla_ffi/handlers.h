@@ -70,8 +70,9 @@ inline std::size_t SlotIndex(std::int64_t slot) {
 
 template <class P>
 ffi::Error OffloadStart(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer x,
-                        ffi::AnyBuffer /*token*/, ffi::Result<ffi::AnyBuffer> /*token_out*/,
-                        std::int64_t arena, std::int64_t slot) {
+                        ffi::AnyBuffer /*token*/, ffi::RemainingArgs /*tokens*/,
+                        ffi::Result<ffi::AnyBuffer> /*token_out*/, std::int64_t arena,
+                        std::int64_t slot) {
   return Guard("offload_start", [&] {
     const auto [stream, device] = P::Resolve(where);
     Engine<typename P::Backend>::Get()
@@ -82,8 +83,9 @@ ffi::Error OffloadStart(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffe
 
 template <class P>
 ffi::Error OffloadDone(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer x,
-                       ffi::AnyBuffer /*token*/, ffi::Result<ffi::AnyBuffer> /*token_out*/,
-                       std::int64_t arena, std::int64_t slot) {
+                       ffi::AnyBuffer /*token*/, ffi::RemainingArgs /*tokens*/,
+                       ffi::Result<ffi::AnyBuffer> /*token_out*/, std::int64_t arena,
+                       std::int64_t slot) {
   return Guard("offload_done", [&] {
     const auto [stream, device] = P::Resolve(where);
     Engine<typename P::Backend>::Get()
@@ -105,7 +107,8 @@ ffi::Error FetchStart(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer 
 
 template <class P>
 ffi::Error FetchDone(typename P::Decoded where, ffi::RunId run, ffi::AnyBuffer buffer,
-                     ffi::Result<ffi::AnyBuffer> out, std::int64_t arena, std::int64_t slot) {
+                     ffi::RemainingArgs /*tokens*/, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::RemainingRets /*token_out*/, std::int64_t arena, std::int64_t slot) {
   return Guard("fetch_done", [&] {
     const auto [stream, device] = P::Resolve(where);
     // With the alias broken, `out` holds nothing and `buffer` is a copy at best: the arena says so.
@@ -125,19 +128,34 @@ auto BindOffload() {
       .template Ctx<ffi::RunId>()
       .template Arg<ffi::AnyBuffer>()  // x: any shape and dtype
       .template Arg<ffi::AnyBuffer>()  // token
+      .RemainingArgs()                 // and more of them
       .template Ret<ffi::AnyBuffer>()  // token
       .template Attr<std::int64_t>("arena")
       .template Attr<std::int64_t>("slot");
 }
 
-// fetch_start: token -> buffer; fetch_done: buffer -> the same buffer.
+// token -> buffer
 template <class P>
-auto BindFetch() {
+auto BindFetchStart() {
   return ffi::Ffi::Bind()
       .Ctx<typename P::Context>()
       .template Ctx<ffi::RunId>()
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
+      .template Attr<std::int64_t>("arena")
+      .template Attr<std::int64_t>("slot");
+}
+
+// buffer -> the same buffer; tokens, which only order the calls, may follow on both sides.
+template <class P>
+auto BindFetchDone() {
+  return ffi::Ffi::Bind()
+      .Ctx<typename P::Context>()
+      .template Ctx<ffi::RunId>()
+      .template Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .RemainingRets()
       .template Attr<std::int64_t>("arena")
       .template Attr<std::int64_t>("slot");
 }

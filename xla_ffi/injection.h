@@ -1,6 +1,7 @@
 // Faults on purpose, for tests: what a missing wait would hide, a delay and a poisoned buffer show.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 
@@ -13,22 +14,25 @@ struct Injection {
   bool poison = false;          // NaN bytes in a destination at start, in a place after its fetch
   bool poison_source = false;   // NaN bytes in the source at offload_done: nobody may read it
   bool skip_waits = false;      // done handlers do not wait: what the others must reveal
-  double stale_seconds = 30.0;  // patience of DeviceArena::Claim, which tests shorten
+  double stale_seconds = 30.0;  // patience of Ownership::Await, which tests shorten
 };
 
 // Read by every handler call, written by tests.
 class InjectionBox {
  public:
   Injection Get() const {
+    if (!was_set_.load(std::memory_order_acquire)) return {};  // a process without tests takes no lock
     std::lock_guard<std::mutex> lock(mutex_);
     return value_;
   }
   void Set(const Injection& value) {
     std::lock_guard<std::mutex> lock(mutex_);
     value_ = value;
+    was_set_.store(true, std::memory_order_release);
   }
 
  private:
+  std::atomic<bool> was_set_{false};
   mutable std::mutex mutex_;
   Injection value_;
 };

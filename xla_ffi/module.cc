@@ -333,6 +333,12 @@ NB_MODULE(_xla_ffi, m) {
         WithStores(platform, [&](auto& stores) { stores.Open(id, device); });
       },
       "id"_a, "platform"_a, "device"_a, unlocked);
+  m.def(
+      "store_reset",
+      [](std::int64_t id, const std::string& platform, int device) {
+        WithStores(platform, [&](auto& stores) { stores.Find(id, device)->Reset(); });
+      },
+      "id"_a, "platform"_a, "device"_a, unlocked);
   m.def("store_free", &FreeStore, "id"_a, unlocked);
   m.def("store_count", [] { return Registry<Sites>::Get().size(); });
   m.def("store_counters", &ReadStoreCounters, "id"_a, "platform"_a, "device"_a, unlocked);

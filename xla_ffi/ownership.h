@@ -30,6 +30,7 @@ class Ownership {
     if (run == run_) alive_ = Clock::now();
   }
 
+  // Its later calls are refused, and who waits goes on.
   void Fail() {
     failed_ = true;
     changed_.notify_all();

@@ -8,6 +8,7 @@
 //   origin.Seconds(mark)      on the host's steady clock; waits until the mark has been passed
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -60,6 +61,7 @@ class RecordedCopies : public Upstream {
     marked_.clear();
     origin_.reset();
     if (on) origin_.emplace(this->lanes().to_host);
+    is_recording_.store(on, std::memory_order_relaxed);
   }
 
   // All so far. Both lanes must have been drained.
@@ -87,20 +89,23 @@ class RecordedCopies : public Upstream {
   };
 
   Began Now(Stream stream) const {
+    if (!is_recording_.load(std::memory_order_relaxed)) return std::nullopt;  // without a lock
     std::lock_guard<std::mutex> lock(recording_);
     return origin_ ? Began(B::NewMark(stream)) : std::nullopt;
   }
 
   // What began then ends with what is on `stream` so far.
   void Note(bool waits, const Copy& copy, const Began& began, Stream stream) {
+    if (!began) return;
     std::lock_guard<std::mutex> lock(recording_);
-    if (!origin_ || !began) return;
+    if (!origin_) return;
     const Span span{waits,    IsOut(copy.route), IsOverLink(copy.route),
                     copy.run, copy.place.slot,   copy.nbytes};
     marked_.push_back({span, *began, B::NewMark(stream)});
   }
 
   mutable std::mutex recording_;  // waits are noted without the arena's lock
+  std::atomic<bool> is_recording_{false};
   std::optional<typename B::Origin> origin_;
   std::vector<Marked> marked_;
 };

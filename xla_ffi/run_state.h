@@ -37,10 +37,11 @@ struct RunState {
     owner.Begin(run);
   }
 
-  // As before the first run: nothing is parked, and the arena is nobody's.
+  // Nothing is parked, as before the first run. What is still to come of the run that had the arena is
+  // refused.
   void Reset() {
     slots.Reset();
-    owner.Begin(Ownership::kUnknownRun);
+    owner.Fail();
   }
 
   bool IsIdle() const { return slots.parked() == 0; }

@@ -31,6 +31,9 @@ FINDINGS = (WRONG, OVER, CRASHED, ENDED, HUNG, UNTRUE)
 """Outcomes that must not be. The others: it fits and has plain's results; an error on purpose; no
 plan fits; and "invalid", where plain jit itself fails, so that the program says nothing."""
 
+GIVEN = ("transport", "donate_argnums", "host_budget", "batch_argnums")
+"""Arguments of `vmem_jax.jit` that stand beside `plan`."""
+
 OUR_ROOT = str(Path(vmem_jax.__file__).parent)
 
 
@@ -103,20 +106,18 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
             step.plan(*shapes)
         compiled = step.lower(*program.fresh()).compile()
     except vmem_jax.BudgetError as error:
-        return _no_fit(error, program, keywords, budget, need, ask)
+        return _no_fit(error, plain, keywords, ask)
     fitting = {"need": need_nbytes(compiled), "budget": budget, "attempts": len(compiled.attempts)}
     if need_nbytes(compiled) > budget:
         return {
             "outcome": OVER,
-            "signature": f"over:{options.jit['policy']}",
-            "detail": "",
+            "signature": f"over:{options.form}:{options.jit['policy']}",
+            "detail": f"needs {fitting['need']} of {budget}",
             **fitting,
         }
     if options.mode == "plan":
         saved = vmem_jax.Plan.from_json(compiled.plan.to_json())
-        given = {
-            n: keywords[n] for n in ("transport", "donate_argnums", "host_budget") if n in keywords
-        }
+        given = {n: keywords[n] for n in GIVEN if n in keywords}
         step = vmem_jax.jit(program.step, plan=saved, **given)
     elif options.mode == "explain":
         str(step.explain(*program.fresh()))
@@ -151,45 +152,40 @@ def _worse(a: str, b: str) -> bool:
     return order.index(a) > order.index(b)
 
 
-def _no_fit(
-    error: vmem_jax.BudgetError,
-    program: Program,
-    keywords: dict,
-    budget: int,
-    plain_need: int,
-    ask: bool,
-) -> Row:
-    named = {"budget": budget, "lowest_peak": error.lowest_peak, "asked": False}
-    row = {"outcome": BUDGET, "signature": "", "detail": str(error)[:300], **named}
-    policy = keywords["policy"]
-    if error.lowest_peak <= budget:
-        return {**row, "outcome": UNTRUE, "signature": f"untrue:not above the budget:{policy}"}
-    if error.lowest_peak > plain_need:
-        detail = f"named {error.lowest_peak}; plain jit needs {plain_need}"
-        return {
-            **row,
-            "outcome": UNTRUE,
-            "signature": f"untrue:above plain:{policy}",
-            "detail": detail,
-        }
+def _no_fit(error: vmem_jax.BudgetError, plain: Plain, keywords: dict[str, Any], ask: bool) -> Row:
+    """Whether what a BudgetError says is true; of the lowest peak where `ask`."""
+    named, policy = error.lowest_peak, keywords["policy"]
+    numbers = {"budget": error.budget, "lowest_peak": named, "asked": False}
+    row = {"outcome": BUDGET, "signature": "", "detail": str(error)[:300], **numbers}
+    untrue = lambda what, why: {
+        **row,
+        "outcome": UNTRUE,
+        "signature": f"untrue:{what}:{policy}",
+        "detail": f"named {named}, {why}",
+    }
+    if named <= error.budget:
+        return untrue("not above the budget", f"which is not above {error.budget}")
+    if named > plain.need_nbytes:
+        return untrue("above plain", f"but plain jit needs {plain.need_nbytes}")
     if not ask:
         return row
-    again = {**keywords, "budget": error.lowest_peak}
+    row["asked"] = True
+    args, again = plain.program.fresh(), {**keywords, "budget": named}
     try:
-        compiled = vmem_jax.jit(program.step, **again).lower(*program.fresh()).compile()
+        compiled = vmem_jax.jit(plain.program.step, **again).lower(*args).compile()
     except vmem_jax.BudgetError as second:
-        share = second.lowest_peak / error.lowest_peak
-        detail = f"named {error.lowest_peak}, then {second.lowest_peak}: {share:.3f} times"
-        return {
-            **row,
-            "asked": True,
-            "outcome": UNTRUE,
-            "signature": f"untrue:{policy}",
-            "detail": detail,
-        }
-    if need_nbytes(compiled) > error.lowest_peak:
-        return {**row, "outcome": OVER, "signature": f"over:{policy}"}
-    return {**row, "asked": True}
+        share = second.lowest_peak / named
+        return untrue("lowest", f"then {second.lowest_peak}: {share:.3f} times")
+    if need_nbytes(compiled) > named:
+        over = f"over:lowest:{policy}"
+        return {**row, "outcome": OVER, "signature": over, "detail": f"{need_nbytes(compiled)}"}
+    if error.compiled and error.lowest_plan is not None:
+        given = {n: keywords[n] for n in GIVEN if n in keywords}
+        step = vmem_jax.jit(plain.program.step, plan=error.lowest_plan, **given)
+        need = need_nbytes(step.lower(*args).compile())
+        if need > named:
+            return untrue("plan", f"its plan needs {need}")
+    return row
 
 
 def _raised(error: Exception) -> Row:

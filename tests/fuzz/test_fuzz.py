@@ -37,7 +37,6 @@ def test_a_minute_of_random_programs_finds_nothing_new():
     counts = Counts()
     run(Settings(), seeds_from(seed_of_commit()), SECONDS, counts.add)
     print(json.dumps(counts.summary(), indent=1))
-    assert counts.outcomes[FIT] > 0, counts.summary()
     found = [f"{s}: {row['detail']}\n  {reproduce(row)}" for s, row in counts.unknown.items()]
     assert not found, "\n".join(found)
 

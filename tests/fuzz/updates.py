@@ -146,6 +146,16 @@ def unrelated(forward: Any, loss: Any, params: Any) -> Made:
     return step, ()
 
 
+def integer(forward: Any, loss: Any, params: Any) -> Made:
+    """With the gradient of an integer array among the results, which has no bytes."""
+
+    def step(params: Any, state: Any, x: Any, y: Any, key: Any) -> Any:
+        scaled = lambda params, table: loss(params, x, y, key) * table.sum()
+        return jax.value_and_grad(scaled, (0, 1), allow_int=True)(params, state)
+
+    return step, jnp.arange(3)
+
+
 _adam = optax.adam(
     1e-2, eps=1e-3
 )  # with less it divides rounding by itself where a gradient is zero
@@ -169,6 +179,7 @@ UPDATES: dict[str, Callable[..., Made]] = {
     "inference": inference,
     "evaluated": evaluated,
     "unrelated": unrelated,
+    "integer": integer,
 }
 """A new kind is a function and one entry."""
 

@@ -21,8 +21,9 @@ from vmem_jax.policy import Infeasible, auto
 from vmem_jax.policy.auto import Auto
 from vmem_jax.policy.bound import lower_bound, quick_bound, starts
 from vmem_jax.policy.convolving import Convolving
-from vmem_jax.policy.executor import Execution, Remaking
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.order import canonical_order, lower_order
+from vmem_jax.policy.recomputation import Remaking
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 from vmem_jax.report.explain import explain
 

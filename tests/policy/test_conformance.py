@@ -17,8 +17,9 @@ from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import peak_by_definition, violations
 from vmem_jax.policy import Infeasible
-from vmem_jax.policy.executor import Drop, Execution
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.order import canonical_order
+from vmem_jax.policy.recomputation import Drop
 
 layers = st.builds(
     Spec,

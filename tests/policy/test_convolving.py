@@ -14,7 +14,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.tuning import agree
-from vmem_jax.core.validate import peak_by_definition, violations
+from vmem_jax.core.validate import check_made_for, peak_by_definition, violations
 from vmem_jax.errors import PlanError
 from vmem_jax.policy import Auto, Infeasible, Keep
 from vmem_jax.policy.convolving import Convolving
@@ -218,7 +218,7 @@ def test_random_programs_and_ways(program, data):
 def test_wrong_plans_are_refused(convolutions, says):
     found, _ = plan(100)
     with pytest.raises(PlanError, match=says):
-        dataclasses.replace(found, convolutions=convolutions).check_made_for(CHAIN)
+        check_made_for(CHAIN, dataclasses.replace(found, convolutions=convolutions))
 
 
 @pytest.mark.parametrize(

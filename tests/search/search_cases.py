@@ -95,9 +95,7 @@ def variant(
     name: str = "auto",
     **changes,
 ) -> Variant:
-    return Variant(
-        name, PROGRAM, policy or auto(), costs, compile_plan or Compiler(), **changes
-    )
+    return Variant(name, PROGRAM, policy or auto(), costs, compile_plan or Compiler(), **changes)
 
 
 def family(one: Variant, **changes) -> Family:

@@ -115,9 +115,7 @@ def test_no_plan_is_compiled_twice():
 @pytest.mark.parametrize("most, reserved", [(1, 0), (2, 1), (4, 3), (8, 3)])
 def test_one_limit_counts_the_compiles_of_all_variants(families, most, reserved):
     compile_plan = over(lambda plan: 1000)
-    group = [
-        family(variant(compile_plan, auto(STAYING), slower(n))) for n in range(families)
-    ]
+    group = [family(variant(compile_plan, auto(STAYING), slower(n))) for n in range(families)]
     params = {"max_compiles": most, "reserved_compiles": reserved}
     find(group, group, **params, without=untouched(compile_plan), untouched=1e9)
     assert 0 < len(compile_plan.plans) <= most
@@ -152,16 +150,16 @@ def test_compiles_are_left_for_the_minimum_peak(heap):
             plan = super().plan(program, costs, HIGH)
             return dataclasses.replace(plan, policy=self.name)
 
-    near = lambda plan: BUDGET + 50 if plan.policy == "near" else plan.predicted_peak
+    near = lambda plan: BUDGET + 2 if plan.policy == "near" else plan.predicted_peak
     heap(lambda program, plan: near(plan))
-    first, second = Compiler(lambda plan: BUDGET + 100), Compiler(lambda plan: BUDGET + 1)
+    first, second = Compiler(lambda plan: BUDGET + 3), Compiler(lambda plan: BUDGET + 1)
     group = [
         family(variant(first, auto(STAYING), STILL)),
         family(variant(second, Near(), STILL)),
     ]
     params = {"max_compiles": 5, "compiles_per_variant": 9}
     found = find(group, **params, reserved_compiles=2)
-    assert (len(first.plans), len(second.plans)) == (3, 1)
+    assert (len(first.plans), len(second.plans)) in ((3, 1), (4, 1))
     assert not found.fits and found.best.need == BUDGET + 1
 
 
@@ -182,27 +180,31 @@ def test_a_later_group_is_tried_only_where_nothing_of_the_first_fits():
     assert not second.plans and not policy.asked
 
 
-def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_group():
+def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_group(heap):
     """Of the first group all is predicted to need a little too much, and compiles to less."""
     low = lowest_plan(POLICIES["recompute"]())
-    budget = variant_need(low) - 1
-    later = Compiler()
+    budget = low.predicted_peak - 1
+    later = Compiler(lambda plan: budget)
+
+    class Fits(POLICIES["recompute"]):
+        name = "fits"
+
+        def plan(self, program, costs, budget):
+            return dataclasses.replace(super().plan(program, costs, HIGH), policy=self.name)
+
+    needs = lambda plan: budget if plan.policy == "fits" else plan.predicted_peak
+    heap(lambda program, plan: needs(plan))
 
     def groups(compile_plan):
         mine = variant(compile_plan, POLICIES["recompute"](), STILL, "first")
-        return mine, variant(later, POLICIES["recompute"](), FAST, "later")
+        return mine, variant(later, Fits(), STILL, "later")
 
     first = Compiler(lambda plan: budget)
-    found = find(*groups(first), budget=budget, memory_tolerance=0.5)
+    found = find(*groups(first), budget=budget, near=1.5)
     assert found.fits and found.best.variant.name == "first" and not later.plans
-    find(*groups(Compiler(lambda plan: budget + 1)), budget=budget, memory_tolerance=0.5)
-    assert later.plans or first.plans  # what is left of the compiles goes to the next group
-
-
-def variant_need(plan):
-    from vmem_jax.core.planned import predicted_need
-
-    return predicted_need(PROGRAM, plan)
+    first = Compiler(lambda plan: budget)
+    found = find(*groups(first), budget=budget, near=1.0)
+    assert found.fits and found.best.variant.name == "later" and not first.plans
 
 
 # -- what cannot be planned or compiled
@@ -374,9 +376,7 @@ def falling(count, lowest_of, compile_plan):
 def test_lowest_plans_that_compile_to_as_much_are_not_tried_further(less, compiles):
     nbytes = lambda plan: int(100_000 * (1 - less) ** (len(compile_plan.plans) - 1))
     compile_plan = Compiler(nbytes)
-    group = [
-        falling(n, lambda n: HIGH - (HIGH - LOW) * n // 6, compile_plan) for n in range(4)
-    ]
+    group = [falling(n, lambda n: HIGH - (HIGH - LOW) * n // 6, compile_plan) for n in range(4)]
     found = find(group, budget=LOW + 1, less_extreme=())
     assert len(compile_plan.plans) == compiles
     assert found.best.need == min(needs(found)) == int(100_000 * (1 - less) ** (compiles - 1))
@@ -420,3 +420,45 @@ def test_what_the_first_compiled_step_tells_is_planned_with():
     first, *_, last = found.attempts
     assert first.need > HIGH == first.plan.predicted_peak
     assert last.need == last.plan.predicted_peak <= HIGH  # nothing is taken off for no reason
+
+
+def test_the_minimum_peak_is_planned_with_what_the_first_compiled_step_tells():
+    """Nothing fits. XLA's own convolution turns out to take a workspace where the peak of the lowest
+    plan is, and in micro-batches it would take less."""
+    policy = POLICIES["recompute"]()
+    lowest = lowest_plan(policy)
+    timeline = simulate(PROGRAM, lowest.order, STILL)
+    s = timeline.order[timeline.peak_at]
+    own = Configuration((Micro(2, XLA, (), 0, 1.0),))
+    large = Configuration((Micro(2, XLA, (), 40, 1.0),))
+    parts = Configuration((Micro(1, 1, (), 1, 1.0), Micro(1, 1, (), 1, 1.0)))
+    costs = dataclasses.replace(STILL, convolutions={s: (own, parts)})
+    learn = lambda costs, compiled: dataclasses.replace(costs, convolutions={s: (large, parts)})
+
+    def need(plan):
+        chosen = dict(plan.convolutions).get(s)
+        done = parts if chosen is not None and chosen.calls == parts.calls else large
+        there = dataclasses.replace(plan, convolutions=((s, done),))
+        return simulate_plan(PROGRAM, there, STILL).peak
+
+    one = variant(Compiler(need), Convolving(policy), costs, learn=learn)
+    found = find(one, budget=LOW + 1, less_extreme=())
+    assert not found.fits
+    assert found.best.need < lowest.predicted_peak + 40
+
+
+def test_a_lowest_plan_that_nearly_fits_is_planned_again_for_less():
+    """Its policy names a plan for what it is asked for and says that it needs too much."""
+
+    class Gloomy(POLICIES["recompute"]):
+        name = "gloomy"
+
+        def plan(self, program, costs, budget):
+            plan = super().plan(program, costs, budget)
+            plan = plan.plan if isinstance(plan, Infeasible) else plan
+            return Infeasible(self.name, budget, 2 * budget, "", plan=plan)
+
+    compile_plan = over(lambda plan: 1)
+    budget = Gloomy().plan(PROGRAM, STILL, BUDGET).plan.predicted_peak
+    found = find(variant(compile_plan, Gloomy(), STILL), budget=budget)
+    assert found.fits and len(compile_plan.plans) > 1

@@ -70,7 +70,11 @@ def of_numbers(compilers, factor=lambda count: 0.9 + 0.1 * count, **changes):
     "excess, expected, compiled",
     [
         ({1: 0, 2: 0}, 1, {1}),  # as fast as predicted
-        ({1: 8, 2: 0}, 2, {1, 2}),  # one is predicted to take 32 s at first and then 45; two take 35
+        (
+            {1: 8, 2: 0},
+            2,
+            {1, 2},
+        ),  # one is predicted to take 32 s at first and then 45; two take 35
         ({1: 1000, 2: 0}, 2, {1, 2}),  # does not fit
         ({1: 1000, 2: 0, 4: 0, 8: 0, 16: 0, 32: 0}, 2, {1, 2}),
         ({1: 1000, 2: 1000, 4: 0, 8: 0}, 4, {1, 2, 4}),

@@ -33,7 +33,7 @@ from vmem_jax.techniques.jit_arguments import (
     transport_of,
 )
 from vmem_jax.techniques.settings import Settings
-from vmem_jax.tracing import arguments, hosted
+from vmem_jax.tracing import arguments, frameworks, hosted
 from vmem_jax.tracing.batch_arguments import batch_arguments
 from vmem_jax.tracing.traced import TracedStep
 
@@ -210,7 +210,7 @@ class BudgetedStep:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         tracers = [x for x in leaves if compat.is_tracer(x)]
         if any(not compat.is_jit_tracer(x) for x in tracers):
@@ -270,7 +270,7 @@ class BudgetedStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower(*args)`; `.compile()` gives the planned and proved step."""
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         planned = lambda target: self._entry_for(args, kwargs, target)
         return Lowered(self._settings, call, planned)
 
@@ -282,7 +282,7 @@ class BudgetedStep:
     # -- trace, plan, prove
 
     def _entry_for(self, args: tuple, kwargs: dict, target: str | None) -> CompiledStep:
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         return self._entry(call, leaves, tree, target)
 
@@ -305,7 +305,8 @@ class BudgetedStep:
         )
         entry = self._entries.get(key)
         if entry is None:
-            traced = self._trace(call, avals, tree)
+            platform = "gpu" if target is not None else devices_of(avals)[0].platform
+            traced = self._trace(call, avals, tree, platform)
             hosted.check(
                 self._settings.name,
                 traced.names,
@@ -324,7 +325,7 @@ class BudgetedStep:
             self._entries[key] = entry
         return entry
 
-    def _trace(self, call: arguments.Call, avals: tuple, tree: Any) -> TracedStep:
+    def _trace(self, call: arguments.Call, avals: tuple, tree: Any, platform: str) -> TracedStep:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]
         donated = tuple(call.donated(path) for path in paths)
         names = tuple(arguments.leaf_names(self._settings.signature, call.tree))
@@ -339,7 +340,8 @@ class BudgetedStep:
         plain = jax.jit(flat).trace(*map(hosted.on_device, avals)).jaxpr
         out_avals = [v.aval for v in compat.open_jaxpr(plain).outvars]
         pairs = hosted.pairs(avals, [p[2:] for p in paths], out_avals, found["paths"])
-        captured = capture(plain, names, donated, [a.sharding for a in avals], pairs)
+        shardings = [a.sharding for a in avals]
+        captured = capture(plain, names, donated, shardings, pairs, platform)
         whole = None
         if call.plain and not pairs:  # the same leaves in the same order, as the caller holds them
             by_position, by_name = call.tree

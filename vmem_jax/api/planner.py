@@ -13,6 +13,7 @@ from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.validate import check_made_for
 from vmem_jax.devices.device import limit_nbytes
 from vmem_jax.errors import PlanError, TechniqueError, show_nbytes
 from vmem_jax.policy import AbstractPolicy, Keep
@@ -27,6 +28,7 @@ from vmem_jax.search.search import Attempt, need_nbytes, search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.compress import compressing, with_compressed
+from vmem_jax.techniques.loops import loop_contexts, with_loops
 from vmem_jax.techniques.sub_batches import parts_of
 
 PARAMS = SearchParams()
@@ -75,7 +77,8 @@ def plan_step(step: StepContext) -> CompiledStep:
     need, compiles = show_nbytes(best.need), len(found.attempts)
     logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
     _warn_if_slow(step, best, budget)
-    origin, policy = best.variant.origin, best.variant.policy
+    policy = best.variant.policy
+    origin = dataclasses.replace(best.variant.origin, plain=step.traced.plain)
     return CompiledStep(origin, budget, plain_need, best.costs, found.attempts, policy, log)
 
 
@@ -129,9 +132,13 @@ def _groups(
         first = [Family((1,), functools.partial(_same, v), proved=proved) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
     others = [_other(step, policy) for policy in settings.policy.instead]
+    loops = loop_contexts(step, budget)
+    first += [_of_loops(context, proved) for context in loops]
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
-    last = [functools.partial(_variant, step, settings.policy, moves=True)] if moves_at_last else []
-    groups = [first, [Family(parts.counts, make, settings.splitting) for make in last]]
+    moving = functools.partial(_variant, step, settings.policy, moves=True)
+    last = [Family(parts.counts, moving, settings.splitting)] if moves_at_last else []
+    last += [_of_loops(context, proved, moves=True) for context in loops if moves_at_last]
+    groups = [first, last]
     searched = not settings.policy.spared(step.traced.captured.program)
     if searched and not step.immovable and "compress" not in settings.named:
         # where they are enough faster than what the bound of the policy's own plans leaves
@@ -147,6 +154,16 @@ def _groups(
     else:
         groups.append(others)
     return [group for group in groups if group]
+
+
+def _of_loops(
+    context: StepContext, proved: Sequence[tuple[Plan, int]], moves: bool | None = None
+) -> Family:
+    """A step whose loops stack other values, by its own policy."""
+    settings = context.settings
+    make = functools.partial(_variant, context, settings.policy, moves=moves)
+    counts, margin = parts_of(context).counts, PARAMS.loop_margin
+    return Family(counts, make, settings.splitting, margin=margin, proved=proved)
 
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:
@@ -177,6 +194,8 @@ def _variant(
         form = technique.adapt(step, form)
     traced, program = form.traced, form.traced.captured.program
     name = policy.name if count == 1 else f"{policy.name} in {count} sub-batches"
+    if program.kept is not None:
+        name += ", other stacks"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
     variant = Variant(name, program, form.policy, form.costs, compiles, origin=traced)
@@ -191,14 +210,16 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     if plan.compressed:
         found = compressible(step.traced.captured, 0)
         if not {b for b, _ in plan.compressed} <= {*found}:
-            plan.check_made_for(step.traced.captured.program)  # which it cannot be
+            check_made_for(step.traced.captured.program, plan)  # which it cannot be
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
+    if plan.kept is not None:
+        step = with_loops(step, plan.kept)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     variant = _variant(step, step.settings.policy, plan.sub_batches)
     budget, plain_need = budget_nbytes(step)
-    plan.check_made_for(variant.program)
+    check_made_for(variant.program, plan)
     if step.target is None:
         try_configurations(variant.program, plan, step.devices[0])
     compiled = variant.compile_plan(plan)

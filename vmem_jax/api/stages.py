@@ -19,7 +19,7 @@ from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
 from vmem_jax.search.search import Attempt
 from vmem_jax.techniques.settings import Settings
-from vmem_jax.tracing import arguments
+from vmem_jax.tracing import arguments, frameworks
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.compression import Store
 
@@ -87,7 +87,7 @@ class Compiled:
                 f"`{name}` was compiled for a card that is not there, so it cannot run. Leave out "
                 "`target` to compile for the devices of the arguments."
             )
-        call = arguments.prepare(self._settings.signature, args, kwargs)
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
         leaves, tree = jax.tree.flatten(call.tree)
         if any(map(compat.is_tracer, leaves)):
             raise DifferentiationError(

@@ -182,7 +182,7 @@ def _constant(value: Any) -> Value:
 
 
 def _literal(atom: Literal) -> Value:
-    return Value(zero=bool(np.all(np.asarray(atom.val) == 0)))
+    return Value(zero=not np.any(atom.val))  # a float0, of which `==` knows nothing, is zero too
 
 
 _SORTS = frozenset("sort top_k cumsum cumprod cummax cummin cumlogsumexp".split())

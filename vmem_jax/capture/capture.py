@@ -9,10 +9,12 @@ from typing import Any
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.convolutions import match, match_epilogue
+from vmem_jax.capture.cpu import cpu_workspace
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.places import layer_of
 from vmem_jax.capture.primitives import (
@@ -27,9 +29,15 @@ from vmem_jax.capture.primitives import (
 )
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.updates import Stacked, updated_in_loops
+from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
+
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""Of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
+returns that, and the clamp's result and the mask are written behind it. So a barrier stands there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +49,14 @@ class Inputs:
       donated: for each whether the caller gives it up.
       shardings: the `jax.sharding.Sharding` of each; none for those on one device.
       hosted: for each in host memory its index, and that of the output that goes there again.
+      platform: "cpu" where XLA's CPU compiler compiles the step.
     """
 
     names: tuple[str, ...] = ()
     donated: tuple[bool, ...] = ()
     shardings: tuple[Any, ...] = ()
     hosted: tuple[tuple[int, int | None], ...] = ()
+    platform: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +87,31 @@ class Captured:
     sub_batches: SubBatches | None = None
     stacked: tuple[Stacked, ...] = ()
 
+    def rewritten(
+        self, separate: ClosedJaxpr, kept: tuple[tuple[int, ...], ...] | None = None
+    ) -> Captured:
+        """The same step, which must run as a whole, by other equations.
+
+        Args:
+          separate: they, as `Captured.separate` has them.
+          kept: as `Program.kept` has it.
+        """
+        given = self.inputs
+        separate = drop_dead(separate)
+        flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
+        captured = _captured(flat, separate, self.applied, given, None)
+        return dataclasses.replace(captured, stacked=stacked)._keeping(kept)
+
+    def _keeping(self, kept: tuple[tuple[int, ...], ...] | None) -> Captured:
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, kept=kept))
+
     def in_sub_batches(self, batch: Batch, count: int) -> Captured:
         """The same step, which must run as a whole, in at most `count` sub-batches."""
         if count == 1:
             return self
         flat, sub_batches = divided(self.separate, batch, count)
-        return _captured(flat, flat, self.applied, self.inputs, sub_batches)
+        parts = _captured(flat, flat, self.applied, self.inputs, sub_batches)
+        return parts._keeping(self.program.kept)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
@@ -122,6 +151,7 @@ def capture(
     donated: Sequence[bool] = (),
     shardings: Sequence[Any] = (),
     hosted: Sequence[tuple[int, int | None]] = (),
+    platform: str = "",
 ) -> Captured:
     """Captures the step `closed`, as one of its devices runs it.
 
@@ -131,13 +161,41 @@ def capture(
       donated: for each input whether the caller gives it up.
       shardings: the `jax.sharding.Sharding` of each input; none for those on one device.
       hosted: for each input in host memory its index, and that of the output that goes there again.
+      platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
     """
     flat, applied = apply_exact_rules(flatten(closed))
-    inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted))
+    inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
     flat, stacked = updated_in_loops(separate, inputs.donated, inputs.hosted, inputs.shardings)
     captured = _captured(flat, separate, applied, inputs, None)
     return dataclasses.replace(captured, stacked=stacked)
+
+
+def capture_pair(pair: Pair) -> tuple[PairedLoop, tuple[Var, ...]]:
+    """One iteration of the two loops of `pair`, and the variable of `pair.body` of every buffer."""
+    captured = _captured(pair.body, pair.body, (), Inputs(), None, _boundary(pair))
+    index = {v: b for b, v in enumerate(captured.variables)}
+    buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
+    results = lambda made: buffers(a for a, _ in (*made.carried, *made.stacked))
+    given = pair.given
+    loop = PairedLoop(
+        program=captured.program,
+        length=pair.length,
+        given=buffers({*given.consts, *given.slices} - given.late),
+        carried=buffers(given.forward),
+        late=buffers(given.late),
+        made=results(pair.forward_made),
+        returned=results(pair.backward_made),
+    )
+    return loop, captured.variables
+
+
+def _boundary(pair: Pair) -> int | None:
+    """The first equation of the body of `pair` that depends on what only its second loop has."""
+    for i, eqn in enumerate(compat.open_jaxpr(pair.body).eqns):
+        if any(v in pair.late for v in eqn.outvars):
+            return i
+    return None
 
 
 def _captured(
@@ -146,11 +204,16 @@ def _captured(
     applied: tuple[Applied, ...],
     given: Inputs,
     sub_batches: SubBatches | None,
+    boundary: int | None = None,
 ) -> Captured:
-    """The Program of `flat`, in which all exact-residual rules are applied and updates are moved."""
+    """The Program of `flat`, in which all exact-residual rules are applied and updates are moved.
+
+    Args:
+      boundary: as `fuse` has it.
+    """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
-    kernels = fuse(flat)
+    kernels = fuse(flat, boundary)
     shards = follow_shards(flat, given.shardings)
     slices = stacks(flat)
 
@@ -183,10 +246,23 @@ def _captured(
     # part of one
     is_convolution = lambda kernel: eqns[kernel.root].primitive.name == "conv_general_dilated"
     convolved = {v for kernel in kernels if is_convolution(kernel) for v in kernel.writes}
+    masks = [eqn for eqn in eqns if eqn.primitive.name in _COMPARISONS]
+    compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
     steps = [
-        _step(kernel, phase, eqns, index, shards, maker, convolved)
+        _step(kernel, phase, eqns, index, shards, maker, convolved, compared)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
+    if given.platform == "cpu":
+        size = lambda atom: (
+            nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
+        )
+        looped = sub_batches is not None
+        beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
+        padded = [0 if s.convolution is None else s.convolution.padded_nbytes for s in steps]
+        steps = [  # XLA:CPU pads nothing in memory
+            dataclasses.replace(step, workspace=step.workspace + more - less)
+            for step, more, less in zip(steps, beside, padded, strict=True)
+        ]
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)
         buffers = _within(buffers, steps, movable=sub_batches.last is None)
@@ -284,6 +360,7 @@ def _step(
     shards: Shards,
     maker: dict[Var, compat.JaxprEqn],
     convolved: set[Var],
+    compared: set[Var],
 ) -> Step:
     root = eqns[kernel.root]
     matched = match(root, maker) if shards.device_count == 1 else None
@@ -292,16 +369,19 @@ def _step(
         behind = match_epilogue(matched, kernel.equations, kernel.root, eqns, maker)
         if behind is not None:
             convolution = matched.convolution.with_epilogue(behind.epilogue)
+    size = lambda v: nbytes(v.aval) // shards.count(v)
     padded = 0 if convolution is None else convolution.padded_nbytes
     own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
     fusible = class_of(root) is not Class.HEAVY
     reads = tuple(index[v] for v in kernel.reads)
     writes = tuple(index[v] for v in kernel.writes)
     values = (*kernel.reads, *kernel.writes)
-    sizes = {index[v]: nbytes(v.aval) // shards.count(v) for v in values}
+    sizes = {index[v]: size(v) for v in values}
     gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
+    body = _body_steps(root)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
+    has_epilogue = _has_epilogue(kernel, root)
     mark = root.primitive.name in (BEGIN, END)
     if mark:  # its results are its operands
         outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
@@ -328,15 +408,32 @@ def _step(
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
-        nbytes=0 if mark else sum(sizes.values()),
+        nbytes=0 if mark else touched_nbytes(kernel, eqns, size),
         workspace=0 if fusible else workspace(root) + gathered + apart + padded,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
-        layer=layer_of(root),
+        layer=layer_of(root) or _layer_of_loop(body),
         source=compat.user_line(root),
         convolution=convolution,
-        epilogue_nbytes=2 * sum(sizes[w] for w in writes) if _has_epilogue(kernel, root) else 0,
+        epilogue_nbytes=2 * sum(sizes[w] for w in writes) if has_epilogue else 0,
+        compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in compared),
+        body=body,
+        length=root.params["length"] if root.primitive.name == "scan" else 1,
     )
+
+
+def _body_steps(eqn: compat.JaxprEqn) -> tuple[Step, ...]:
+    """The steps of an iteration of `eqn`, if that is a scan."""
+    if eqn.primitive.name != "scan":
+        return ()
+    body = flatten(eqn.params["jaxpr"])
+    return _captured(body, body, (), Inputs(), None).program.steps
+
+
+def _layer_of_loop(body: Sequence[Step]) -> str:
+    """The layers of the steps of a body by the first parts of their names, "attention, mlp"."""
+    names = dict.fromkeys(step.layer.split("/")[0] for step in body if step.layer)
+    return ", ".join(names)
 
 
 def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:

@@ -21,6 +21,7 @@ What the table leaves alone, on purpose:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -246,6 +247,61 @@ def _max_pool_overlap(editor: Editor) -> list[Applied]:
     return applied
 
 
+def _label_scatter(editor: Editor) -> list[Applied]:
+    """The gradient of picking one entry of each row is a comparison, no array of zeros to add to."""
+    applied: list[Applied] = []
+    for i, eqn in enumerate(editor.eqns):
+        at = _picked(editor, eqn)
+        if at is None:
+            continue
+        _, index, update = eqn.invars
+        out = eqn.outvars[0]
+        row = tuple(1 if d == at else n for d, n in enumerate(out.aval.shape))
+
+        chosen = functools.partial(_entries, out.aval.shape, row, at)
+        editor.replaced[i], _ = spliced(chosen, [index, update], eqn, out)
+        applied.append(Applied("label_scatter", compat.name_stack(eqn), nbytes(out.aval)))
+    return applied
+
+
+def _entries(
+    shape: tuple[int, ...], row: tuple[int, ...], at: int, index: jax.Array, update: jax.Array
+) -> jax.Array:
+    """Zeros of `shape` with `update`, of which each row has one number, at `index` in its row."""
+    zero = jnp.zeros((), update.dtype)
+    spread = lambda x: lax.broadcast_in_dim(x.reshape(row), shape, range(len(shape)))
+    here = lax.eq(lax.broadcasted_iota(index.dtype, shape, at), spread(index))
+    return lax.select(here, spread(update + zero), lax.full(shape, zero))
+
+
+def _picked(editor: Editor, eqn: Equation) -> int | None:
+    """The dimension along which an equation adds one number to each row of an array of zeros."""
+    if eqn.primitive.name not in ("scatter-add", "scatter_add"):
+        return None
+    zeros, index, update = eqn.invars
+    numbers, fill = eqn.params["dimension_numbers"], editor.constant(zeros)
+    if fill is None or fill != 0 or np.signbit(fill) or not _is_float(zeros):
+        return None
+    if len(numbers.inserted_window_dims) != 1 or numbers.update_window_dims:
+        return None
+    [at] = numbers.inserted_window_dims
+    shape, count = zeros.aval.shape, zeros.aval.ndim
+    rows = tuple(d for d in range(count) if d != at)
+    batch = tuple(n for d, n in enumerate(shape) if d != at)
+    fits = (
+        numbers.scatter_dims_to_operand_dims == (at,)
+        and numbers.operand_batching_dims == rows
+        and numbers.scatter_indices_batching_dims == tuple(range(count - 1))
+        and index.aval.shape[: count - 1] == batch == update.aval.shape[: count - 1]
+        and math.prod(index.aval.shape) == math.prod(update.aval.shape) == math.prod(batch)
+        and eqn.params["mode"] != lax.GatherScatterMode.CLIP
+        and shape[at] - 1 <= np.iinfo(index.aval.dtype).max
+        # traced equations would not carry an explicitly sharded type
+        and not any(getattr(getattr(update.aval, "sharding", None), "spec", ()))
+    )
+    return at if fits else None
+
+
 def _forward_pool(editor: Editor, eqn: Equation) -> int | None:
     """The pool of a backward scatter, if its windows tile the input and their places fit a byte."""
     if eqn.primitive.name != "select_and_scatter_add":
@@ -360,5 +416,12 @@ RULES: tuple[Rule, ...] = (
         "did not add +0, which changes no sum that began at +0. XLA:GPU's own scatter adds with "
         "atomics, in no fixed order: there this is one of its possible results.",
         _max_pool_overlap,
+    ),
+    Rule(
+        "label_scatter",
+        "One number is added to +0 in each row, so the entry at the index is 0 + u and the others "
+        "are +0. An index that is out of bounds equals no place, and the scatter drops it. (In "
+        "bounds by promise it may be anything.)",
+        _label_scatter,
     ),
 )

@@ -41,13 +41,23 @@ class Kernel:
     writes: tuple[Var, ...]
 
 
-def fuse(flat: ClosedJaxpr) -> tuple[Kernel, ...]:
-    """Returns the kernels of `flat`, in the order of their last equations."""
-    return _Fuser(flat).kernels()
+_LOOP_EPOCHS = 128
+"""Heavy kernels that count as standing between a loop and the one that reads its stacks: those of
+some ten layers. A value held so long costs what reading it 16 times does."""
+
+
+def fuse(flat: ClosedJaxpr, boundary: int | None = None) -> tuple[Kernel, ...]:
+    """Returns the kernels of `flat`, in the order of their last equations.
+
+    Args:
+      boundary: where `flat` is one iteration of two loops, the first equation of the second one.
+        What that reads of the first is held in a stack until then.
+    """
+    return _Fuser(flat, boundary).kernels()
 
 
 class _Fuser:
-    def __init__(self, flat: ClosedJaxpr) -> None:
+    def __init__(self, flat: ClosedJaxpr, boundary: int | None) -> None:
         opened = compat.open_jaxpr(flat)
         self.eqns: list[JaxprEqn] = opened.eqns
         self.classes = [class_of(eqn) for eqn in self.eqns]
@@ -56,7 +66,8 @@ class _Fuser:
         # the epoch of an equation: how many heavy kernels stand before it
         self.epoch: list[int] = []
         heavy = 0
-        for eqn, kind in zip(self.eqns, self.classes, strict=True):
+        for i, (eqn, kind) in enumerate(zip(self.eqns, self.classes, strict=True)):
+            heavy += _LOOP_EPOCHS if i == boundary else 0
             self.epoch.append(heavy)
             sizes = [nbytes(v.aval) for v in (*eqn.outvars, *eqn.invars)]
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096

@@ -14,25 +14,34 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from vmem_jax.core.fences import fences, spines
 from vmem_jax.core.filters import transposed_filters
-from vmem_jax.core.liveness import last_reads, taken_over
+from vmem_jax.core.liveness import taken_over
 from vmem_jax.core.packing import Interval
-from vmem_jax.core.plan import Transfer, points_at
+from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import BEGIN, END, Program
+from vmem_jax.core.schedule import Do, Event, schedule
 from vmem_jax.core.simulate import staged_spans
 
 _MOST_TRIED = 100
 """Places of residents that one value is tried in; in very deep networks there are thousands."""
 
 
-def heap_nbytes(program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()) -> int:
-    """Bytes of device memory that `order` needs as XLA places it, residents included."""
-    return program.resident_nbytes + best_fit_nbytes(places(program, order, transfers))
+def heap_nbytes(
+    program: Program,
+    order: Sequence[int],
+    transfers: Sequence[Transfer] = (),
+    events: Sequence[Event] | None = None,
+) -> int:
+    """Bytes of device memory that `order` needs as XLA places it, residents included; `events` as in
+    `places`."""
+    return program.resident_nbytes + best_fit_nbytes(places(program, order, transfers, events))
 
 
 def places(
-    program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
+    program: Program,
+    order: Sequence[int],
+    transfers: Sequence[Transfer] = (),
+    events: Sequence[Event] | None = None,
 ) -> list[Interval]:
     """From which position of `order` to which each place of the heap is in use; residents have none,
     nor does what is put into one of theirs.
@@ -40,49 +49,18 @@ def places(
     What takes over the memory of a dying read has its place; what leaves and comes back has two. XLA
     writes over nothing that it reads through a barrier, so what is fenced or was moved keeps its
     place, but for the totals of a loop, which have one for all of its iterations.
+
+    Args:
+      events: what is emitted, where that is of another program than this one.
     """
-    dying, resident = last_reads(program, order), program.is_resident
-    gone: dict[int, list[int]] = {}
-    fetched: dict[int, list[int]] = {}
-    for t in transfers:
-        if t.buffer not in program.hosted:
-            gone.setdefault(t.gone, []).append(t.buffer)
-            fetched.setdefault(t.fetch, []).append(t.buffer)
-    moved = {t.buffer for t in transfers}
-    barriers = _barriers(program, order, transfers)
-    behind: set[int] = set()  # what is read through a barrier from here on
     filters = transposed_filters(program, order)
     copies = {b for each in filters for b in each.reversed}
-    nbytes = [0 if b in copies else buffer.nbytes for b, buffer in enumerate(program.buffers)]
-    since: dict[int, int] = {}  # of what is there the position at which its place was taken
-    found: list[Interval] = []
-
-    def free(b: int, last: int) -> None:
-        found.append(Interval(nbytes[b], since.pop(b), last))
-
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        for b in gone.get(position, ()):
-            free(b, position - 1)
-        since |= dict.fromkeys(fetched.get(position, ()), position)
-        behind |= barriers.get(position, set())
-        for r, w in taken_over(program, step, dying[position]).items():
-            is_total = program.steps[program.producer[r]].op == BEGIN
-            elementwise = step.fusible and step.op != END  # what is updated where it lies is not
-            apart = elementwise and not is_total and (r in behind or r in moved)
-            if r in since and w not in since and not apart:
-                since[w] = since.pop(r)
-        behind.difference_update(step.writes)
-        for w in step.writes:
-            if not resident[w]:
-                since.setdefault(w, position)
-        if step.workspace:
-            found.append(Interval(step.workspace, position, position))
-        for b in dying[position]:
-            if b in since:
-                free(b, position)
-    assert not since, "what is never freed is resident"
+    heap = _Heap(program, [0 if b in copies else x.nbytes for b, x in enumerate(program.buffers)])
+    for event in schedule(program, order, transfers) if events is None else events:
+        heap.take(event)
+    assert not heap.since, "what is never freed is resident"
     spans, end = staged_spans(program, order, transfers), len(order) - 1
+    found = heap.found
     found += [Interval(program.buffers[b].nbytes, i, min(j, end)) for b, (i, j) in spans.items()]
     found += _padded_inputs(program, order)
     found += [each.copy for each in filters]
@@ -90,19 +68,58 @@ def places(
     return elsewhere((interval for interval in found if interval.nbytes), left)
 
 
-def _barriers(
-    program: Program, order: Sequence[int], transfers: Sequence[Transfer]
-) -> dict[int, set[int]]:
-    """For positions what barriers in front of their steps hold: the fences', and those of transfers
-    with what is on its way."""
-    held = {fence.position: set(fence.buffers) for fence in fences(program, order)}
-    away = {
-        position: {t.buffer for t in transfers if t.start <= position <= t.back}
-        for position in sorted(points_at(program, transfers))
-    }
-    for position, buffers in spines(program, order, away).items():
-        held.setdefault(position, set()).update(buffers)
-    return held
+class _Heap:
+    """What is in the heap, event by event.
+
+    Attributes:
+      since: of what is there the position at which its place was taken.
+      found: the places that are free again.
+    """
+
+    def __init__(self, program: Program, nbytes: Sequence[int]) -> None:
+        self._program, self._nbytes = program, nbytes
+        self._behind: set[int] = set()  # what is read through a barrier from here on
+        self._moved: set[int] = set()
+        self.since: dict[int, int] = {}
+        self.found: list[Interval] = []
+
+    def take(self, event: Event) -> None:
+        hosted = self._program.hosted
+        if event.do is Do.BARRIER:
+            self._behind.update(event.buffers)
+        elif event.do is Do.START:
+            self._moved.update(event.buffers)
+        elif event.do is Do.GONE and event.buffers[0] not in hosted:
+            self._free(event.buffers[0], event.position - 1)
+        elif event.do is Do.FETCH and event.buffers[0] not in hosted:
+            self.since[event.buffers[0]] = event.position
+        elif event.do is Do.RUN:
+            self._run(event)
+        elif event.do is Do.FREE:
+            for b in event.buffers:
+                if b in self.since:
+                    self._free(b, event.position)
+
+    def _free(self, b: int, last: int) -> None:
+        first = self.since.pop(b)
+        if first <= last:  # what comes and leaves before the same step takes no place
+            self.found.append(Interval(self._nbytes[b], first, last))
+
+    def _run(self, event: Event) -> None:
+        program, position = self._program, event.position
+        step = program.steps[event.index]
+        for r, w in taken_over(program, step, event.buffers).items():
+            is_total = program.steps[program.producer[r]].op == BEGIN
+            elementwise = step.fusible and step.op != END  # what is updated where it lies is not
+            apart = elementwise and not is_total and (r in self._behind or r in self._moved)
+            if r in self.since and w not in self.since and not apart:
+                self.since[w] = self.since.pop(r)
+        self._behind.difference_update(step.writes)
+        for w in step.writes:
+            if not program.is_resident[w]:
+                self.since.setdefault(w, position)
+        if step.workspace:
+            self.found.append(Interval(step.workspace, position, position))
 
 
 def _padded_inputs(program: Program, order: Sequence[int]) -> list[Interval]:

@@ -45,7 +45,11 @@ class Machine:
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
-        each time that it runs."""
+        each time that it runs. A loop takes what the steps of its body take in all iterations, and
+        what it takes to cut slices out of stacks and to put them there."""
+        if step.body:
+            inside = step.length * sum(map(self.seconds, step.body))
+            return step.times * (inside + step.nbytes / self.bandwidth)
         rate = self.flops.get(step.dtype, self.flops[""])
         if step.op in ("conv_general_dilated", "micro_convolution"):
             rate = self.convolutions.get(step.dtype, rate)

@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 7
+FORMAT = 8
 """Version of the saved form. A plan of another version is refused, never guessed at."""
 
 
@@ -80,7 +80,7 @@ class Plan:
         XLA's own, of a workspace that is not known. `predicted_*` are those of
         `core.planned.planned_program`.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed: `Program.compressed` of the program that it was made for.
+      compressed, kept: those of the program that it was made for.
     """
 
     program: str
@@ -95,6 +95,7 @@ class Plan:
     convolutions: tuple[tuple[int, Configuration], ...] = ()
     sub_batches: int = 1
     compressed: tuple[tuple[int, int], ...] = ()
+    kept: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def moves(self) -> bool:
@@ -125,6 +126,7 @@ class Plan:
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
         moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
+        moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -197,6 +199,7 @@ class Plan:
             and all(map(_is_configured, values["convolutions"])),
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "compressed": _are_integers(values["compressed"], 2),
+            "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -208,7 +211,9 @@ class Plan:
             for s, epilogue, micros in values["convolutions"]
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
-        parts = {"order": order, "transfers": transfers, "looped": looped, "compressed": compressed}
+        kept = None if values["kept"] is None else tuple(map(tuple, values["kept"]))
+        parts: dict[str, Any] = {"order": order, "transfers": transfers, "looped": looped}
+        parts |= {"compressed": compressed, "kept": kept}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -220,24 +225,6 @@ class Plan:
             raise PlanError(f"`{path}` is no saved plan: it is not text.") from None
         return cls.from_json(text, str(path))
 
-    def check_made_for(self, program: Program) -> None:
-        """Raises PlanError, naming the first difference, unless the plan was made for `program`."""
-        if self.program != program.fingerprint:
-            steps = len(set(self.order))
-            if steps != len(program.steps):
-                difference = f"it has {steps} distinct steps, this one has {len(program.steps)}"
-            else:
-                difference = "shapes, dtypes, donation or the computation itself differ"
-            raise PlanError(
-                f"this plan was made for another step ({self.program}, this one is "
-                f"{program.fingerprint}): {difference}. Plan again with `.plan(*args)`."
-            )
-        from vmem_jax.core.validate import violations
-
-        broken = violations(program, self)
-        if broken:
-            raise PlanError(f"this plan is not valid for its step: {broken[0]}")
-
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -245,8 +232,12 @@ def _is_int(value: Any) -> bool:
 
 def _are_integers(saved: Any, count: int) -> bool:
     """Whether `saved` is a list of lists of `count` integers each."""
+    return _are_lists_of_integers(saved) and all(len(each) == count for each in saved)
+
+
+def _are_lists_of_integers(saved: Any) -> bool:
     return isinstance(saved, list) and all(
-        isinstance(each, list) and len(each) == count and all(map(_is_int, each)) for each in saved
+        isinstance(each, list) and all(map(_is_int, each)) for each in saved
     )
 
 
@@ -280,4 +271,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         predicted_seconds=seconds,
         sub_batches=program.sub_batches,
         compressed=program.compressed,
+        kept=program.kept,
     )

@@ -16,6 +16,7 @@ from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
+from vmem_jax.core.schedule import schedule
 from vmem_jax.core.simulate import Timeline, simulate
 
 Convolutions = Iterable[tuple[int, Configuration]]
@@ -47,7 +48,9 @@ def predicted_need(program: Program, plan: Plan) -> int:
     """
     if not plan.fenced:
         return plan.predicted_peak
-    return heap_nbytes(planned_program(program, plan), plan.order, plan.transfers)
+    # barriers are derived from the program as it was captured, as `rewrite` has them
+    events = schedule(program, plan.order, plan.transfers, looped=plan.looped)
+    return heap_nbytes(planned_program(program, plan), plan.order, plan.transfers, events)
 
 
 def restated(plan: Plan, costs: Costs) -> Plan:

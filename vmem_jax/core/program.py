@@ -87,6 +87,10 @@ class Step:
       epilogue_nbytes: memory traffic in bytes that is saved because the library kernel does more than
         its product, a bias or a ReLU for instance. What convolves in its place must not forget it.
       times: how often it runs: once for each sub-batch.
+      body: of a loop: the steps of one iteration.
+      length: of a loop: its iterations.
+      compared: writes of a library kernel's epilogue that a comparison reads, the mask of a clamp: a
+        barrier stands between the two.
     """
 
     reads: tuple[int, ...]
@@ -107,6 +111,9 @@ class Step:
     convolution: Convolution | None = None
     epilogue_nbytes: int = 0
     times: int = 1
+    body: tuple[Step, ...] = ()
+    length: int = 1
+    compared: tuple[int, ...] = ()
 
     @property
     def is_mark(self) -> bool:
@@ -148,6 +155,9 @@ class Program:
         input from its fetch to its last read, and of such an output from its making until it is gone.
       compressed: pairs (buffer, bytes) of the program that this one was made from: what is
         compressed here, and the capacity that it is compressed into.
+      kept: of every pair of loops the values of one iteration that the first stacks for the second,
+        by their buffers in that iteration (`core.paired`); None where they stack what they were
+        traced to.
     """
 
     buffers: tuple[Buffer, ...]
@@ -157,6 +167,7 @@ class Program:
     aliases: tuple[tuple[int, int], ...] = ()
     hosted: tuple[int, ...] = ()
     compressed: tuple[tuple[int, int], ...] = ()
+    kept: tuple[tuple[int, ...], ...] | None = None
 
     @functools.cached_property
     def resident_nbytes(self) -> int:
@@ -178,7 +189,8 @@ class Program:
     @functools.cached_property
     def touched(self) -> Touched:
         """What the steps read and write, in arrays."""
-        return Touched.of(self)
+        steps = ((s.reads, s.writes, s.in_place, s.workspace) for s in self.steps)
+        return Touched.of(steps, [b.nbytes for b in self.buffers], self.is_resident)
 
     @functools.cached_property
     def uncompressed_nbytes(self) -> tuple[int, ...]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from vmem_jax.core.program import Program
+Access = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], int]
+"""Of a step the buffers that it reads and writes, its pairs (read, write) in place, its workspace."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +38,21 @@ class Touched:
     has_choice: np.ndarray
 
     @classmethod
-    def of(cls, program: Program) -> Touched:
-        resident = program.is_resident
+    def of(
+        cls, steps: Iterable[Access], nbytes: Sequence[int], resident: Sequence[bool]
+    ) -> Touched:
+        """What `steps` touch; `nbytes` and `resident` are of every buffer."""
         begin, buffer, writes = [0], list[int](), list[bool]()
         over_begin, over_read, over_write = [0], list[int](), list[int]()
-        has_choice = []
-        for step in program.steps:
-            reads = [b for b in step.reads if not resident[b]]
-            written = [b for b in step.writes if not resident[b]]
+        has_choice, workspaces = list[bool](), list[int]()
+        for step_reads, step_writes, in_place, workspace in steps:
+            reads = [b for b in step_reads if not resident[b]]
+            written = [b for b in step_writes if not resident[b]]
+            workspaces.append(workspace)
             buffer += reads + written
             writes += [False] * len(reads) + [True] * len(written)
             begin.append(len(buffer))
-            over = [(r, w) for r, w in step.in_place if not resident[r] and not resident[w]]
+            over = [(r, w) for r, w in in_place if not resident[r] and not resident[w]]
             over_read += [reads.index(r) for r, _ in over]
             over_write += [w for _, w in over]
             over_begin.append(len(over_read))
@@ -60,8 +62,8 @@ class Touched:
             whole(begin),
             whole(buffer),
             np.array(writes, bool),
-            whole([b.nbytes for b in program.buffers]),
-            whole([step.workspace for step in program.steps]),
+            whole(nbytes),
+            whole(workspaces),
             whole(over_begin),
             whole(over_read),
             whole(over_write),

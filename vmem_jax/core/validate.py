@@ -6,11 +6,14 @@ a mistake in one is caught by the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vmem_jax.core.convolution import Epilogue
 from vmem_jax.core.looped import stacks
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
+from vmem_jax.errors import PlanError
 
 
 def check_program(program: Program) -> list[str]:
@@ -54,12 +57,12 @@ def violations(program: Program, plan: Plan) -> list[str]:
 
     Rules: every step stands in the order; a read finds a version made before it; only pure steps
     stand there again; steps with effects keep their traced order; a donated input is not read after
-    the step that overwrites it; a transferred buffer is movable, made before it leaves, and neither
-    read nor made again while it is away; a hosted input that is read comes once, before its first
-    read, and a hosted output that is made leaves once, after that; what is looped is a stack, and
-    its loops run once; a configuration is of a convolution, and of all its samples, padded as it can
-    be; the steps on samples stand between the marks of their sub-batches, and no others; what moves
-    between them does so there alone.
+    the step that overwrites it; a transferred buffer is movable, made before it leaves, neither read
+    nor made again while it is away, and read after that; a hosted input that is read comes once,
+    before its first read, and a hosted output that is made leaves once, after that; what is looped is
+    a stack, and its loops run once; a configuration is of a convolution, and of all its samples,
+    padded as it can be; the steps on samples stand between the marks of their sub-batches, and no
+    others; what moves between them does so there alone.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
@@ -129,6 +132,23 @@ def violations(program: Program, plan: Plan) -> list[str]:
     return broken + _broken_transfers(program, plan) + _broken_sub_batches(program, plan)
 
 
+def check_made_for(program: Program, plan: Plan) -> None:
+    """Raises PlanError, naming the first difference, unless `plan` is a valid one of `program`."""
+    if plan.program != program.fingerprint:
+        steps = len(set(plan.order))
+        if steps != len(program.steps):
+            difference = f"it has {steps} distinct steps, this one has {len(program.steps)}"
+        else:
+            difference = "shapes, dtypes, donation or the computation itself differ"
+        raise PlanError(
+            f"this plan was made for another step ({plan.program}, this one is "
+            f"{program.fingerprint}): {difference}. Plan again with `.plan(*args)`."
+        )
+    broken = violations(program, plan)
+    if broken:
+        raise PlanError(f"this plan is not valid for its step: {broken[0]}")
+
+
 def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
     """What is wrong with the places of the steps on samples, and of those after them."""
     marks = [s for s, step in enumerate(program.steps) if step.is_mark]
@@ -182,6 +202,10 @@ def _broken_transfers(program: Program, plan: Plan) -> list[str]:
                 broken.append(f"{name} is made again at position {position}, on its way")
             if t.buffer in step.reads and position >= t.gone:
                 broken.append(f"{name} is read at position {position}, while it is away")
+        after = (program.steps[s] for s in plan.order[t.back :])
+        following = next((s for s in after if t.buffer in (*s.reads, *s.writes)), None)
+        if following is None or t.buffer in following.writes:
+            broken.append(f"{name} comes back, and nothing reads it before it is made again")
         for start, back in away.get(t.buffer, []):
             if t.start < back and start < t.back:
                 broken.append(f"{name} overlaps another transfer of it")
@@ -209,6 +233,40 @@ def _broken_streams(program: Program, plan: Plan) -> list[str]:
                 broken.append(f"{name} does not come before it is first read: {t}")
             if makes and not makes[0] < t.start <= t.gone <= t.fetch == t.back == end:
                 broken.append(f"{name} does not leave after it is made: {t}")
+    return broken
+
+
+def layout_violations(
+    program: Program, plan: Plan, extents: Sequence[tuple[int, int]]
+) -> list[str]:
+    """What is wrong with places in host memory for what `plan` parks, in words.
+
+    Two tensors may share bytes only if the program that is emitted makes one be back before the
+    other leaves, whatever order the runtime chooses: a call that begins to copy out takes a token of
+    all that is back before its position. The loop that reads a looped stack gives no such token, so
+    nothing takes over the place of a stack.
+
+    Args:
+      extents: bytes (from, to) of each transfer that is not of a hosted buffer, in the order of
+        `plan.transfers`, and then of each looped stack.
+    """
+    transfers = [t for t in plan.transfers if t.buffer not in program.hosted]
+    taken = [(t.start, t.back) for t in transfers]
+    taken += [(plan.order.index(program.producer[b]), len(plan.order)) for b in plan.looped]
+    names = [f"transfer of buffer {t.buffer}" for t in transfers]
+    names += [f"looped buffer {b}" for b in plan.looped]
+    if len(taken) != len(extents):
+        return [f"{len(extents)} places for {len(taken)} tensors"]
+    broken = []
+    slots = sorted(zip(extents, taken, names, strict=True))
+    for i, ((_, high), (start, back), a) in enumerate(slots):
+        for (low, _), (leaves, returns), b in slots[i + 1 :]:
+            if low >= high:
+                break
+            if back >= leaves and returns >= start:
+                broken.append(
+                    f"{a} and {b} share bytes, and neither is back before the other leaves"
+                )
     return broken
 
 

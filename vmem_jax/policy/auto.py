@@ -38,11 +38,12 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
 from vmem_jax.policy.bound import quick_bound, starts
-from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
 from vmem_jax.policy.order import canonical_order, lower_order
+from vmem_jax.policy.recomputation import Drop, Remaking
 from vmem_jax.policy.recompute_chains import Stretches
 from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.transfer_schedule import rank, schedule_transfers

@@ -130,6 +130,7 @@ def finish(
         convolutions=tuple(sorted((convolutions or {}).items())),
         sub_batches=program.sub_batches,
         compressed=program.compressed,
+        kept=program.kept,
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

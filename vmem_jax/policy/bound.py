@@ -21,8 +21,8 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import least_nbytes, step_nbytes
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.policy.executor import Drop, Remaking
 from vmem_jax.policy.milp import Stages
+from vmem_jax.policy.recomputation import Drop, Remaking
 
 ROWS = (1, 2, 4)
 """So many rows are tried. Of VGG-116 eight bound lower than four in the same time."""

@@ -13,15 +13,12 @@ A value that is parked in host memory instead is there again at its next use, wh
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
+from vmem_jax.policy.recomputation import Drop, Remaking
 from vmem_jax.policy.victims import Victims
-
-Drop = tuple[int, int]
-"""(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,9 +29,6 @@ class Away:
     since: int
     until: int
 
-
-_DEEPEST = 200
-"""A value behind more dead producers than this is not worth making again."""
 
 _MOST = 10
 """As many times the steps of the base, and a limit makes it run in circles: one that is not met."""
@@ -75,6 +69,7 @@ class Execution:
         self._leaving = {b for some in (self._drops, self._parks) for b, _ in some}
         self._absent: set[int] = set()  # what was there and is not
         self._parked: dict[int, int] = {}  # buffer -> position of the order since which it is away
+        self._unread: dict[int, Away] = {}  # what came back and was not read since
         self.away: list[Away] = []
         self._limit = limit
         self._base = base
@@ -127,8 +122,23 @@ class Execution:
         """Those of `buffers` that are parked are there again."""
         for b in buffers:
             if b in self._parked:
-                self.away.append(Away(b, self._parked.pop(b), len(self.order)))
+                self._unread[b] = Away(b, self._parked.pop(b), len(self.order))
+                self.away.append(self._unread[b])
                 self._hold(b)
+
+    def _evict(self, b: int) -> None:
+        """Frees `b` before its next use. What was parked and is not read since stays parked."""
+        self._free(b)
+        away = self._take_back(b)
+        if away is not None:
+            self._parked[b] = away.since
+
+    def _take_back(self, b: int) -> Away | None:
+        """Undoes the return of `b` from host memory, if nothing has read it since."""
+        away = self._unread.pop(b, None)
+        if away is not None:
+            self.away.remove(away)
+        return away
 
     # -- recomputation
 
@@ -151,6 +161,7 @@ class Execution:
         held = {*pinned, *wanted}
         for s in sorted(steps):
             step = program.steps[s]
+            self._bring(step.reads)
             gone = [r for r in step.reads if not self._present[r]]
             pins = held | set(step.reads)
             if gone:  # evicted during this burst, to stay below the limit
@@ -186,10 +197,14 @@ class Execution:
                 if victim is None:
                     self.fits = False
                     break
-                self._free(victim)
+                self._evict(victim)
+        for w in step.writes:  # made again beside another, it need not come back
+            self._parked.pop(w, None)
+            self._take_back(w)
         for w in fresh:
-            self._parked.pop(w, None)  # made again beside another, it need not come back
             self._hold(w)
+        for b in step.reads:
+            self._unread.pop(b, None)
         self.order.append(s)
 
     def _reused(self, s: int, fresh: list[int]) -> int:
@@ -230,64 +245,3 @@ class Execution:
                 len(self._base),
             )
         return self._victims.lowest(self._now, pinned)
-
-
-class Remaking:
-    """Which values may be dropped: what a later recomputation would read is there, or remakable.
-
-    Attributes:
-      program, base: of which, and in which order everything first runs.
-      uses: for every buffer the positions in the base order that write or read it.
-      touched: for every step what it reads and writes that is no resident.
-    """
-
-    def __init__(self, program: Program, base: Sequence[int]) -> None:
-        self.program, self.base = program, base
-        rank = {s: p for p, s in enumerate(base)}
-        self._gone_after = {i: rank[by] for i, by in program.overwritten_by.items()}
-        self.uses: list[list[int]] = [[] for _ in program.buffers]
-        for position, s in enumerate(base):
-            for b in (*program.steps[s].reads, *program.steps[s].writes):
-                self.uses[b].append(position)
-        resident = program.is_resident
-        self.touched = [
-            tuple(b for b in (*step.reads, *step.writes) if not resident[b])
-            for step in program.steps
-        ]
-        self._known: dict[tuple[int, int], bool] = {}
-
-    def idle(self) -> list[Drop]:
-        """Every interval between two uses that are not neighbours, of what may be made again."""
-        program = self.program
-        return [
-            (b, n)
-            for b, uses in enumerate(self.uses)
-            if not program.is_resident[b] and program.buffers[b].nbytes > 0
-            for n, (use, following) in enumerate(itertools.pairwise(uses))
-            if following - use > 1 and self.may_drop(b, following)
-        ]
-
-    def may_drop(self, b: int, need: int, depth: int = 0) -> bool:
-        """Whether `b` can be made again before position `need` of the base order.
-
-        Its producer is pure, reads something, and each of its reads is a resident that is not yet
-        overwritten, a value that the base order still uses at `need` or later (which is kept, or
-        dropped by this very rule), or may be made again itself.
-        """
-        key = (b, need)
-        if key not in self._known:
-            self._known[key] = depth < _DEEPEST and self._decide(b, need, depth)
-        return self._known[key]
-
-    def _decide(self, b: int, need: int, depth: int) -> bool:
-        program = self.program
-        s = program.producer[b]
-        if s < 0 or not program.steps[s].pure or not program.steps[s].reads:
-            return False
-        for r in program.steps[s].reads:
-            if program.is_resident[r]:
-                if self._gone_after.get(r, need) < need:
-                    return False
-            elif self.uses[r][-1] < need and not self.may_drop(r, need, depth + 1):
-                return False
-        return True

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Program
 from vmem_jax.core.simulate import Timeline, simulate
-from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.executor import Execution
+from vmem_jax.policy.recomputation import Drop, Remaking
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 _MOST_TRIES = 24

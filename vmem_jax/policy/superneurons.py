@@ -47,9 +47,10 @@ from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible
 from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
-from vmem_jax.policy.executor import Drop, Execution, Remaking
+from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.layerwise import Walk, finish_walk
 from vmem_jax.policy.order import lower_order, ranked_order
+from vmem_jax.policy.recomputation import Drop, Remaking
 from vmem_jax.policy.transfer_schedule import rank
 
 STRATEGIES = ("cost-aware", "speed-centric", "memory-centric", "none")

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
-
-if TYPE_CHECKING:
-    from vmem_jax.policy.executor import Remaking
+from vmem_jax.policy.recomputation import Remaking
 
 _FARTHEST = 32
 """Steps that are looked at for what making a value again costs."""

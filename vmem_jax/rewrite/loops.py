@@ -43,10 +43,10 @@ class _Stack:
     slot: int
     spec: PartitionSpec
 
-    def start(self, calls: Calls, x: Var, token: Var, like: JaxprEqn) -> Var:
-        """Slice `x` begins to leave, after what `token` waits for."""
-        call = lambda x, token: self.way.start(x, slot=self.slot, spec=self.spec, after=token)
-        return calls.bind(call, [x, token], like)[0]
+    def start(self, calls: Calls, x: Var, tokens: Sequence[Var], like: JaxprEqn) -> Var:
+        """Slice `x` begins to leave, after what `tokens` wait for."""
+        call = lambda x, *tokens: self.way.start(x, slot=self.slot, spec=self.spec, after=tokens)
+        return calls.bind(call, [x, *tokens], like)[0]
 
     def gone(self, calls: Calls, x: Var, token: Var, like: JaxprEqn) -> Var:
         call = lambda x, token: self.way.gone(x, token, slot=self.slot, spec=self.spec)
@@ -86,14 +86,18 @@ class Loops:
         """Whether `eqn` makes or reads a looped stack."""
         return any(isinstance(v, Var) and v in self._stacks for v in (*eqn.invars, *eqn.outvars))
 
-    def emit(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[Var]:
-        """Emits the scan `eqn` on `invars`; a looped stack is its token there and in the results."""
+    def emit(self, eqn: JaxprEqn, invars: Sequence[Atom], after: Sequence[Var]) -> list[Var]:
+        """Emits the scan `eqn` on `invars`; a looped stack is its token there and in the results.
+
+        Args:
+          after: tokens of what must be back before a stack takes its place.
+        """
         calls = self._calls
         body = _Body(eqn, self._stacks)
         operands: list[Atom] = []
         for stack, aval, in_flight in body.pushed:  # the empty slice
             empty = calls.bind(lambda aval=aval: jnp.zeros(aval.shape, aval.dtype), [], eqn)[0]
-            token = stack.start(calls, empty, _token(calls, eqn), eqn)
+            token = stack.start(calls, empty, after or [_token(calls, eqn)], eqn)
             if not in_flight:
                 token = stack.gone(calls, empty, token, eqn)
             operands += [token, empty] if in_flight else [token]
@@ -174,7 +178,7 @@ class _Body:
 
         def start(i: int, like: JaxprEqn) -> None:
             stack, x = self.pushed[i][0], read(slices[i])
-            env[tokens[i]] = stack.start(calls, x, read(tokens[i]), like)
+            env[tokens[i]] = stack.start(calls, x, [read(tokens[i])], like)
 
         def done(i: int, x: Var, like: JaxprEqn) -> None:
             stack = self.pushed[i][0]

@@ -15,16 +15,14 @@ from vmem_jax.capture.convolutions import Behind, Matched, match, match_epilogue
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
-from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END
+from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.sub_batches import looped
 from vmem_jax.rewrite.transfers import Transfers
 from vmem_jax.transfer.transport import AbstractTransport
-
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
 def rewrite(
@@ -88,8 +86,15 @@ class _Rewriter:
         self.calls = Calls(self.equations.append)
         self.configurations = dict(plan.divided)
         self.maker = {v: eqn for eqn in self.opened.eqns for v in eqn.outvars}
-        masks = [eqn for eqn in self.opened.eqns if eqn.primitive.name in _COMPARISONS]
-        self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
+        self.outside: dict[Var, Var] = {}  # as `current`, where the sub-batches begin
+        self.events = schedule(
+            self.program,
+            plan.order,
+            plan.transfers,
+            looped=plan.looped,
+            fenced=plan.fenced,
+            own=transport is not None and transport.fenced_behind,
+        )
         if plan.moves or self.program.hosted:
             calls = self.calls
             self.transfers = Transfers(captured, plan, transport, calls, self.current)
@@ -100,27 +105,21 @@ class _Rewriter:
                 self.loops = Loops(captured, plan, transport, calls)
 
     def run(self) -> ClosedJaxpr:
-        at = {}
-        if self.plan.fenced:
-            at = {f.position: f.buffers for f in fences(self.program, self.plan.order)}
-        for position, s in enumerate(self.plan.order):
-            like = self.program.steps[s].equations[-1]
-            if position in at:
-                # a buffer on its way is fenced by its own calls, and its old variable is gone
-                away = {t.buffer for t in self.plan.transfers if t.start <= position <= t.back}
-                self._fence(tuple(b for b in at[position] if b not in away), like)
-            if self.transfers is not None:
-                self.transfers.before(position, self.opened.eqns[like])
-            if self.program.steps[s].op == BEGIN:
-                outside = dict(self.current)
-            self._step(s)
-            if self.program.steps[s].op == END:  # what was fenced in the loop was so for it alone
-                self.current.update(outside)
+        steps, order = self.program.steps, self.plan.order
+        for event in self.events:
+            s = order[min(event.position, len(order) - 1)]
+            like = steps[s].equations[-1]
+            if event.do is Do.RUN:
+                self._run(s)
+            elif event.do is Do.BARRIER and not event.transfers:
+                self._fence(event.buffers, like)
+            elif event.do is not Do.FREE:
+                assert self.transfers is not None
+                self.transfers.take(event, self.opened.eqns[like])
         here = self.current
         if self.transfers is not None:
-            if self.plan.order:
-                last = self.opened.eqns[like]
-                self.transfers.before(len(self.plan.order), last)
+            if order:
+                last = self.opened.eqns[steps[order[-1]].equations[-1]]
                 through = {*self.program.hosted} & {*self.program.inputs} & {*self.program.outputs}
                 for b in sorted(through):
                     self.transfers.handed_through(b, last)
@@ -134,6 +133,14 @@ class _Rewriter:
             self.equations,
             self.flat,
         )
+
+    def _run(self, s: int) -> None:
+        """Emits step `s`. What is fenced between the marks of sub-batches is so there alone."""
+        if self.program.steps[s].op == BEGIN:
+            self.outside = dict(self.current)
+        self._step(s)
+        if self.program.steps[s].op == END:
+            self.current.update(self.outside)
 
     def _step(self, s: int) -> None:
         """Emits the equations of step `s` on the current versions of what it reads."""
@@ -160,7 +167,8 @@ class _Rewriter:
             key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
             outs = None if eqn.effects else self.done.get(key)
             if self.loops is not None and self.loops.has(eqn):
-                outs = self.loops.emit(eqn, invars)
+                assert self.transfers is not None
+                outs = self.loops.emit(eqn, invars, self.transfers.returned)
             elif outs is None:
                 outs = self._emit(s, eqn, invars, fused if i in together else None)
                 self.done[key] = outs
@@ -168,11 +176,6 @@ class _Rewriter:
         for b in step.writes:
             v = self.variables[b]
             self.current[v] = local[v]
-        if self.plan.fenced and step.epilogue_nbytes:
-            # Of a library's clamp and a mask of it XLA would compare what the clamp is given: the
-            # library returns that, and the clamp's result and the mask are written behind it.
-            compared = (b for b in step.writes if self.variables[b] in self.compared)
-            self._fence(tuple(compared), step.equations[-1])
 
     def _behind(self, s: int) -> Behind | None:
         """What the calls of step `s` do after its convolution; None where they do nothing."""
@@ -203,6 +206,8 @@ class _Rewriter:
         if s in self.configurations and eqn.primitive.name == "conv_general_dilated":
             call = functools.partial(_divided, self._matched(eqn), self.configurations[s])
             return self.calls.bind(call, invars, eqn)
+        if self.transfers is not None and eqn.primitive.name in (BEGIN, END):
+            return self.transfers.through_mark(eqn, invars)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         params = eqn.params
         if eqn.primitive.name in (COMPRESS, DECOMPRESS):

@@ -1,27 +1,28 @@
-"""The four points of a transfer in a rewritten jaxpr, fenced so that XLA keeps them where they are.
+"""The four points of a transfer in a rewritten jaxpr, and the barriers that hold them where they are.
 
-XLA orders by data dependence alone. So what goes into a point goes through a barrier together with
-the spine, and, where the transport says so, what comes out goes through another: nothing behind the
-point starts before it is issued, and it is not issued before what stands in front of it. Points at
-one position share their barriers. A token goes through all of them, so that our own calls run in the
-order of the plan also where every running value is on its way itself and nothing else ties them.
+`core.schedule` says where both stand and what the barriers hold. A token goes through all of them,
+so that our own calls run in the order of the plan also where every running value is on its way itself
+and nothing else ties them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
-from vmem_jax.core.fences import spines
 from vmem_jax.core.looped import EXTRA
-from vmem_jax.core.plan import Plan, Transfer, points_at
-from vmem_jax.core.program import Program
-from vmem_jax.jax_compat import JaxprEqn, Var
+from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.program import BEGIN, Program
+from vmem_jax.core.schedule import Do, Event
+from vmem_jax.core.validate import layout_violations
+from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+from vmem_jax.transfer.ffi import Ffi
 from vmem_jax.transfer.layout import Layout, Parked
 from vmem_jax.transfer.memory_kinds import MemoryKinds
 from vmem_jax.transfer.transport import WHOLE, AbstractTransport
@@ -32,17 +33,15 @@ def layout_of(program: Program, plan: Plan) -> Layout:
 
     One slot a transfer, taken from `start` to `back`, but for those of hosted buffers, whose host
     memory is the caller's; then one a looped stack, as deep as the loop is long, taken from the loop
-    that makes it to the loop that reads it.
+    that makes it on. Nothing takes over the place of a stack: the loop that reads it gives no token.
     """
     slots = [
         Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in parked(program, plan)
     ]
     for b in plan.looped:
-        buffer, [reader] = program.buffers[b], program.readers[b]
-        first, last = plan.order.index(program.producer[b]), plan.order.index(reader)
-        slots.append(
-            Parked(buffer.nbytes // buffer.slices, first, last, depth=buffer.slices + EXTRA)
-        )
+        buffer, first = program.buffers[b], plan.order.index(program.producer[b])
+        nbytes, depth = buffer.nbytes // buffer.slices, buffer.slices + EXTRA
+        slots.append(Parked(nbytes, first, len(plan.order), depth))
     return Layout.of(slots)
 
 
@@ -84,17 +83,30 @@ class Transfers:
             (transport, slots[t]) if transport is not None and t in slots else (streams, i)
             for i, t in enumerate(plan.transfers)
         ]
+        arena = None if transport is None else transport.arena
+        if arena is not None:
+            extents = [(s.offset, s.offset + s.depth * s.stride) for s in arena.layout.slots]
+            if broken := layout_violations(program, plan, extents):
+                raise ValueError(f"the layout of the arena is not valid for this plan: {broken[0]}")
         self.hosted: dict[Var, Var] = {}  # captured value -> its copy in host memory
         self._current, self._variables = current, captured.variables
         self._shards = captured.shards
         self._held: dict[int, Var] = {}  # transfer -> what its last point returned
         self._token: Var | None = None  # of the last barrier, behind the first start
-        self._at = points_at(program, plan.transfers)
-        between = lambda p: {
-            *plan.looped,
-            *(t.buffer for t in plan.transfers if t.start <= p <= t.back),
+        self._last: dict[int, Do] = {}  # transfer -> its last point
+        self._calls_of = {
+            Do.START: self._start,
+            Do.GONE: self._gone,
+            Do.FETCH: self._fetch,
+            Do.BACK: self._back,
         }
-        self._spines = spines(program, plan.order, {p: between(p) for p in sorted(self._at)})
+        own = [t for i, t in enumerate(plan.transfers) if isinstance(self._ways[i][0], Ffi)]
+        starts = [t.start for t in own]
+        starts += [plan.order.index(program.producer[b]) for b in plan.looped]
+        self._last_start = max(starts, default=-1)
+        self.returned: tuple[Var, ...] = ()  # tokens of all that is back
+        marks = [p for p, s in enumerate(plan.order) if program.steps[s].is_mark]
+        self._repeats = any(marks[0] < t.start < marks[-1] for t in own) if marks else False
         self._streamed_out = program.streamed_out
 
     def lies_in_host_memory(self, b: int, x: Var) -> None:
@@ -110,40 +122,64 @@ class Transfers:
         way = MemoryKinds(Layout((), 0))
         self.hosted[v] = self._calls.bind(lambda x: way.start(x, slot=0), [self.hosted[v]], like)[0]
 
-    def before(self, position: int, like: JaxprEqn) -> None:
-        """Emits what the plan has before the step at `position`, where `like` stands."""
-        calls = (self._start, self._gone, self._fetch, self._back)
-        events = self._at.get(position, ())
-        for point, together in itertools.groupby(events, key=lambda event: event[0]):
-            moved = [i for _, i in together]
-            if point == 0:
-                # in front of a start only our own calls need a fence: XLA's own copies have no
-                # places that another tensor may still hold, and start where their source is made
-                starting = [i for i in moved if self._ways[i][0].fenced_behind]
-                self._held.update((i, self._of(self._plan.transfers[i])) for i in starting)
-                if starting:
-                    self._fence(starting, position, like)
-                for i in starting:
-                    self._current[self._variables[self._plan.transfers[i].buffer]] = self._held[i]
+    def through_mark(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[Var]:
+        """Emits the mark `eqn` of sub-batches on `invars`; returns its results.
+
+        The token of what is back goes through both marks, as one more total: a sub-batch begins to
+        move nothing before all that the one before it has moved is back.
+        """
+        outs: list[Var] = [compat.new_var(v.aval) for v in eqn.outvars]
+        operands, results, params = [*invars], [*outs], dict(eqn.params)
+        if self._repeats:
+            token = compat.new_var(jax.typeof(np.uint8(0)))
+            results.append(token)
+            if eqn.primitive.name == BEGIN:
+                params["avals"] = (*params["avals"], token.aval)
+                self.returned = (*self.returned, token)
             else:
-                self._fence(moved, position, like)
-            for i in moved:
-                self._held[i] = calls[point](i, self._plan.transfers[i], like)
-            # behind `back`, too: its place in host memory may be another tensor's from here on
-            behind = [i for i in moved if self._ways[i][0].fenced_behind]
-            if behind:
-                self._fence(behind, position, like)
-                if self._token is None:  # the first point of a transfer of our own returns one
-                    self._token = self._held[behind[0]]
-            for i in moved:
-                b = self._plan.transfers[i].buffer
-                if point == 3:
-                    self._current[self._variables[b]] = self._held.pop(i)
-                elif point == 1 and b in self._streamed_out:
-                    self.hosted[self._variables[b]] = self._held.pop(i)
+                operands.insert(len(outs), self.returned[-1])
+                params["count"] += 1
+                self.returned = (token,)
+        self._calls.emit(eqn.replace(invars=operands, outvars=results, params=params))
+        return outs
+
+    def take(self, event: Event, like: JaxprEqn) -> None:
+        """Emits `event`, a point of a transfer or a barrier at one, where `like` stands."""
+        if event.do is Do.BARRIER:
+            self._barrier(event, like)
+            return
+        i = event.index
+        self._held[i] = self._calls_of[event.do](i, self._plan.transfers[i], like)
+        self._last[i] = event.do
+        if not self._ways[i][0].fenced_behind:
+            self._settle(i)
+
+    def _barrier(self, event: Event, like: JaxprEqn) -> None:
+        """One barrier over what the last points of transfers returned and the running values."""
+        leaving = [i for i in event.transfers if i not in self._held]
+        self._held.update((i, self._of(self._plan.transfers[i])) for i in leaving)
+        self._fence(event.transfers, event.buffers, like)
+        for i in leaving:
+            self._current[self._variables[self._plan.transfers[i].buffer]] = self._held[i]
+        own = [i for i in event.transfers if self._ways[i][0].fenced_behind and i not in leaving]
+        if own and self._token is None:  # the first point of a transfer of our own returns one
+            self._token = self._held[own[0]]
+        for i in own:
+            self._settle(i)
+
+    def _settle(self, i: int) -> None:
+        """What transfer `i` holds stands for its buffer where its last point has returned that."""
+        v = self._variables[self._plan.transfers[i].buffer]
+        if self._last.get(i) is Do.BACK:
+            self._current[v] = self._held.pop(i)
+        elif self._last.get(i) is Do.GONE and self._plan.transfers[i].buffer in self._streamed_out:
+            self.hosted[v] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
+        if isinstance(way, Ffi) and self.returned:
+            call = lambda x, *tokens: way.start(x, **how, after=tokens)
+            return self._calls.bind(call, [self._of(t), *self.returned], like)[0]
         return self._calls.bind(lambda x: way.start(x, **how), [self._of(t)], like)[0]
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
@@ -160,6 +196,11 @@ class Transfers:
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
         way, how = self._way(i)
+        if isinstance(way, Ffi) and (self._repeats or t.back <= self._last_start):
+            call = lambda held, *tokens: way.back_in_turn(held, **how, after=tokens)
+            x, token = self._calls.bind(call, [self._held[i], *self.returned], like)
+            self.returned = (token,)
+            return x
         return self._calls.bind(lambda held: way.back(held, **how), [self._held[i]], like)[0]
 
     def _way(self, i: int) -> tuple[AbstractTransport, dict[str, Any]]:
@@ -171,11 +212,10 @@ class Transfers:
     def _of(self, t: Transfer) -> Var:
         return self._current[self._variables[t.buffer]]
 
-    def _fence(self, moved: Sequence[int], position: int, like: JaxprEqn) -> None:
-        """One barrier over what `moved` hold and the running values at `position`."""
+    def _fence(self, moved: Sequence[int], running: Sequence[int], like: JaxprEqn) -> None:
+        """One barrier over what `moved` hold, the token and the buffers `running`."""
         held = [self._held[i] for i in moved]
-        # at the end of the order nothing runs that could be held
-        behind = [self._variables[b] for b in self._spines.get(position, ())]
+        behind = [self._variables[b] for b in running]
         own = any(self._ways[i][0].fenced_behind for i in moved)
         token = [self._token] if own and self._token is not None else []
         outs = self._calls.fence([*held, *token, *(self._current[v] for v in behind)], like)

@@ -50,6 +50,7 @@ class Attempt:
       predicted_need: bytes that this was predicted to be, with XLA's heap.
       costs: what the plan was made from, with what its compiled step shows.
       plan_seconds: seconds that planning took.
+      excess: bytes of `need` beside what would be predicted with `costs`.
     """
 
     variant: Variant
@@ -59,6 +60,7 @@ class Attempt:
     predicted_need: int
     costs: Costs
     plan_seconds: float = 0.0
+    excess: int = 0
 
     @property
     def transport(self) -> Any:
@@ -158,8 +160,7 @@ class _Candidate:
         plan of the variant went over its prediction."""
         if self.estimate is None:
             return math.inf
-        missed = self.misses[-1] if self.misses else None
-        return self.estimate.need + (max(missed.need - missed.predicted_need, 0) if missed else 0)
+        return self.estimate.need + (self.misses[-1].excess if self.misses else 0)
 
 
 class _Search:
@@ -182,6 +183,7 @@ class _Search:
         self.attempts: list[Attempt] = []
         self.known: list[Attempt] = []  # compiled by earlier searches, and over this budget
         self.best: Attempt | None = None
+        self.is_last = False  # nothing else is left to try, so no compile is reserved
         self.order = 0
         self.opened: set[tuple[Family, int]] = set()
 
@@ -189,14 +191,14 @@ class _Search:
         for group in groups:
             for family in group:
                 self._open(family, family.counts[0], 0.0)
-            while self.queue:
-                self._advance(heapq.heappop(self.queue)[-1])
+            self._work_off()
             if self.best is None and self.budget is not None and group is not groups[-1]:
-                self._compile_lowest(1, int((1 + self.params.memory_tolerance) * self.budget))
+                self._compile_lowest(1, self.params.near * self.budget)
             if self.best is not None:
                 return self._found(self.best)
         if self.reasons and not (self.attempts or self.over or self.failures):
             raise self.reasons[0]  # this policy has no plan here, and nothing is run instead
+        self.is_last = True
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
             self._compile_untouched()
@@ -210,6 +212,10 @@ class _Search:
             return Found(None, False, (), failure)
         assert self.reasons, "every candidate has a plan, a failure or a reason"
         raise self.reasons[0]
+
+    def _work_off(self) -> None:
+        while self.queue:
+            self._advance(heapq.heappop(self.queue)[-1])
 
     def _found(self, best: Attempt) -> Found:
         """`best`, and the others without their compiled steps, which hold memory."""
@@ -227,7 +233,8 @@ class _Search:
         """The variant of `family` in `count` sub-batches, once; it takes no less than `seconds`."""
         if (family, count) not in self.opened:
             self.opened.add((family, count))
-            self._push(_Candidate(family, count, seconds=seconds, goal=self.budget))
+            goal = None if self.budget is None else int((1 + family.margin) * self.budget)
+            self._push(_Candidate(family, count, seconds=seconds, goal=goal))
 
     def _open_next(self, candidate: _Candidate, seconds: float) -> None:
         """The same with the next number of sub-batches, where there may be several."""
@@ -324,16 +331,21 @@ class _Search:
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and candidate.estimate is not None
         spare = self.params.max_compiles - len(self.attempts)
-        if self.best is None:
+        if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
         known = any(_same(attempt.plan, candidate.estimate.plan) for attempt in misses)
         if spare <= 0 or known or len(misses) >= self.params.compiles_per_variant:
             self._give_up(candidate)
             return
         attempt = self._attempt(variant, candidate.estimate)
-        if self._fits(attempt):
-            return
-        assert self.budget is not None, "without a budget everything fits"
+        if not self._fits(attempt):
+            self._again(candidate, attempt)
+
+    def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
+        """Sends a candidate back whose plan compiled to too much: with a lower goal, with what the
+        compiled step told, and once more without transfers."""
+        variant, misses = candidate.variant, candidate.misses
+        assert variant is not None and self.budget is not None, "without a budget everything fits"
         if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
             still = variant.without_transfers
             if not misses:
@@ -342,9 +354,8 @@ class _Search:
         variant = dataclasses.replace(variant, costs=attempt.costs)
         # what the compiler takes beside what would now be predicted is taken off, and a little more
         # each time, since freeing other values moves the peak
-        more = attempt.need - predicted_need(variant.program, restated(attempt.plan, attempt.costs))
         step = int(len(misses) * self.params.memory_step * self.budget)
-        goal = self.budget - max(more, 0) - step
+        goal = self.budget - attempt.excess - step
         candidate = dataclasses.replace(
             candidate, variant=variant, estimate=None, goal=goal, misses=(*misses, attempt)
         )
@@ -358,7 +369,9 @@ class _Search:
         logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
         plan = dataclasses.replace(one.plan, budget=self.budget)
         costs = variant.learn(variant.costs, compiled)
-        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds)
+        known = predicted_need(variant.program, restated(one.plan, costs))
+        excess = max(need - known, 0)
+        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds, excess)
         self.attempts.append(attempt)
         seconds = one.plan.predicted_seconds
         if self._fits(attempt):
@@ -381,18 +394,18 @@ class _Search:
           most: of these, how many.
           limit: bytes; what is predicted to need more is left.
         """
-        waiting = sorted(self.over, key=lambda one: (not one.is_proved, one.expected))
         compiled: list[Attempt] = []
-        while waiting and self.best is None and len(self.attempts) < self.params.max_compiles:
-            candidate = waiting.pop(0)
+        while self.over and self.best is None and len(self.attempts) < self.params.max_compiles:
+            candidate = min(self.over, key=lambda one: (not one.is_proved, one.expected))
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
+            if candidate.expected > limit or len(compiled) >= most:
+                return
+            self.over.remove(candidate)
             if any(candidate.expected >= a.need for a in self.attempts):
                 continue  # another came to less than is expected of it
             if any(_same(a.plan, one.plan) for a in self.attempts):
                 continue
-            if candidate.expected > limit or len(compiled) >= most:
-                return
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
             try:
@@ -401,8 +414,14 @@ class _Search:
                 self._drop(candidate, error)
                 continue
             compiled.append(attempt)
-            if attempt.need > self.params.far * one.need:
-                waiting = [*self._less_extreme(candidate, attempt), *waiting]
+            if self._fits(attempt):
+                return
+            near = self.budget is not None and attempt.need <= self.params.near * self.budget
+            if near or attempt.costs != variant.costs:  # its compiled step told something
+                self._again(candidate, attempt)
+                self._work_off()
+            elif attempt.need > self.params.far * one.need:
+                self.over += self._less_extreme(candidate, attempt)
 
     def _less_extreme(self, candidate: _Candidate, attempt: Attempt) -> list[_Candidate]:
         """Plans for somewhat more than the lowest peak that is predicted, where that compiled to far
@@ -423,9 +442,10 @@ class _Search:
         assert isinstance(one, Estimate), "without a budget there is always a plan"
         if self.plain_need is None:
             lowest = min((a.need for a in self.attempts), default=math.inf)
-            enough = lowest if self.attempts else self.budget or math.inf
-            may = len(self.attempts) < self.params.max_compiles
-            if not may or one.need > self.params.untouched * enough:
+            may_fit = one.need <= self.params.untouched * (self.budget or math.inf)
+            may_be_lower = one.need <= self.params.untouched_lower * lowest
+            spare = len(self.attempts) < self.params.max_compiles
+            if not (spare and (may_fit or may_be_lower)):
                 return
         elif self.attempts and self.plain_need >= min(a.need for a in self.attempts):
             return
@@ -445,4 +465,4 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
 def _same(a: Plan, b: Plan) -> bool:
     calls = lambda plan: [(s, configuration.calls) for s, configuration in plan.divided]
     facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan), plan.sub_batches)
-    return facts(a) == facts(b) and a.compressed == b.compressed
+    return facts(a) == facts(b) and (a.compressed, a.kept) == (b.compressed, b.kept)

@@ -56,6 +56,7 @@ class Family:
       must_gain: share of the time by which it must be faster than other families.
       bounded_by: the variant of another family, with so many sub-batches, whose lower bounds hold
         for this one, too; by default its own do.
+      margin: share of the budget by which the first plan of a variant may be predicted to need more.
       proved: plans of this family that were compiled before, and the bytes that they need.
     """
 
@@ -64,4 +65,5 @@ class Family:
     splitting: Splitting = Splitting.FASTEST
     must_gain: float = 0.0
     bounded_by: Callable[[int], Variant] | None = None
+    margin: float = 0.0
     proved: Sequence[tuple[Plan, int]] = ()

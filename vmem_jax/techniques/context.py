@@ -11,8 +11,10 @@ import jax
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
+from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.devices.device import devices_of
+from vmem_jax.errors import HostMemoryError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.rewrite.compression import sites
@@ -66,12 +68,17 @@ class StepContext:
     def platform(self) -> str:
         return "gpu" if self.target is not None else self.devices[0].platform
 
+    @property
+    def machine(self) -> Machine:
+        """What the user says, or the card's by its name."""
+        return self.settings.machine or machine_for(self.target or self.devices[0].device_kind)
+
     @functools.cached_property
     def costs(self) -> Costs:
         """Of the step with its batch as a whole."""
         settings, captured = self.settings, self.traced.captured
         if self.target is not None:
-            return analytic(captured.program, settings.machine or machine_for(self.target))
+            return analytic(captured.program, self.machine)
         device, machine = self.devices[0], settings.machine
         return costs_of(captured, device, machine=machine, profile=settings.profile)
 
@@ -120,6 +127,9 @@ class StepContext:
         mover, store, captured = None, None, traced.captured
         if parks(captured.program, plan):
             layout, limit = layout_of(captured.program, plan), self.settings.host_budget
+            nbytes = layout.nbytes * len(self.devices)
+            if limit is not None and nbytes > limit:
+                raise HostMemoryError(nbytes=nbytes, limit_nbytes=limit, limit="`host_budget`")
             mover = open_transport(self.transport, layout, limit, captured.shards.mesh)
         if captured.program.compressed:
             store = Store(sites(captured))

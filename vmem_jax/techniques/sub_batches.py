@@ -15,9 +15,7 @@ from typing import ClassVar
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.places import place_of
-from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, of_parts
-from vmem_jax.core.machine import Machine
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy.base import Splitting
@@ -103,14 +101,9 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
 
 def _most(step: StepContext) -> float:
     """How many sub-batches there may be for one to take `LEAST_BUSY` launches."""
-    launch = _machine(step).launch
+    launch = step.machine.launch
     busy = sum(max(seconds - launch, 0.0) for seconds in step.costs.seconds)
     return max(1.0, busy / (LEAST_BUSY * launch)) if launch else math.inf
-
-
-def _machine(step: StepContext) -> Machine:
-    name = step.target or step.devices[0].device_kind
-    return step.settings.machine or machine_for(name)
 
 
 def counts_of(size: int) -> tuple[int, ...]:
@@ -127,7 +120,7 @@ def _part_costs(step: StepContext, parts: TracedStep) -> Costs:
     by their number.
     """
     whole, costs = step.traced.captured.program, step.costs
-    found = of_parts(parts.captured.program, _machine(step), whole, costs)
+    found = of_parts(parts.captured.program, step.machine, whole, costs)
     link, count = costs.link, parts.captured.program.sub_batches
     if link is not None and not parts.hosted:
         slower = {lane: getattr(link, lane) / count for lane in ("out", "into", "both")}

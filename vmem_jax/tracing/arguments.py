@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -126,21 +125,6 @@ def signature(
         batch_nums,
         batch_names,
     )
-
-
-def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
-    """The call `sig.fun(*args, **kwargs)`, by the first framework that knows its arguments."""
-    if "flax.nnx" in sys.modules:
-        from vmem_jax.tracing import flax
-
-        if flax.has_modules((args, kwargs)):
-            return flax.prepare(sig, args, kwargs)
-    if "equinox" in sys.modules:
-        from vmem_jax.tracing import equinox
-
-        if equinox.has_modules((args, kwargs)):
-            return equinox.prepare(sig, args, kwargs)
-    return prepare_pytrees(sig, args, kwargs)
 
 
 def prepare_pytrees(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:

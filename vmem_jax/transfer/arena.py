@@ -12,7 +12,7 @@ from vmem_jax.errors import HostMemoryError
 from vmem_jax.transfer import host_memory
 from vmem_jax.transfer.extension import as_dataclass, handler_device, load
 from vmem_jax.transfer.layout import Layout
-from vmem_jax.transfer.registered import Registered, wait_for_runs
+from vmem_jax.transfer.registered import Registered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Arena(Registered):
             extension.record(self.id, *where, False)
 
     def reset(self, device: jax.Device) -> None:
-        """Drops what a failed run has left parked on `device`; waits for runs in flight first.
+        """Drops what failed runs have left parked on `device`. No run may be in flight there.
 
         The next run does so by itself, but it cannot tell a run that failed elsewhere, in another
         custom call, from one that takes its time, and waits for it.
@@ -168,7 +168,6 @@ class Arena(Registered):
         Raises:
           RuntimeError: it is not pinned there.
         """
-        wait_for_runs()
         load().arena_reset(self.id, *handler_device(device))
 
     def counters(self, device: jax.Device) -> Counters:

@@ -106,6 +106,10 @@ class Store(Registered):
         load().store_open(self.id, *where)
         self._ready.add(where)
 
+    def reset(self, device: jax.Device) -> None:
+        """Gives back the overflow memory of failed runs on `device`; no run may be in flight."""
+        load().store_reset(self.id, *handler_device(device))
+
     def counters(self, device: jax.Device) -> tuple[SiteCounters, ...]:
         """What happened on `device` so far, by site. Waits for what runs there."""
         wait_for_runs()

@@ -3,6 +3,8 @@ live and die together."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,11 @@ from vmem_jax.transfer.transport import AbstractTransport
 class Moving:
     """A compiled step that moves or compresses buffers; called like it. Sees to its host memory
     before it runs.
+
+    On a CPU runs take turns, and each begins after the one before it has ended: what that one left in
+    the arena or the store is there because it failed, and is dropped. XLA tells the arena of no run
+    that failed, and on a CPU any thread may run any part of a run. On a GPU the thread that launches
+    a run makes all of its calls, so the arena sees by itself that the run before has ended.
 
     Attributes:
       compiled: the step as JAX compiled it.
@@ -35,6 +42,8 @@ class Moving:
         self.compiled, self.transport, self.store = compiled, transport, store
         self.devices = tuple(devices)
         self._prepared = False
+        self._turn = threading.Lock()
+        self._last: tuple[jax.Array, ...] | None = ()  # what tells that the last run has ended
 
     @property
     def arena(self) -> Arena | None:
@@ -49,7 +58,40 @@ class Moving:
                 for device in self.devices:
                     self.store.open(device)
             self._prepared = True
-        return self.compiled(*args, **kwargs)
+        if any(device.platform != "cpu" for device in self.devices):
+            return self.compiled(*args, **kwargs)
+        with self._turn:
+            self._drop_leftovers()
+            # A call that raises has ended where it runs on one device
+            self._last = () if len(self.devices) == 1 else None
+            outs = self.compiled(*args, **kwargs)
+            self._last = _smallest(outs, (args, kwargs))
+        return outs
+
+    def _drop_leftovers(self) -> None:
+        """Waits for the last run, and drops what it left behind if it failed."""
+        if self._last is None:
+            return
+        for out in self._last:
+            with contextlib.suppress(RuntimeError):  # the caller of that run gets its error
+                out.block_until_ready()
+            if out.is_deleted():  # so it does not tell; the arena waits for the run
+                return
+        for device in self.devices:
+            if self.arena is not None:
+                self.arena.reset(device)
+            if self.store is not None:
+                self.store.reset(device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
+
+
+def _smallest(outs: Any, given: Any) -> tuple[jax.Array, ...] | None:
+    """The smallest result of a run, since it is kept until the next one; None where there is none.
+
+    All results of a run are ready when it has ended. An argument that is handed through is no result.
+    """
+    arguments = {id(leaf) for leaf in jax.tree.leaves(given)}
+    made = [out for out in jax.tree.leaves(outs) if id(out) not in arguments]
+    return (min(made, key=lambda out: out.size),) if made else None

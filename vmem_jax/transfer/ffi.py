@@ -39,9 +39,12 @@ def first_token() -> jax.Array:
     return jnp.zeros(TOKEN.shape, TOKEN.dtype)
 
 
-def offload_start(x: jax.Array, token: jax.Array, *, arena: int, slot: int) -> jax.Array:
-    """Begins to copy `x` (any shape and dtype) out; returns a token. Pushes, in a loop."""
-    return _call("offload_start", TOKEN, x, token, arena=arena, slot=slot)
+def offload_start(
+    x: jax.Array, token: jax.Array, *tokens: jax.Array, arena: int, slot: int
+) -> jax.Array:
+    """Begins to copy `x` (any shape and dtype) out, after what the tokens wait for; returns a token.
+    Pushes, in a loop."""
+    return _call("offload_start", TOKEN, x, token, *tokens, arena=arena, slot=slot)
 
 
 def offload_done(x: jax.Array, token: jax.Array, *, arena: int, slot: int) -> jax.Array:
@@ -68,6 +71,19 @@ def fetch_done(buffer: jax.Array, *, arena: int, slot: int) -> jax.Array:
     return _call("fetch_done", out, buffer, arena=arena, slot=slot, aliases={0: 0})
 
 
+def fetch_done_in_turn(
+    buffer: jax.Array, *tokens: jax.Array, arena: int, slot: int
+) -> tuple[jax.Array, jax.Array]:
+    """`fetch_done`, after what `tokens` wait for; returns a token, too.
+
+    An `offload_start` that takes the token finds the place of this tensor free.
+    """
+    out = (jax.ShapeDtypeStruct(buffer.shape, buffer.dtype), TOKEN)
+    call = _bound("fetch_done", out, aliases={0: 0})
+    x, token = call(buffer, *tokens, arena=np.int64(arena), slot=np.int64(slot))
+    return x, token
+
+
 class Ffi(AbstractTransport):
     """Transfers through these calls and an arena of their own, which is freed with this object."""
 
@@ -92,12 +108,13 @@ class Ffi(AbstractTransport):
         *,
         slot: int,
         spec: PartitionSpec = WHOLE,
-        after: jax.Array | None = None,
+        after: Sequence[jax.Array] = (),
     ) -> jax.Array:
-        """As the interface has it; in a loop, `after` the last token of this slot."""
-        token = first_token() if after is None else after
-        call = lambda x, token: offload_start(x, token, arena=self.arena.id, slot=slot)
-        return self._each(call, (spec, WHOLE), WHOLE)(x, token)
+        """As the interface has it, `after` what these tokens wait for; in a loop, the last token of
+        this slot is one."""
+        tokens = [*after] or [first_token()]
+        call = lambda x, *tokens: offload_start(x, *tokens, arena=self.arena.id, slot=slot)
+        return self._each(call, (spec, *[WHOLE] * len(tokens)), WHOLE)(x, *tokens)
 
     def gone(
         self, x: jax.Array, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE
@@ -125,13 +142,28 @@ class Ffi(AbstractTransport):
         call = lambda buffer: fetch_done(buffer, arena=self.arena.id, slot=slot)
         return self._each(call, (spec,), spec)(held)
 
+    def back_in_turn(
+        self,
+        held: jax.Array,
+        *,
+        slot: int,
+        spec: PartitionSpec = WHOLE,
+        after: Sequence[jax.Array] = (),
+    ) -> tuple[jax.Array, jax.Array]:
+        """`back`, after what the tokens `after` wait for; returns a token, too."""
+        call = lambda x, *tokens: fetch_done_in_turn(x, *tokens, arena=self.arena.id, slot=slot)
+        return self._each(call, (spec, *[WHOLE] * len(after)), (spec, WHOLE))(held, *after)
+
     def prepare(self, compiled: Any, devices: Sequence[jax.Device]) -> None:
         """Pins the arena on every device."""
         for device in devices:
             self.arena.pin(device)
 
     def _each(
-        self, call: Callable, in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec
+        self,
+        call: Callable,
+        in_specs: tuple[PartitionSpec, ...],
+        out_spec: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Callable:
         """`call` on each device's own shards."""
         if self._mesh is None:
@@ -215,9 +247,11 @@ def _call(
     slot: int,
     aliases: dict[int, int] | None = None,
 ) -> jax.Array:
+    call = _bound(name, out, aliases or {})
+    return call(*operands, arena=np.int64(arena), slot=np.int64(slot))
+
+
+def _bound(name: str, out: Any, aliases: dict[int, int]) -> Callable:
     load()
     # A side effect, so that XLA neither merges two equal calls nor removes one
-    call = jax.ffi.ffi_call(
-        PREFIX + name, out, has_side_effect=True, input_output_aliases=aliases or {}
-    )
-    return call(*operands, arena=np.int64(arena), slot=np.int64(slot))
+    return jax.ffi.ffi_call(PREFIX + name, out, has_side_effect=True, input_output_aliases=aliases)

@@ -267,6 +267,23 @@ void TestRunsThatDied() {
   get(10, first, c);
   EXPECT(Launched::Overflow::made == 2);
 
+  // Who knows that runs have died says so, whatever thread they were of
+  put(20, first, c);
+  std::thread([&] {
+    Buffer other(Opened::kTight);
+    put(21, first, other);
+  }).join();
+  store.Reset();
+  EXPECT(Throws([&] { get(20, first, c); }, "holds nothing"));
+  put(22, first, c);
+  std::thread([&] {
+    Buffer other(Opened::kTight);
+    put(23, first, other);
+    get(23, first, other);
+  }).join();
+  get(22, first, c);
+  EXPECT(Launched::Overflow::made == 2);
+
   // What work on one stream may still use, no other stream gets
   put(12, second, c);
   get(12, second, c);

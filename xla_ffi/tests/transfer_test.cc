@@ -221,6 +221,26 @@ void TestRunThatDiedElsewhere() {
       Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); }, "nothing parked"));
 }
 
+// Every copy and every wait, in the order of each lane, and nothing unless asked.
+// Several calls of one run find what a failed run left: the first drops it, and no other drops what
+// that one has parked since.
+void TestCallsOfOneRunTakeOverTogether() {
+  constexpr std::size_t kCalls = 4;
+  Tensor left = Filled(9);
+  std::vector<Tensor> sources(kCalls, Filled(3));
+  Pinned arena(Flat(kCalls + 1));
+  Injection injection;
+  injection.stale_seconds = 0.05;
+  Injected injected(injection);
+  arena->OffloadStart(1, kMain, kCalls, left.data(), kNbytes);
+  std::vector<std::thread> calls;
+  for (std::size_t i = 0; i < kCalls; ++i) {
+    calls.emplace_back([&, i] { arena->OffloadStart(2, kMain, i, sources[i].data(), kNbytes); });
+  }
+  for (std::thread& call : calls) call.join();
+  EXPECT(arena->counters().parked == kCalls && arena->counters().resets == 1);
+}
+
 // What a dead run has left can be dropped by those who know that it is dead; nobody waits for it then.
 void TestReset() {
   for (std::size_t capacity : {0, 1}) {
@@ -237,6 +257,8 @@ void TestReset() {
     EXPECT(arena->counters().resets == 1);
     EXPECT(Throws([&] { arena->OffloadDone(1, kMain, 0, source.data(), kNbytes); },
                   "nothing parked"));
+    EXPECT(Throws([&] { arena->OffloadStart(1, kMain, 0, source.data(), kNbytes); },
+                  "failed before"));
     Step(arena, 2, 1, 1);
     arena->Reset();
     EXPECT(arena->counters().resets == 1);
@@ -447,6 +469,7 @@ int main() {
   vmem::TestFailureWaitsForTheLanes();
   vmem::TestFetchDuringEviction();
   vmem::TestRunThatDiedElsewhere();
+  vmem::TestCallsOfOneRunTakeOverTogether();
   vmem::TestReset();
   vmem::TestTurnAfterAFailure();
   vmem::TestThreadsOfOneRun();

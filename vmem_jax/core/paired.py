@@ -1,0 +1,69 @@
+"""paired: one iteration of a forward loop and of the backward loop that reads its residuals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from vmem_jax.core.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedLoop:
+    """Two loops of which the second reads in every iteration what the first made in the same one.
+
+    Attributes:
+      program: one iteration of both, one behind the other, with nothing stacked.
+      length: iterations.
+      given: inputs that the second loop can read without a stack: arguments of every iteration,
+        slices of stacks that are there anyway.
+      carried: inputs that the first loop carries into the iteration; it can stack them.
+      late: inputs that only the second loop has: cotangents.
+      made: values that the first loop has to make, whatever is kept.
+      returned: results of the second loop.
+    """
+
+    program: Program
+    length: int
+    given: frozenset[int]
+    carried: frozenset[int]
+    late: frozenset[int]
+    made: frozenset[int]
+    returned: frozenset[int]
+
+    @functools.cached_property
+    def late_steps(self) -> frozenset[int]:
+        """The steps that depend on what only the second loop has, and so run there."""
+        late, found = set(self.late), set[int]()
+        for s, step in enumerate(self.program.steps):
+            if not late.isdisjoint(step.reads):
+                found.add(s)
+                late.update(step.writes)
+        return frozenset(found)
+
+    @functools.cached_property
+    def keepable(self) -> frozenset[int]:
+        """The values that the first loop can stack."""
+        steps = [s for s in range(len(self.program.steps)) if s not in self.late_steps]
+        return self.carried | {b for s in steps for b in self.program.steps[s].writes}
+
+    @functools.cached_property
+    def wanted(self) -> frozenset[int]:
+        """The values that the second loop needs and that do not depend on what only it has."""
+        program = self.program
+        early = lambda b: b not in self.late and program.producer[b] not in self.late_steps
+        read = {b for s in self.late_steps for b in program.steps[s].reads}
+        return frozenset(filter(early, (read | self.returned) - self.given))
+
+    @functools.cached_property
+    def first_steps(self) -> frozenset[int]:
+        """The steps that the first loop has to run for what it makes, and those that only it may."""
+        program = self.program
+        early = [s for s in range(len(program.steps)) if s not in self.late_steps]
+        needed, found = set(self.made), set[int]()
+        for s in reversed(early):
+            step = program.steps[s]
+            if not step.pure or not needed.isdisjoint(step.writes):
+                found.add(s)
+                needed.update(step.reads)
+        return frozenset(found)

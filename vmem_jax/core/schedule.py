@@ -1,0 +1,139 @@
+"""schedule: what a plan does, one event after another: steps, barriers, the points of transfers.
+
+`rewrite` emits these events, and `heap` predicts the memory that they take, so that a barrier is
+derived in one place. `validate` does not read it.
+
+XLA orders by data dependence alone. So what goes into a point of a transfer goes through a barrier
+together with the running values, and what comes out of our own calls goes through another: nothing
+behind the point starts before it is issued, and it is not issued before what stands in front of it.
+Points of one kind at one position share their barriers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterator, Sequence
+
+from vmem_jax.core.fences import fences, spines
+from vmem_jax.core.liveness import last_reads
+from vmem_jax.core.plan import Transfer, points_at
+from vmem_jax.core.program import Program
+
+
+class Do(enum.StrEnum):
+    """What an event does."""
+
+    RUN = "run"
+    BARRIER = "barrier"
+    START = "start"
+    GONE = "gone"
+    FETCH = "fetch"
+    BACK = "back"
+    FREE = "free"
+
+
+_POINTS = (Do.START, Do.GONE, Do.FETCH, Do.BACK)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One event.
+
+    Attributes:
+      do: what it does.
+      position: in the order, of the step before which it stands; of `RUN` that of its step, behind
+        which the barrier of a clamp and `FREE` stand. The end of the order is one, too.
+      index: the step of `RUN`, the transfer of a point; −1 else.
+      buffers: of `BARRIER` what is held, of `RUN` and `FREE` what is read there for the last time,
+        of a point the buffer that moves.
+      transfers: of `BARRIER` those of which it holds what their last point returned, or, in front of
+        `START`, the buffer that leaves.
+    """
+
+    do: Do
+    position: int
+    index: int = -1
+    buffers: tuple[int, ...] = ()
+    transfers: tuple[int, ...] = ()
+
+
+def schedule(
+    program: Program,
+    order: Sequence[int],
+    transfers: Sequence[Transfer] = (),
+    *,
+    looped: Sequence[int] = (),
+    fenced: bool = True,
+    own: bool = True,
+) -> tuple[Event, ...]:
+    """The events of `order` with `transfers`.
+
+    Args:
+      looped: stacks that no barrier holds, since their slices are in host memory.
+      fenced: whether barriers hold XLA to the order.
+      own: whether what is not hosted moves by our own calls, which are fenced in front of a start and
+        behind every point. XLA's own copies are fenced in front of the other points alone.
+    """
+    return tuple(_Scheduler(program, order, transfers, looped, fenced, own).events())
+
+
+class _Scheduler:
+    def __init__(
+        self,
+        program: Program,
+        order: Sequence[int],
+        transfers: Sequence[Transfer],
+        looped: Sequence[int],
+        fenced: bool,
+        own: bool,
+    ) -> None:
+        self.program, self.order, self.transfers, self.fenced = program, order, transfers, fenced
+        self.own = {i for i, t in enumerate(transfers) if own and t.buffer not in program.hosted}
+        self.points = points_at(program, transfers)
+        away = {p: {*looped, *self._away(p)} for p in sorted(self.points)}
+        self.spines = spines(program, order, away)
+        found = fences(program, order) if fenced else ()
+        self.fences: dict[int, tuple[int, ...]] = {}
+        for fence in found:  # a buffer on its way is fenced by its own calls
+            gone = self._away(fence.position)
+            held = tuple(b for b in fence.buffers if b not in gone)
+            self.fences[fence.position] = held
+
+    def events(self) -> Iterator[Event]:
+        dying = last_reads(self.program, self.order)
+        for position, s in enumerate(self.order):
+            if held := self.fences.get(position):
+                yield Event(Do.BARRIER, position, buffers=held)
+            yield from self._moves(position)
+            step, last = self.program.steps[s], tuple(dying[position])
+            yield Event(Do.RUN, position, s, last)
+            if self.fenced and step.compared:
+                yield Event(Do.BARRIER, position, buffers=step.compared)
+            if last:
+                yield Event(Do.FREE, position, buffers=last)
+        yield from self._moves(len(self.order))
+
+    def _moves(self, position: int) -> Iterator[Event]:
+        """The points before the step at `position`, between their barriers."""
+        events = self.points.get(position, ())
+        for point, together in itertools.groupby(events, key=lambda event: event[0]):
+            moved = tuple(i for _, i in together)
+            own = tuple(i for i in moved if i in self.own)
+            # XLA's own copies have no places that another tensor may still hold, and start where
+            # their source is made
+            yield from self._barrier(position, moved if point else own)
+            for i in moved:
+                buffers = (self.transfers[i].buffer,)
+                yield Event(_POINTS[point], position, i, buffers)
+            # behind `back`, too: its place in host memory may be another tensor's from here on
+            yield from self._barrier(position, own)
+
+    def _barrier(self, position: int, moved: tuple[int, ...]) -> Iterator[Event]:
+        if moved:
+            buffers = self.spines.get(position, ())
+            yield Event(Do.BARRIER, position, buffers=buffers, transfers=moved)
+
+    def _away(self, position: int) -> set[int]:
+        return {t.buffer for t in self.transfers if t.start <= position <= t.back}

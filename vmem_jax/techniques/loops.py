@@ -1,0 +1,133 @@
+"""loops: the scans of a step with other residuals stacked between them. Part of "recompute": what a
+backward loop does not find in a stack it computes again, iteration by iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from absl import logging
+
+from vmem_jax.capture.capture import capture_pair
+from vmem_jax.capture.loop_pairs import Pair, find_pairs
+from vmem_jax.capture.loop_residuals import with_residuals
+from vmem_jax.core.costs import analytic
+from vmem_jax.core.machine import Machine
+from vmem_jax.core.paired import PairedLoop
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import predicted_need
+from vmem_jax.errors import show_nbytes
+from vmem_jax.jax_compat import Var
+from vmem_jax.policy.exact import Exact
+from vmem_jax.policy.residuals import Kept, choose, front
+from vmem_jax.techniques.context import StepContext
+from vmem_jax.tracing.traced import TracedStep
+
+_CHOICES = 5
+"""From the fewest seconds to the fewest bytes; with one for the budget these are six to plan for."""
+
+_TRIES = 3
+"""To meet a budget: what an iteration of another choice needs beside its stacks differs a little."""
+
+
+def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
+    """`step` in the forms in which its loops stack other values; none where policy and `allow` leave
+    its loops as they are."""
+    settings = step.settings
+    chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
+    if budget is None or not chooses or "compress" in settings.named:
+        return []
+    found = loop_variants(step.traced, step.machine, budget)
+    return [step.of(variant.traced) for variant in found]
+
+
+def with_loops(step: StepContext, kept: tuple[tuple[int, ...], ...]) -> StepContext:
+    """`step` whose loops stack what a plan says, `Plan.kept`; itself where it has no such loops."""
+    variants = _Variants(step.traced, step.machine)
+    if len(variants.loops) != len(kept):
+        return step
+    if not all(loop.keepable >= {*own} for loop, own in zip(variants.loops, kept, strict=True)):
+        return step
+    return step.of(variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0)).traced)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopVariant:
+    """A step with other values stacked between its loops.
+
+    Attributes:
+      traced: it; its `plain` is that step, too.
+      kept: what is stacked.
+      need: bytes that it is predicted to need where nothing else is recomputed.
+    """
+
+    traced: TracedStep
+    kept: Kept
+    need: int
+
+    def __str__(self) -> str:
+        seconds = 1e3 * self.kept.seconds
+        return f"loops stack {show_nbytes(self.kept.nbytes)}, which takes {seconds:.1f} ms"
+
+
+def loop_variants(
+    traced: TracedStep, machine: Machine, budget: int | None = None
+) -> tuple[LoopVariant, ...]:
+    """`traced` with other values stacked between its loops: from the fewest seconds to the fewest
+    bytes, and what needs `budget` bytes as nearly as can be. Empty where it has no such loops.
+
+    Args:
+      machine: what the choices are made for.
+    """
+    variants = _Variants(traced, machine)
+    if not variants.pairs:
+        return ()
+    found = [variants.of(kept) for kept in front(variants.loops, machine, _CHOICES)]
+    if budget is not None:
+        found += variants.near(budget, found)
+    for variant in found:
+        logging.info("%s", variant)
+    return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
+
+
+class _Variants:
+    def __init__(self, traced: TracedStep, machine: Machine) -> None:
+        self.traced, self.machine = traced, machine
+        self.flat = traced.captured.separate
+        self.pairs: Sequence[Pair] = find_pairs(self.flat)
+        made = [capture_pair(pair) for pair in self.pairs]
+        self.loops: list[PairedLoop] = [loop for loop, _ in made]
+        self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
+
+    def of(self, kept: Kept) -> LoopVariant:
+        chosen = [
+            (pair, [variables[b] for b in sorted(buffers)])
+            for pair, variables, buffers in zip(
+                self.pairs, self.variables, kept.buffers, strict=True
+            )
+        ]
+        ids = tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
+        captured = self.traced.captured.rewritten(with_residuals(self.flat, chosen), ids)
+        program = captured.program
+        plan = Exact().plan(program, analytic(program, self.machine), None)
+        assert isinstance(plan, Plan), "without a budget there is always a plan"
+        traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
+        return LoopVariant(traced, kept, predicted_need(program, plan))
+
+    def near(self, budget: int, found: Sequence[LoopVariant]) -> Iterator[LoopVariant]:
+        """What needs `budget` bytes as nearly as can be, if it is between two of `found`."""
+        over = [v for v in found if v.need > budget]
+        under = [v for v in found if v.need <= budget]
+        if not over or not under:
+            return
+        before = max(under, key=lambda v: v.need)
+        limit = before.kept.nbytes + budget - before.need
+        for _ in range(_TRIES):
+            kept = choose(self.loops, self.machine, limit)
+            if kept is None or kept.nbytes <= before.kept.nbytes:
+                return
+            variant = self.of(kept)
+            if variant.need <= budget:
+                yield variant
+                return
+            limit = kept.nbytes - (variant.need - budget)
