@@ -23,7 +23,7 @@ from vmem_jax.core.validate import check_program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy import Keep
 from vmem_jax.policy.offload_choice import candidates
-from vmem_jax.policy.recomputation import Remaking
+from vmem_jax.policy.recomputation import Recomputation
 from vmem_jax.policy.vdnnpp import VDNNpp
 from vmem_jax.profile.density import densities
 from vmem_jax.rewrite import rewrite
@@ -149,7 +149,7 @@ def test_what_is_compressed_is_as_much_worth_a_transfer_as_before():
     moved = []
     for program in (found.program, other.program):
         costs, base = analytic(program, SLOW), range(len(program.steps))
-        moved.append({b for b, _ in candidates(Remaking(program, base), costs, 0.02)})
+        moved.append({b for b, _ in candidates(Recomputation(program, base), costs, 0.02)})
     small = {b for s in other.program.steps if s.op == COMPRESS for b in s.writes}
     assert len(moved[1] & small) >= len(moved[0] & {*large}) > 0  # their copies take less time, too
 

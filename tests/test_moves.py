@@ -18,7 +18,7 @@ from vmem_jax.core.validate import live_by_definition, violations
 from vmem_jax.policy import Auto, Infeasible
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
-from vmem_jax.policy.recomputation import Remaking
+from vmem_jax.policy.recomputation import Recomputation
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -106,10 +106,10 @@ def test_a_plan_with_transfers_is_saved_and_loaded():
 
 
 def parks_of(program, base):
-    remaking = Remaking(program, base)
+    recomputation = Recomputation(program, base)
     return [
         (b, n)
-        for b, uses in enumerate(remaking.uses)
+        for b, uses in enumerate(recomputation.uses)
         if not program.is_resident[b] and program.producer[b] >= 0
         for n in range(len(uses) - 1)
         if uses[n + 1] - uses[n] > 1
@@ -206,10 +206,10 @@ def test_a_fast_link_hides_and_a_slow_one_does_not():
 
 def test_what_hides_is_less_on_a_slower_link():
     counts = []
-    remaking = Remaking(CHAIN, ORDER)
+    recomputation = Recomputation(CHAIN, ORDER)
     for link in (1000.0, 8.0, 0.5):
         costs = costs_of(CHAIN, link)
-        counts.append(len(hidden(remaking, costs, candidates(remaking, costs, 0))))
+        counts.append(len(hidden(recomputation, costs, candidates(recomputation, costs, 0))))
     assert counts[0] > counts[1] > counts[2] == 0
 
 
@@ -244,7 +244,7 @@ def test_auto_with_a_fast_link_is_never_slower_than_without(shape):
 def test_auto_waits_for_a_slow_link_where_nothing_else_fits():
     """Every value is read again before it can be back, and the budget asks for moves all the same."""
     slow = costs_of(CHAIN, 0.1)
-    assert not candidates(Remaking(CHAIN, ORDER), slow, 0)
+    assert not candidates(Recomputation(CHAIN, ORDER), slow, 0)
     budget = simulate(CHAIN, ORDER, slow).peak - 20
     plan = POLICIES["auto"](allow=("order", "offload")).plan(CHAIN, slow, budget)
     assert violations(CHAIN, plan) == [] and plan.predicted_peak <= budget and plan.transfers

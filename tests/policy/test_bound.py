@@ -23,7 +23,7 @@ from vmem_jax.policy.bound import lower_bound, quick_bound, starts
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.order import canonical_order, lower_order
-from vmem_jax.policy.recomputation import Remaking
+from vmem_jax.policy.recomputation import Recomputation
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 from vmem_jax.report.explain import explain
 
@@ -181,10 +181,10 @@ def test_no_plan_with_transfers_is_faster_than_its_bound(data):
 def test_no_choice_of_every_interval_is_faster_than_the_bound(program, link, share):
     """Keep, recompute or park, for every idle interval."""
     costs, base = flop_costs(program, link), canonical_order(program)
-    remaking = Remaking(program, base)
+    recomputation = Recomputation(program, base)
     idle = [
         (b, n)
-        for b, uses in enumerate(remaking.uses)
+        for b, uses in enumerate(recomputation.uses)
         if not program.is_resident[b]
         for n in range(len(uses) - 1)
         if uses[n + 1] - uses[n] > 1
@@ -197,7 +197,9 @@ def test_no_choice_of_every_interval_is_faster_than_the_bound(program, link, sha
             {i for i, c in zip(idle, choice, strict=True) if c == way}
             for way in ("recompute", "park")
         )
-        drops = {(b, n) for b, n in drops if remaking.may_drop(b, remaking.uses[b][n + 1])}
+        drops = {
+            (b, n) for b, n in drops if recomputation.may_drop(b, recomputation.uses[b][n + 1])
+        }
         run = Execution(program, costs, base, drops, parks=parks)
         timeline = schedule_transfers(program, run.order, run.away, costs, budget)
         plan = plan_of(program, timeline.order, transfers=timeline.transfers)
@@ -319,7 +321,7 @@ def test_a_start_drops_what_the_best_plan_drops():
     program = chain(5)
     seconds = tuple(0.25 if s == 1 else 1.0 for s in range(11))
     costs = Costs("one cheap layer", seconds)
-    found = list(starts(Remaking(program, range(11)), costs, 7))
+    found = list(starts(Recomputation(program, range(11)), costs, 7))
     assert found and all(start.parks == frozenset() for start in found)
     dropped = program.steps[1].writes[0]
     assert found[0].drops == {(dropped, 1)}  # after its use by the next layer
@@ -333,7 +335,7 @@ def test_a_start_parks_only_what_can_move():
 
     def parked(program):
         found = starts(
-            Remaking(program, order), flop_costs(program, Link(20.0, 20.0, 40.0)), budget
+            Recomputation(program, order), flop_costs(program, Link(20.0, 20.0, 40.0)), budget
         )
         return {b for start in found for b, _ in start.parks}
 

@@ -43,7 +43,7 @@ from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
 from vmem_jax.policy.order import canonical_order, lower_order
-from vmem_jax.policy.recomputation import Drop, Remaking
+from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.recompute_chains import Stretches
 from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.transfer_schedule import rank, schedule_transfers
@@ -139,20 +139,22 @@ class Auto(AbstractPolicy):
         best = simulate(program, base, costs)
         if budget is None or best.peak <= budget or least_nbytes(program) > budget:
             return best
-        remaking = Remaking(program, base)
-        attempt = lambda parks, share: self._attempt(remaking, costs, budget, parks, share)
-        begun = lambda costs, start: _under_limit(remaking, costs, start.drops, budget, start.parks)
+        recomputation = Recomputation(program, base)
+        attempt = lambda parks, share: self._attempt(recomputation, costs, budget, parks, share)
+        begun = lambda costs, start: _under_limit(
+            recomputation, costs, start.drops, budget, start.parks
+        )
         shares: Sequence[float] = self.shares
         if "recompute" in self.allow:
-            best = _better(best, _under_limit(remaking, costs, (), budget), budget)
+            best = _better(best, _under_limit(recomputation, costs, (), budget), budget)
             for order in dict.fromkeys((base, canonical)):
-                of_order = remaking if order == base else Remaking(program, order)
+                of_order = recomputation if order == base else Recomputation(program, order)
                 if len(of_order.idle()) <= self.exhaustive:
                     for timeline in _every_choice(of_order, costs):
                         best = _better(best, timeline, budget)
             linkless = dataclasses.replace(costs, link=None)
             proven = False
-            for start in starts(remaking, linkless, budget):
+            for start in starts(recomputation, linkless, budget):
                 best = _better(best, begun(linkless, start), budget)
                 fits = best.peak <= budget
                 proven = proven or (fits and best.seconds <= self.close * start.lower_bound_seconds)
@@ -164,40 +166,44 @@ class Auto(AbstractPolicy):
                 best = _better(best, found[shares[0]], budget)
         if "offload" in self.allow and costs.link is not None:
             still = best
-            if still.peak <= budget and not self._may_gain(remaking, costs, budget, still):
+            if still.peak <= budget and not self._may_gain(recomputation, costs, budget, still):
                 return still
-            every = candidates(remaking, costs, self.least_move)
-            unseen = hidden(remaking, costs, every)
+            every = candidates(recomputation, costs, self.least_move)
+            unseen = hidden(recomputation, costs, every)
             counts = {round(len(unseen) * part) for part in self.parts} - {0}
             for parks in [unseen[:count] for count in sorted(counts)]:
                 for share in shares[:2]:
                     best = _better(best, attempt(parks, share), budget)
             if "recompute" in self.allow:
-                for start in starts(remaking, costs, budget):
+                for start in starts(recomputation, costs, budget):
                     best = _better(best, begun(costs, start), budget)
-            best = _better(best, _moved(remaking, costs, budget, every), budget)
+            best = _better(best, _moved(recomputation, costs, budget, every), budget)
             if best.peak > budget and "recompute" not in self.allow:  # then also what makes it wait
-                every = candidates(remaking, costs, self.least_move, waiting=True)
-                best = _better(best, _moved(remaking, costs, budget, every), budget)
+                every = candidates(recomputation, costs, self.least_move, waiting=True)
+                best = _better(best, _moved(recomputation, costs, budget, every), budget)
             if best.transfers and not self._is_worth_moving(best, still, budget):
                 best = still
         return best
 
     def _lowest(self, program: Program, costs: Costs) -> Iterator[Timeline]:
         """The lowest peaks that recomputation alone reaches, and with all moved that may be."""
-        remaking = Remaking(program, lower_order(program, costs, canonical_order(program)))
-        keeps, recomputes = simulate(program, remaking.base, costs), "recompute" in self.allow
+        recomputation = Recomputation(
+            program, lower_order(program, costs, canonical_order(program))
+        )
+        keeps, recomputes = simulate(program, recomputation.base, costs), "recompute" in self.allow
         if recomputes:
-            yield lowest(program, keeps, lambda n: _under_limit(remaking, costs, (), n))
+            yield lowest(program, keeps, lambda n: _under_limit(recomputation, costs, (), n))
         if "offload" in self.allow and costs.link is not None:
-            every = candidates(remaking, costs, self.least_move, waiting=not recomputes)
-            limited = lambda n: _under_limit(remaking, costs, (), n, every)
-            moved = lambda n: _moved(remaking, costs, n, every)
+            every = candidates(recomputation, costs, self.least_move, waiting=not recomputes)
+            limited = lambda n: _under_limit(recomputation, costs, (), n, every)
+            moved = lambda n: _moved(recomputation, costs, n, every)
             yield lowest(program, keeps, limited if recomputes else moved)
 
-    def _may_gain(self, remaking: Remaking, costs: Costs, budget: int, still: Timeline) -> bool:
+    def _may_gain(
+        self, recomputation: Recomputation, costs: Costs, budget: int, still: Timeline
+    ) -> bool:
         """Whether a plan that moves may be enough faster than `still`."""
-        bound = quick_bound(remaking.program, costs, remaking.base, budget)
+        bound = quick_bound(recomputation.program, costs, recomputation.base, budget)
         return bound < (1 - self.gain) * still.seconds
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
@@ -208,37 +214,39 @@ class Auto(AbstractPolicy):
 
     def _attempt(
         self,
-        remaking: Remaking,
+        recomputation: Recomputation,
         costs: Costs,
         budget: int,
         parks: Sequence[Drop],
         share: float,
     ) -> Timeline:
         """The greedy search behind `parks`, with its transfers scheduled."""
-        search = _Search(remaking, costs, budget, share, parks)
+        search = _Search(recomputation, costs, budget, share, parks)
         if "recompute" in self.allow:
             search.run()
             if search.timeline.peak <= budget:
-                offers = self._offers(remaking.program)
+                offers = self._offers(recomputation.program)
                 search.offer_back(offers // 4 if parks else offers)
             elif not parks:
-                limited = _under_limit(remaking, costs, search.drops, budget)
+                limited = _under_limit(recomputation, costs, search.drops, budget)
                 return _better(search.timeline, limited, budget)
         if not parks:
             return search.timeline
-        return _moved(remaking, costs, budget, parks, search.drops)
+        return _moved(recomputation, costs, budget, parks, search.drops)
 
 
 def _moved(
-    remaking: Remaking,
+    recomputation: Recomputation,
     costs: Costs,
     budget: int,
     parks: Sequence[Drop],
     drops: Collection[Drop] = (),
 ) -> Timeline:
     """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
-    program = remaking.program
-    run = Execution(program, costs, remaking.base, drops, remaking=remaking, parks=parks)
+    program = recomputation.program
+    run = Execution(
+        program, costs, recomputation.base, drops, recomputation=recomputation, parks=parks
+    )
     timeline = schedule_transfers(program, run.order, run.away, costs, budget)
     return without_idle_moves(program, timeline, costs, budget)
 
@@ -260,24 +268,26 @@ def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, .
     return [ranked[:count] for count in sorted(counts)]
 
 
-def _every_choice(remaking: Remaking, costs: Costs) -> Iterator[Timeline]:
-    program, idle = remaking.program, remaking.idle()
+def _every_choice(recomputation: Recomputation, costs: Costs) -> Iterator[Timeline]:
+    program, idle = recomputation.program, recomputation.idle()
     for kept in itertools.product((True, False), repeat=len(idle)):
         drops = {drop for drop, keeps in zip(idle, kept, strict=True) if not keeps}
-        order = Execution(program, costs, remaking.base, drops, remaking=remaking).order
+        order = Execution(
+            program, costs, recomputation.base, drops, recomputation=recomputation
+        ).order
         yield simulate(program, order, costs)
 
 
 def _under_limit(
-    remaking: Remaking,
+    recomputation: Recomputation,
     costs: Costs,
     drops: Collection[Drop],
     limit: int,
     parks: Collection[Drop] = (),
 ) -> Timeline:
     """The base under the executor's limit, with the transfers of what is parked scheduled."""
-    program = remaking.program
-    run = Execution(program, costs, remaking.base, drops, limit, remaking, parks)
+    program = recomputation.program
+    run = Execution(program, costs, recomputation.base, drops, limit, recomputation, parks)
     timeline = schedule_transfers(program, run.order, run.away, costs, limit)
     return without_idle_moves(program, timeline, costs, limit)
 
@@ -292,19 +302,19 @@ class _Search:
 
     def __init__(
         self,
-        remaking: Remaking,
+        recomputation: Recomputation,
         costs: Costs,
         budget: int,
         share: float,
         parks: Sequence[Drop] = (),
     ) -> None:
-        self.program, self.base, self.budget = remaking.program, remaking.base, budget
+        self.program, self.base, self.budget = recomputation.program, recomputation.base, budget
         # here a link takes no time: what is parked was chosen to hide, and is scheduled afterwards
         self.costs = dataclasses.replace(costs, link=Link(1e18, 1e18, 2e18))
         self.parks = frozenset(parks)
         self.stretch = share * max(budget - self.program.resident_nbytes, 0)
         self.drops: set[Drop] = set()
-        self.remaking, self.uses = remaking, remaking.uses
+        self.recomputation, self.uses = recomputation, recomputation.uses
         crosses = [bool(uses) and self._crosses(uses) for uses in self.uses]
         self.stretches = Stretches(self.program, crosses)
         self.timeline = simulate(self.program, self.base, costs)
@@ -339,7 +349,7 @@ class _Search:
             self.costs,
             self.base,
             self.drops,
-            remaking=self.remaking,
+            recomputation=self.recomputation,
             parks=self.parks,
         )
         moves = [Transfer(a.buffer, a.since, a.since, a.until, a.until) for a in run.away]
@@ -383,7 +393,7 @@ class _Search:
             idle = 0 <= n < len(uses) - 1 and b not in busy
             free = (b, n) not in self.drops and (b, n) not in self.parks
             if idle and free and self.program.buffers[b].nbytes > 0:
-                if self.remaking.may_drop(b, uses[n + 1]):
+                if self.recomputation.may_drop(b, uses[n + 1]):
                     found.append((b, n))
         return found
 

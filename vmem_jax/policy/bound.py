@@ -22,7 +22,7 @@ from vmem_jax.core.liveness import least_nbytes, step_nbytes
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.milp import Stages
-from vmem_jax.policy.recomputation import Drop, Remaking
+from vmem_jax.policy.recomputation import Drop, Recomputation
 
 ROWS = (1, 2, 4)
 """So many rows are tried. Of VGG-116 eight bound lower than four in the same time."""
@@ -116,9 +116,9 @@ class Start:
     parks: frozenset[Drop]
 
 
-def starts(remaking: Remaking, costs: Costs, budget: int) -> Iterator[Start]:
+def starts(recomputation: Recomputation, costs: Costs, budget: int) -> Iterator[Start]:
     """What the programs of the fewest rows choose to drop and to park."""
-    program, base = remaking.program, remaking.base
+    program, base = recomputation.program, recomputation.base
     needs = [step_nbytes(program, program.steps[s]) for s in base]
     # the buffers of copies in flight take memory too, which the rows do not see
     target = budget if costs.link is None else int(_PARKING_TARGET * budget)
@@ -130,13 +130,13 @@ def starts(remaking: Remaking, costs: Costs, budget: int) -> Iterator[Start]:
         parks: set[Drop] = set()
         for row, gone, parked in zip(rows, found.gone, found.parked, strict=False):
             for b in gone | parked:
-                uses = remaking.uses[b]
+                uses = recomputation.uses[b]
                 n = bisect.bisect_left(uses, row) - 1
                 if n + 1 == len(uses):
                     continue  # it is of use to recomputation alone
                 if b in parked:
                     parks.add((b, n))
-                elif remaking.may_drop(b, uses[n + 1]):
+                elif recomputation.may_drop(b, uses[n + 1]):
                     drops.add((b, n))
         yield Start(found.seconds, frozenset(drops - parks), frozenset(parks))
 

@@ -1,4 +1,4 @@
-"""The executor: runs an order on paper and recomputes what is not there when it is read.
+"""The executor: simulates an order and recomputes what is not there when it is read.
 
 Given the canonical order, a set of idle intervals to drop, and a limit, it emits the order with the
 recomputed steps in their places. Recomputation follows any graph: the steps needed for a value are
@@ -17,8 +17,8 @@ from collections.abc import Collection, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
-from vmem_jax.policy.recomputation import Drop, Remaking
-from vmem_jax.policy.victims import Victims
+from vmem_jax.policy.eviction import Evictions
+from vmem_jax.policy.recomputation import Drop, Recomputation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Execution:
         base: Sequence[int],
         drops: Collection[Drop] = (),
         limit: int | None = None,
-        remaking: Remaking | None = None,
+        recomputation: Recomputation | None = None,
         parks: Collection[Drop] = (),
         forget: Collection[int] = (),
     ) -> None:
@@ -73,15 +73,15 @@ class Execution:
         self.away: list[Away] = []
         self._limit = limit
         self._base = base
-        self._remaking = remaking or Remaking(program, base)
-        self._uses = self._remaking.uses
+        self._recomputation = recomputation or Recomputation(program, base)
+        self._uses = self._recomputation.uses
         self._next = [0] * len(program.buffers)  # index into _uses: the next use still to come
         self._present = list(program.is_resident)
         for b in program.inputs:
             self._present[b] = True
         self._live: dict[int, int] = {}  # with how many came before
         self._came = 0
-        self._victims: Victims | None = None
+        self._evictions: Evictions | None = None
         self._nbytes = program.resident_nbytes
         self.order: list[int] = []
         self.fits = True
@@ -100,10 +100,10 @@ class Execution:
             if missing:
                 self._recompute(missing, step.reads)
         self._emit(s, step.reads)
-        for b in self._remaking.touched[s]:
+        for b in self._recomputation.touched[s]:
             following = self._next[b] = self._next[b] + 1
-            if self._victims is not None:
-                self._victims.used(b)
+            if self._evictions is not None:
+                self._evictions.used(b)
             if following >= len(self._uses[b]):
                 self._free(b)
             elif b in self._leaving:
@@ -115,7 +115,7 @@ class Execution:
             self._free(b)
             self._parked[b] = len(self.order)
         elif (b, following - 1) in self._drops:
-            if self._remaking.may_drop(b, self._uses[b][following]):
+            if self._recomputation.may_drop(b, self._uses[b][following]):
                 self._free(b)
 
     def _bring(self, buffers: Sequence[int]) -> None:
@@ -193,11 +193,11 @@ class Execution:
             need = sum(program.buffers[w].nbytes for w in fresh) + step.workspace
             need -= self._reused(s, fresh)
             while self._limit is not None and self._nbytes + need > self._limit:
-                victim = self._victim({*pinned, *step.writes})
-                if victim is None:
+                evicted = self._evicted({*pinned, *step.writes})
+                if evicted is None:
                     self.fits = False
                     break
-                self._evict(victim)
+                self._evict(evicted)
         for w in step.writes:  # made again beside another, it need not come back
             self._parked.pop(w, None)
             self._take_back(w)
@@ -221,8 +221,8 @@ class Execution:
         self._present[b] = True
         self._absent.discard(b)
         self._nbytes += self._program.buffers[b].nbytes
-        if self._victims is not None:
-            self._victims.came(b)
+        if self._evictions is not None:
+            self._evictions.came(b)
 
     def _free(self, b: int) -> None:
         if b in self._live:
@@ -230,18 +230,18 @@ class Execution:
             self._present[b] = False
             self._absent.add(b)
             self._nbytes -= self._program.buffers[b].nbytes
-            if self._victims is not None:
-                self._victims.went(b)
+            if self._evictions is not None:
+                self._evictions.went(b)
 
-    def _victim(self, pinned: set[int]) -> int | None:
-        if self._victims is None:  # from here on it is told what changes
-            self._victims = Victims(
+    def _evicted(self, pinned: set[int]) -> int | None:
+        if self._evictions is None:  # from here on it is informed of changes
+            self._evictions = Evictions(
                 self._program,
                 self._costs,
-                self._remaking,
+                self._recomputation,
                 self._live,
                 self._present,
                 self._next,
                 len(self._base),
             )
-        return self._victims.lowest(self._now, pinned)
+        return self._evictions.lowest(self._now, pinned)

@@ -14,7 +14,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Execution
-from vmem_jax.policy.recomputation import Drop, Remaking
+from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 _MOST_TRIES = 24
@@ -22,7 +22,7 @@ _MOST_TRIES = 24
 
 
 def candidates(
-    remaking: Remaking, costs: Costs, share: float, *, waiting: bool = False
+    recomputation: Recomputation, costs: Costs, share: float, *, waiting: bool = False
 ) -> list[Drop]:
     """Idle intervals worth a transfer, dearest to recompute for each byte first.
 
@@ -31,13 +31,13 @@ def candidates(
       waiting: also those that end before the value can have gone and come back.
     """
     assert costs.link is not None
-    program, base = remaking.program, remaking.base
+    program, base = recomputation.program, recomputation.base
     resident = program.is_resident
     stands_for = _stands_for(program)
     smallest = max(share * sum(n for b, n in enumerate(stands_for) if not resident[b]), 1)
     timeline = simulate(program, base, costs)
     found = []
-    for b, uses in enumerate(remaking.uses):
+    for b, uses in enumerate(recomputation.uses):
         nbytes = program.buffers[b].nbytes
         if resident[b] or not program.buffers[b].movable or stands_for[b] < smallest:
             continue
@@ -47,7 +47,7 @@ def candidates(
         idle, n = max((end - begin, n) for n, (begin, end) in enumerate(itertools.pairwise(begins)))
         if waiting or idle > nbytes / costs.link.out + nbytes / costs.link.into:
             again = costs.seconds[program.producer[b]]
-            if not remaking.may_drop(b, uses[n + 1]):
+            if not recomputation.may_drop(b, uses[n + 1]):
                 again = float("inf")
             found.append((-again / nbytes, b, n))
     return [(b, n) for _, b, n in sorted(found)]
@@ -65,14 +65,16 @@ def _stands_for(program: Program) -> list[int]:
     return found
 
 
-def hidden(remaking: Remaking, costs: Costs, parks: Sequence[Drop]) -> list[Drop]:
+def hidden(recomputation: Recomputation, costs: Costs, parks: Sequence[Drop]) -> list[Drop]:
     """As many of `parks` as move without a wait, those in front first."""
-    program = remaking.program
+    program = recomputation.program
     unlimited = sum(b.nbytes for b in program.buffers)
     tries = _MOST_TRIES
 
     def hides(wanted: Sequence[Drop]) -> bool:
-        run = Execution(program, costs, remaking.base, remaking=remaking, parks=wanted)
+        run = Execution(
+            program, costs, recomputation.base, recomputation=recomputation, parks=wanted
+        )
         timeline = schedule_transfers(program, run.order, run.away, costs, unlimited)
         waits = sum(timeline.stalls) > 1e-3 * timeline.seconds
         return len(timeline.transfers) == len(wanted) and not waits

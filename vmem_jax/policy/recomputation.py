@@ -1,4 +1,4 @@
-"""remaking: which values can be made again, and between which of their uses."""
+"""recomputation: which values can be made again, and between which of their uses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _DEEPEST = 200
 """A value behind more dead producers than this is not worth making again."""
 
 
-class Remaking:
-    """Which values may be dropped: what a later recomputation would read is there, or remakable.
+class Recomputation:
+    """Which values may be dropped: what a later recomputation would read is there, or can be
+    recomputed.
 
     Attributes:
       program, base: of which, and in which order everything first runs.
       uses: for every buffer the positions in the base order that write or read it.
-      touched: for every step what it reads and writes that is no resident.
+      touched: for every step what it reads and writes but for arguments and outputs.
     """
 
     def __init__(self, program: Program, base: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ arXiv:1604.06174 (√n on a chain).
 
 Differs from the paper:
 1. It is simulated before the step is compiled, with every later use known, so staleness is the time
-   until the next use (Belady), and a victim is free from its last use on.
+   until the next use (Belady), and what is evicted costs nothing after its last use.
 2. Costs are a roofline's seconds, not measured ones.
 """
 

@@ -50,7 +50,7 @@ from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_worksp
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.layerwise import Walk, finish_walk
 from vmem_jax.policy.order import lower_order, ranked_order
-from vmem_jax.policy.recomputation import Drop, Remaking
+from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.transfer_schedule import rank
 
 STRATEGIES = ("cost-aware", "speed-centric", "memory-centric", "none")
@@ -345,13 +345,13 @@ def _again(
     memory_centric: Collection[int],
 ) -> tuple[int, ...]:
     """`base` with `segments` made again: those of `memory_centric` for each layer anew."""
-    remaking = Remaking(program, base)
+    recomputation = Recomputation(program, base)
     costly = {s for layer in walk.layers if _costly(program, layer) for s in layer.forward}
 
     def cheap(b: int, need: int) -> bool:
         """Whether `b` is made before position `need` from what is there, with no checkpoint again."""
         s = program.producer[b]
-        there = lambda r: program.is_resident[r] or remaking.uses[r][-1] >= need
+        there = lambda r: program.is_resident[r] or recomputation.uses[r][-1] >= need
         return s not in costly and all(there(r) or cheap(r, need) for r in program.steps[s].reads)
 
     visits = [p for p, _ in walk.backward]
@@ -359,7 +359,7 @@ def _again(
     forget: set[int] = set()
     for i, segment in enumerate(segments):
         for b in segment:
-            uses = remaking.uses[b]
+            uses = recomputation.uses[b]
             for n, (use, following) in enumerate(itertools.pairwise(uses)):
                 if not cheap(b, following):
                     continue
@@ -371,5 +371,5 @@ def _again(
                         drops.add((b, n))
         if i in memory_centric:
             forget |= segment
-    run = Execution(program, costs, base, drops, remaking=remaking, forget=forget)
+    run = Execution(program, costs, base, drops, recomputation=recomputation, forget=forget)
     return tuple(run.order)

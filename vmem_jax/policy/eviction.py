@@ -1,10 +1,10 @@
-"""victims: which live value the executor drops next where its limit is reached.
+"""eviction: which live value the executor drops next where its limit is reached.
 
 That is the one with the lowest cost / (bytes × time until its next use), of hundreds of which each
-step changes a few. So the scores wait in a heap and are reckoned again when they come up: a score
+step changes a few. So the scores wait in a heap and are computed again when they come up: a score
 that nothing changes only rises, since the next use comes nearer, and what is in the heap is a lower
-bound of it. What makes a score fall is told: a value that comes, a use that passes, an input of a
-producer that is there again.
+bound of it. The executor reports what makes a score fall: a value that comes, a use that passes, an
+input of a producer that is there again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
-from vmem_jax.policy.recomputation import Remaking
+from vmem_jax.policy.recomputation import Recomputation
 
 _FARTHEST = 32
 """Steps that are looked at for what making a value again costs."""
 
 
-class Victims:
+class Evictions:
     """The live values of one run of the executor, the next to drop first.
 
     Args:
@@ -31,26 +31,26 @@ class Victims:
       end: the positions of the base order.
 
     Attributes:
-      reckoned: how many scores were.
+      computed: how many scores were.
     """
 
     def __init__(
         self,
         program: Program,
         costs: Costs,
-        remaking: Remaking,
+        recomputation: Recomputation,
         live: Mapping[int, int],
         present: Sequence[bool],
         upcoming: Sequence[int],
         end: int,
     ) -> None:
-        self._program, self._costs, self._remaking = program, costs, remaking
+        self._program, self._costs, self._recomputation = program, costs, recomputation
         self._live, self._present, self._upcoming, self._end = live, present, upcoming, end
         self._heap: list[tuple[float, int, int]] = []  # (score, number, buffer)
         self._entry: dict[int, tuple[float, int, int]] = {}  # buffer -> the one that holds
         self._changed: set[int] = set(live)  # whose score may have fallen
         self._watchers: dict[int, set[int]] = {}  # buffer -> whose score it is part of
-        self.reckoned = 0
+        self.computed = 0
 
     def came(self, b: int) -> None:
         """`b` is there."""
@@ -93,20 +93,20 @@ class Victims:
         self._entry.pop(b, None)
         if b not in self._live:
             return None
-        uses, n = self._remaking.uses[b], self._upcoming[b]
+        uses, n = self._recomputation.uses[b], self._upcoming[b]
         following = uses[n] if n < len(uses) else self._end
-        if not self._remaking.may_drop(b, following):
+        if not self._recomputation.may_drop(b, following):
             return None
         absence = max(following - now, 1)
-        score = self._remake_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
+        score = self._recompute_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
         entry = score, self._live[b], b
         self._entry[b] = entry
         heapq.heappush(self._heap, entry)
         return entry
 
-    def _remake_seconds(self, b: int) -> float:
+    def _recompute_seconds(self, b: int) -> float:
         """Seconds to make `b` again from what is live, a few missing steps deep."""
-        self.reckoned += 1
+        self.computed += 1
         program, total = self._program, 0.0
         seen: set[int] = set()
         looked: list[int] = []

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmem_jax.policy import executor
+from vmem_jax.policy.eviction import Evictions
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.order import canonical_order
-from vmem_jax.policy.victims import Victims
 
 
-class OneByOne(Victims):
+class OneByOne(Evictions):
     """Looks at every live value each time."""
 
     def lowest(self, now, pinned):
@@ -30,7 +30,7 @@ class OneByOne(Victims):
 
 def order_under(limit, program, costs, victims):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "Victims", victims)
+        patch.setattr(executor, "Evictions", victims)
         return Execution(program, costs, canonical_order(program), limit=limit).order
 
 
@@ -47,7 +47,7 @@ def test_the_same_as_one_by_one(data, program):
     costs = dataclasses.replace(unit_costs(program), seconds=tuple(map(float, seconds)))
     most = sum(buffer.nbytes for buffer in program.buffers)
     limit = program.resident_nbytes + data.draw(st.integers(0, most))
-    assert order_under(limit, program, costs, Victims) == order_under(
+    assert order_under(limit, program, costs, Evictions) == order_under(
         limit, program, costs, OneByOne
     )
 
@@ -57,7 +57,7 @@ def test_the_same_on_a_chain(room):
     program = chain(300, parameters=1)
     costs = unit_costs(program)
     limit = program.resident_nbytes + room
-    assert order_under(limit, program, costs, Victims) == order_under(
+    assert order_under(limit, program, costs, Evictions) == order_under(
         limit, program, costs, OneByOne
     )
 
@@ -66,7 +66,7 @@ def test_the_same_on_a_chain(room):
 def test_a_step_has_few_scores_reckoned(n):
     made = []
 
-    class Counted(Victims):
+    class Counted(Evictions):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
@@ -74,4 +74,4 @@ def test_a_step_has_few_scores_reckoned(n):
     program = chain(n)
     order = order_under(n // 2, program, unit_costs(program), Counted)
     assert len(order) > 2 * n  # something was dropped
-    assert made[0].reckoned < 6 * len(order)
+    assert made[0].computed < 6 * len(order)
