@@ -301,6 +301,16 @@ def test_what_mixes_samples_is_named(name):
     assert compat.user_line(eqn).startswith("test_sub_batches.py:")
 
 
+def test_what_leads_to_mixed_samples_alone_leaves_nothing_to_split():
+    def step(w, x):
+        mixed = (x * 2)[None].reshape(4, 16 * x.shape[1])  # before anything else reads the samples
+        return jax.grad(lambda w: jnp.tanh(mixed @ w).sum())(w)
+
+    flat = capture(jax.make_jaxpr(step)(jnp.ones((48, 5)), jnp.ones((64, 3)))).separate
+    found = follow_batch(flat, [None, Layout(0)], 64)
+    assert isinstance(found, Mixing) and found.why
+
+
 def test_reshapes_carry_the_samples_along():
     size = 6
     for shape, layout, new in (

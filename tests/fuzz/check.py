@@ -78,6 +78,11 @@ def check(plain: Plain, options: Options, ask: bool) -> Row:
             row = _checked(plain, options, ask)
     except Exception as error:
         row = _raised(error)
+        if isinstance(error, vmem_jax.LayersError) and options.jit["policy"] == "auto":
+            row |= {
+                "outcome": CRASHED,
+                "signature": f"crashed:another policy's error:{_place(error)}",
+            }
     more = {"layers": plain.program.layers, "plain_need": plain.need_nbytes}
     return {**row, **more, "seconds": round(time.perf_counter() - began, 2)}
 

@@ -137,12 +137,26 @@ def follow_batch(flat: ClosedJaxpr, layouts: Sequence[Layout | None], size: int)
         if not awaited & light:
             break
         early |= awaited & light
-    split = [eqn for i, eqn in enumerate(opened.eqns) if found.is_split(i, eqn)]
+    split = [opened.eqns[i] for i in _in_the_loop(opened, found)]
     if any(class_of(eqn) is not Class.VIEW for eqn in split):
         return found
     mixes = lambda i, eqn: any(found.values[v].late == i for v in eqn.outvars)
     mixer = next((i for i, eqn in enumerate(opened.eqns) if mixes(i, eqn)), -1)
     return Mixing(mixer, why="" if mixer >= 0 else "nothing in it is done sample by sample")
+
+
+def _in_the_loop(opened: Any, found: Batch) -> list[int]:
+    """The equations that run once for each sub-batch; what leads to early ones alone does not."""
+    need = {a for a in opened.outvars if isinstance(a, Var)}
+    split = []
+    for i in reversed(range(len(opened.eqns))):
+        eqn = opened.eqns[i]
+        if i in found.early or not any(v in need for v in eqn.outvars):
+            continue
+        need.update(a for a in eqn.invars if isinstance(a, Var))
+        if found.is_split(i, eqn):
+            split.append(i)
+    return split[::-1]
 
 
 def follow_body(body: Any, values: Sequence[Value], size: int) -> Batch:

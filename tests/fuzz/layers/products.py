@@ -128,9 +128,14 @@ def _attention(draw: Draw, shape: Shape, attend) -> Layer | None:
 
 def attention(draw: Draw, shape: Shape, dtypes: Dtypes) -> Layer | None:
     causal = draw.chance(0.5)
-    return _attention(
-        draw, shape, lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal)
-    )
+
+    def attend(q, k, v):
+        wide = jnp.float16 == q.dtype  # of which XLA:CPU knows no such product
+        cast = lambda x: x.astype(dtypes.single) if wide else x
+        out = jax.nn.dot_product_attention(cast(q), cast(k), cast(v), is_causal=causal)
+        return out.astype(q.dtype)
+
+    return _attention(draw, shape, attend)
 
 
 def masked_attention(draw: Draw, shape: Shape, dtypes: Dtypes) -> Layer | None:
