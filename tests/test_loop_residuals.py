@@ -260,7 +260,7 @@ def test_the_body_is_a_program(name):
     _, captured = captured_of(*BODIES[name]())
     for pair in find_pairs(captured.separate):
         loop, variables = capture_pair(pair)
-        check_program(loop.program)
+        assert check_program(loop.program) == []
         assert len(variables) == len(loop.program.buffers)
         assert loop.wanted, "a backward body reads something of the forward body"
 

@@ -175,6 +175,8 @@ def replan(
         return None
     if _schedule(best.plan) == _schedule(now) or best.plan.predicted_seconds >= seconds:
         return None
+    # the variant must not hold the first plan's compiled step, which goes if this one is faster
+    best = dataclasses.replace(best, variant=entry.best.variant)
     parked = sum(layout_of(program, p).nbytes for p in (now, best.plan) if p.moves)
     if host_budget is not None and parked > host_budget:
         logging.info("two plans would take %d bytes of host memory at once", parked)

@@ -31,6 +31,7 @@ from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.updates import Stacked, updated_in_loops
+from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
@@ -378,7 +379,8 @@ def _step(
     values = (*kernel.reads, *kernel.writes)
     sizes = {index[v]: size(v) for v in values}
     gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
-    body = _body_steps(root)
+    body = _body(root)
+    own_nbytes = workspace(root) if body is None else body_nbytes(body)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
     has_epilogue = _has_epilogue(kernel, root)
@@ -409,7 +411,7 @@ def _step(
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
         nbytes=0 if mark else touched_nbytes(kernel, eqns, size),
-        workspace=0 if fusible else workspace(root) + gathered + apart + padded,
+        workspace=0 if fusible else own_nbytes + gathered + apart + padded,
         pure=not mark and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root) or _layer_of_loop(body),
@@ -417,22 +419,23 @@ def _step(
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if has_epilogue else 0,
         compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in compared),
-        body=body,
+        body=() if body is None else body.steps,
         length=root.params["length"] if root.primitive.name == "scan" else 1,
     )
 
 
-def _body_steps(eqn: compat.JaxprEqn) -> tuple[Step, ...]:
-    """The steps of an iteration of `eqn`, if that is a scan."""
+def _body(eqn: compat.JaxprEqn) -> Program | None:
+    """An iteration of `eqn`, if that is a scan."""
     if eqn.primitive.name != "scan":
-        return ()
+        return None
     body = flatten(eqn.params["jaxpr"])
-    return _captured(body, body, (), Inputs(), None).program.steps
+    return _captured(body, body, (), Inputs(), None).program
 
 
-def _layer_of_loop(body: Sequence[Step]) -> str:
+def _layer_of_loop(body: Program | None) -> str:
     """The layers of the steps of a body by the first parts of their names, "attention, mlp"."""
-    names = dict.fromkeys(step.layer.split("/")[0] for step in body if step.layer)
+    steps = () if body is None else body.steps
+    names = dict.fromkeys(step.layer.split("/")[0] for step in steps if step.layer)
     return ", ".join(names)
 
 

@@ -47,6 +47,10 @@ def with_looped(program: Program, looped: Collection[int]) -> Program:
         buffers[b] = dataclasses.replace(buffers[b], nbytes=IN_FLIGHT * slice_nbytes, movable=False)
         for s in _loops(program, b):
             steps[s] = dataclasses.replace(steps[s], pure=False)  # it pushes or pops
+        writer = program.producer[b]
+        # the slice that an iteration makes is one of those in flight
+        workspace = max(steps[writer].workspace - slice_nbytes, 0)
+        steps[writer] = dataclasses.replace(steps[writer], workspace=workspace)
     return dataclasses.replace(program, buffers=tuple(buffers), steps=tuple(steps))
 
 

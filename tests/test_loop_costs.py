@@ -1,0 +1,105 @@
+"""What a loop takes: the seconds, the traffic and the live bytes of its body."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import Builder
+from jax import lax
+
+from vmem_jax.capture import capture
+from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.costs import MACHINES, analytic
+from vmem_jax.models.decoder import Decoder, train_step
+
+MACHINE = MACHINES["h200"]
+LAYERS, MIB = 16, 2**20
+
+
+def program_of(step, *shapes):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return capture(jax.jit(step).trace(*args).jaxpr).program
+
+
+def loop_of(program):
+    [loop] = [step for step in program.steps if step.op == "scan"]
+    return loop
+
+
+def test_a_loop_takes_what_its_layers_take_unrolled():
+    """Rather more: it cuts slices out of stacks, and stacks what JAX names."""
+    seconds = []
+    for scanned in (True, False):
+        model = Decoder(layers=6, scanned=scanned)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        optimiser = optax.sgd(1e-4)
+        state = params, jax.eval_shape(optimiser.init, params)
+        tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32)
+        closed = jax.jit(train_step(model, optimiser)).trace(state, tokens).jaxpr
+        seconds.append(sum(analytic(capture(closed).program, MACHINE).seconds))
+    assert 1 < seconds[0] / seconds[1] < 1.5
+
+
+def test_the_seconds_of_a_loop_grow_with_its_iterations():
+    def seconds(length):
+        step = lambda w, x: lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0]
+        return MACHINE.seconds(loop_of(program_of(step, (length, 256, 256), (4096, 256))))
+
+    assert seconds(32) == pytest.approx(2 * seconds(16), rel=0.01)
+
+
+def test_a_slice_that_is_read_and_written_is_all_that_is_touched_of_a_stack():
+    """A stack that is carried, of which every iteration changes a slice."""
+
+    def step(stack):
+        def body(stack, i):
+            part = lax.dynamic_slice_in_dim(stack, i, 1)
+            return lax.dynamic_update_slice_in_dim(stack, 2 * part, i, 0), None
+
+        return lax.scan(body, stack, jnp.arange(LAYERS))[0]
+
+    loop = loop_of(program_of(step, (LAYERS, 512, 512)))
+    touched = loop.length * sum(part.nbytes for part in loop.body)
+    assert touched <= 5 * LAYERS * MIB  # the stack has 16 MiB
+    assert loop.length == LAYERS
+
+
+def test_a_layer_of_a_loop_has_a_name():
+    def step(w, x):
+        def layer(y, w):
+            with jax.named_scope("attention"):
+                y = jnp.tanh(y @ w)
+            with jax.named_scope("mlp"):
+                return jnp.sin(y @ w), None
+
+        return lax.scan(layer, x, w)[0]
+
+    assert loop_of(program_of(step, (4, 8, 8), (8, 8))).layer == "attention, mlp"
+
+
+def test_what_dies_in_an_iteration_makes_room():
+    b = Builder()
+    x = b.input(100)
+    y = b.step([x], 40)
+    z = b.step([y], 30)
+    b.step([z], 20)
+    assert body_nbytes(b.program(outputs=[])) == 70
+
+
+def test_what_is_made_in_place_takes_nothing():
+    b = Builder()
+    x = b.input(100)
+    y = b.step([x], 40)
+    b.step([y], 40, in_place=True, workspace=5)
+    assert body_nbytes(b.program(outputs=[])) == 45
+
+
+def test_results_wait_for_the_end():
+    b = Builder()
+    x = b.input(100)
+    y = b.step([x], 40)
+    z = b.step([y], 30)
+    b.step([z], 20)
+    assert body_nbytes(b.program(outputs=[y])) == 90

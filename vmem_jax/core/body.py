@@ -1,0 +1,48 @@
+"""body: the bytes that one iteration of a loop takes for values of its own."""
+
+from __future__ import annotations
+
+from vmem_jax.core.program import Program
+
+
+def body_nbytes(program: Program) -> int:
+    """The most bytes that are live at once among the values that `program` makes, the body of a loop,
+    with its steps in their order.
+
+    A result waits for the end of the iteration. What a step makes in the place of an operand that
+    dies there takes nothing, and neither does a stack that it writes a slice of.
+    """
+    pairs = [_in_place(program, s) for s in range(len(program.steps))]
+    owner: dict[int, int] = {}  # of what is a stack that is written to, or went through a barrier
+    own = lambda b: owner.get(b, b)
+    for step, same in zip(program.steps, pairs, strict=True):
+        if step.op in ("optimization_barrier", "dynamic_update_slice"):
+            owner.update((w, own(r)) for r, w in same)
+    last = {own(b): s for s, step in enumerate(program.steps) for b in step.reads}
+    last.update((own(b), len(program.steps)) for b in program.outputs)
+    size = lambda buffers: sum(program.buffers[b].nbytes for b in buffers)
+    made: set[int] = set()
+    live = peak = 0
+    for s, (step, same) in enumerate(zip(program.steps, pairs, strict=True)):
+        dying = {own(b) for b in step.reads if own(b) in made and last[own(b)] == s}
+        places = set(dying)
+        new = [w for w in step.writes if own(w) == w]
+        for w in new:
+            place = next((own(r) for r, x in same if x == w and own(r) in places), None)
+            if place is None:
+                live += program.buffers[w].nbytes
+            else:
+                places.discard(place)
+        peak = max(peak, live + step.workspace)
+        made.update(new)
+        unread = {w for w in new if w not in last}
+        live -= size(places | unread)
+        made -= dying | unread
+    return peak
+
+
+def _in_place(program: Program, s: int) -> tuple[tuple[int, int], ...]:
+    step = program.steps[s]
+    if step.op == "optimization_barrier" and len(step.reads) == len(step.writes):
+        return tuple(zip(step.reads, step.writes, strict=True))
+    return step.in_place
