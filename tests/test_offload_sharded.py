@@ -229,7 +229,7 @@ except ValueError as error:
 """,
         4,
     )
-    assert "`step` cannot offload: it runs on 4 devices" in out and "over one mesh" in out
+    assert '"offload" is not used: it runs on 4 devices' in out and "over one mesh" in out
 
 
 def test_devices_of_other_processes_are_refused_with_the_reason():

@@ -351,7 +351,7 @@ def test_a_start_parks_only_what_can_move():
 def test_explain_shows_the_gap():
     program = chain(5)
     costs = unit_costs(program)
-    sizes = dict(plain_need=8, compiled_need=7, compiles=1)
+    sizes = dict(plain_need=8, compiled_need=7)
     drawn = (0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 9, 10)
     for order, gap in ((drawn, "0.0%"), ((*drawn[:9], 0, *drawn[9:]), "8.3%")):
         plan = plan_of(program, order, budget=7, predicted_peak=7)

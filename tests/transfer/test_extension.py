@@ -53,7 +53,7 @@ def test_steps_run_without_the_extension_and_say_so_where_it_is_asked_for(monkey
     short = params()[:4], batch()
     expected = jax.jit(step)(*short)
     assert_close(vmem_jax.jit(step, budget=0.8)(*short), expected)
-    with pytest.raises(ValueError, match=r"`step` cannot offload: .*not built here.*pip install"):
+    with pytest.raises(ValueError, match=r'"offload" is not used: .*not built here.*pip install'):
         vmem_jax.jit(step, budget=0.8, allow=("order", "offload"))(*short)
 
 

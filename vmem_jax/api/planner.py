@@ -253,6 +253,8 @@ def _hints(step: StepContext, log: SearchLog) -> list[str]:
         hints.append("Policy `auto` has more techniques.")
     if step.immovable and step.transport:
         hints.append('Measure times (`profile=True`), or let `allow` name "offload".')
+    if dropped := log.of(What.DROPPED):
+        hints.append(f"{dropped[0].variant}: {dropped[0].why}")
     for name, why in log.skipped.items():
         hints.append(f'"{name}" is not used: {why}.')
     hints.append("Else take a larger `budget` or a smaller batch.")

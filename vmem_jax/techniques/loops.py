@@ -89,7 +89,7 @@ def loop_variants(
         return ()
     found = [variants.of(kept) for kept in front(variants.loops, machine, _CHOICES)]
     for goal in _GOALS if budget is not None else ():
-        found += variants.near(int(goal * budget), found)
+        found += variants.near(int(goal * (budget or 0)), found)
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
