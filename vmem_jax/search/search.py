@@ -319,7 +319,7 @@ class _Search:
             self.failures.append(found)
             self._open_next_of_fewest(candidate)
         elif found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
-            # nothing reaches the lowered goal, but another plan may lose less than the one that missed
+            # nothing reaches the lowered goal, but another plan may lose less than what missed
             seconds = found.plan.predicted_seconds
             self.log.add(What.PLANNED, variant.name, seconds, found.need)
             self._push(dataclasses.replace(candidate, estimate=found, seconds=seconds))
