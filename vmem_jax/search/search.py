@@ -196,8 +196,9 @@ class _Search:
                 self._compile_lowest(1, self.params.near * self.budget)
             if self.best is not None:
                 return self._found(self.best)
-        if self.reasons and not (self.attempts or self.over or self.failures):
-            raise self.reasons[0]  # this policy has no plan here, and nothing is run instead
+        planned = self.attempts or self.over or self.failures
+        if not planned and self.reasons and isinstance(self.reasons[0], LayersError):
+            raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         self.is_last = True
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
