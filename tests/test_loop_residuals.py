@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import FAST
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
@@ -118,6 +119,22 @@ def checkpointed():
     return training(layer, normal(1, LAYERS, WIDTH, WIDTH), normal(3, ROWS, WIDTH))
 
 
+def offloading():
+    """A checkpoint policy that offloads a residual."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inner"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(y, w):
+        return y + jnp.tanh(checkpoint_name(jnp.tanh(y @ w), "inner") @ w), None
+
+    layer = jax.checkpoint(layer, policy=policy)
+    return training(layer, normal(1, LAYERS, WIDTH, WIDTH), normal(3, ROWS, WIDTH))
+
+
 def recurrent():
     """Two layers over time, each a loop: what the first stacks is what the second reads."""
 
@@ -153,6 +170,7 @@ BODIES = {
     "carried_key": carried_key,
     "nested": nested,
     "checkpointed": checkpointed,
+    "offloading": offloading,
     "recurrent": recurrent,
     "branching": branching,
 }
@@ -395,3 +413,13 @@ def test_a_saved_plan_keeps_what_its_loops_stack(tmp_path):
     with pytest.raises(vmem_jax.PlanError):
         other = dataclasses.replace(plan, kept=((0, 10_000),))
         vmem_jax.jit(step, plan=other).plan(*args)
+
+
+def test_what_a_policy_offloads_is_a_residual_like_any_other():
+    [ours], [theirs] = (
+        find_pairs(captured_of(*make())[1].separate) for make in (offloading, checkpointed)
+    )
+    names = [eqn.primitive.name for eqn in compat.open_jaxpr(ours.body).eqns]
+    assert "device_put" not in names
+    wanted = [len(capture_pair(pair)[0].wanted) for pair in (ours, theirs)]
+    assert wanted[0] == wanted[1]
