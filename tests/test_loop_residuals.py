@@ -8,6 +8,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import FAST
 from jax import lax
@@ -25,6 +26,7 @@ from vmem_jax.core.costs import MACHINES
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.validate import check_program
 from vmem_jax.errors import BudgetError
+from vmem_jax.models.decoder import Decoder, train_step
 from vmem_jax.policy import residuals
 from vmem_jax.policy.residuals import choose, front
 
@@ -423,3 +425,23 @@ def test_what_a_policy_offloads_is_a_residual_like_any_other():
     assert "device_put" not in names
     wanted = [len(capture_pair(pair)[0].wanted) for pair in (ours, theirs)]
     assert wanted[0] == wanted[1]
+
+
+@pytest.mark.gpu_compile
+def test_a_decoder_fits_in_what_a_checkpoint_of_each_layer_needs_and_takes_less():
+    shape = {"layers": 8, "width": 512, "hidden": 2048, "heads": 8, "kv_heads": 2}
+    tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32)
+    optimiser = optax.sgd(1e-3)
+
+    def compiled(wrap, **options):
+        model = Decoder(**shape, vocabulary=512, wrap=wrap)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        state = params, jax.eval_shape(optimiser.init, params)
+        step = vmem_jax.jit(train_step(model, optimiser), donate_argnums=0, **options)
+        return step.lower(state, tokens).compile(target="h200")
+
+    by_hand = compiled(jax.checkpoint, budget="100GiB", policy="keep")
+    ours = compiled(lambda layer: layer, budget=by_hand.need_nbytes, sub_batches=1)
+    assert ours.need_nbytes <= by_hand.need_nbytes
+    assert ours.plan.kept is not None
+    assert ours.plan.predicted_seconds < by_hand.plan.predicted_seconds
