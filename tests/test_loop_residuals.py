@@ -8,9 +8,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import FAST
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
@@ -23,6 +25,7 @@ from vmem_jax.core.cards import CARDS
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.validate import check_program
 from vmem_jax.errors import BudgetError
+from vmem_jax.models.decoder import Decoder, train_step
 from vmem_jax.policy import residuals
 from vmem_jax.policy.residuals import choose, front
 
@@ -117,6 +120,22 @@ def checkpointed():
     return training(layer, normal(1, LAYERS, WIDTH, WIDTH), normal(3, ROWS, WIDTH))
 
 
+def offloading():
+    """A checkpoint policy that offloads a residual."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inner"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(y, w):
+        return y + jnp.tanh(checkpoint_name(jnp.tanh(y @ w), "inner") @ w), None
+
+    layer = jax.checkpoint(layer, policy=policy)
+    return training(layer, normal(1, LAYERS, WIDTH, WIDTH), normal(3, ROWS, WIDTH))
+
+
 def recurrent():
     """Two layers over time, each a loop: what the first stacks is what the second reads."""
 
@@ -152,6 +171,7 @@ BODIES = {
     "carried_key": carried_key,
     "nested": nested,
     "checkpointed": checkpointed,
+    "offloading": offloading,
     "recurrent": recurrent,
     "branching": branching,
 }
@@ -394,3 +414,33 @@ def test_a_saved_plan_keeps_what_its_loops_stack(tmp_path):
     with pytest.raises(vmem_jax.PlanError):
         other = dataclasses.replace(plan, kept=((0, 10_000),))
         vmem_jax.jit(step, plan=other).plan(*args)
+
+
+def test_what_a_policy_offloads_is_a_residual_like_any_other():
+    [ours], [theirs] = (
+        find_pairs(captured_of(*make())[1].separate) for make in (offloading, checkpointed)
+    )
+    names = [eqn.primitive.name for eqn in compat.open_jaxpr(ours.body).eqns]
+    assert "device_put" not in names
+    wanted = [len(capture_pair(pair)[0].wanted) for pair in (ours, theirs)]
+    assert wanted[0] == wanted[1]
+
+
+@pytest.mark.gpu_compile
+def test_a_decoder_fits_in_what_a_checkpoint_of_each_layer_needs_and_takes_less():
+    shape = {"layers": 8, "width": 512, "hidden": 2048, "heads": 8, "kv_heads": 2}
+    tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32)
+    optimiser = optax.sgd(1e-3)
+
+    def compiled(wrap, **options):
+        model = Decoder(**shape, vocabulary=512, wrap=wrap)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        state = params, jax.eval_shape(optimiser.init, params)
+        step = vmem_jax.jit(train_step(model, optimiser), donate_argnums=0, **options)
+        return step.lower(state, tokens).compile(target="h200")
+
+    by_hand = compiled(jax.checkpoint, budget="100GiB", policy="keep")
+    ours = compiled(lambda layer: layer, budget=by_hand.need_nbytes, sub_batches=1)
+    assert ours.need_nbytes <= by_hand.need_nbytes
+    assert ours.plan.kept is not None
+    assert ours.plan.predicted_seconds < by_hand.plan.predicted_seconds

@@ -42,6 +42,10 @@ def in_host_memory(aval: Any) -> Any:
     return aval.update(memory_space=jax.memory.Space.Host)
 
 
+def is_in_host_memory(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def say_memory_kinds(lowered: Any, kinds: Sequence[str]) -> None:
     """Writes into a lowered step in which memory each of its arguments lies.
 

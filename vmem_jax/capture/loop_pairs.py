@@ -8,8 +8,9 @@ values the forward scan stacks, and which the backward scan computes again from 
 slices that both read and from what is the same in every iteration.
 
 A `jax.checkpoint` in the body is inlined here, and what it computes again is merged with what it
-repeats, as in `flatten`. A large constant of a loop that is made of less (a mask, a broadcast number)
-is made in the body: outside, it would be there throughout both loops.
+repeats, as in `flatten`; what its policy offloads is a residual like any other. A large constant of a
+loop that is made of less (a mask, a broadcast number) is made in the body: outside, it would be there
+throughout both loops.
 """
 
 from __future__ import annotations
@@ -118,6 +119,18 @@ def find_pairs(flat: ClosedJaxpr) -> tuple[Pair, ...]:
     return tuple(sorted(found, key=lambda pair: pair.forward))
 
 
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [a for a in eqn.invars if isinstance(a, Var)]
+
+
+def _moves_between_memories(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != "device_put":
+        return False
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    host = compat.is_in_host_memory
+    return all(host(a.aval) != host(v.aval) for a, v in pairs)
+
+
 def _slices(eqn: JaxprEqn) -> Sequence[Atom]:
     return eqn.invars[sum(compat.scan_counts(eqn)) :]
 
@@ -148,6 +161,18 @@ class _Joined:
         self.sliced: dict[Var, Atom] = {}  # stack outside -> the same of its slice
         self.prices: dict[Var, int | None] = {}
         self.constants: dict[Var, Any] = {}  # of the bodies themselves
+        # a user's own offloading of residuals is a hint, like `jax.checkpoint`
+        self.hints = self._moves_residuals_alone()
+
+    def _moves_residuals_alone(self) -> bool:
+        """Whether what the loops have in host memory is residuals, and nothing else."""
+        forward, backward = (self.eqns[i] for i in self.at)
+        _, carry = compat.scan_counts(forward)
+        others = {a for i, e in enumerate(self.eqns) if i not in self.at for a in _variables(e)}
+        others |= {a for a in self.outer.outvars if isinstance(a, Var)}
+        residuals = {*forward.outvars[carry:]} & {*_variables(backward)} - others
+        values = {*_variables(forward), *_variables(backward), *forward.outvars, *backward.outvars}
+        return not any(compat.is_in_host_memory(v.aval) for v in values - residuals)
 
     def pair(self) -> Pair:
         forward, backward = (self.eqns[i] for i in self.at)
@@ -213,6 +238,9 @@ class _Joined:
                 env[v] = self._slice(v, a)
         read = lambda a: a if isinstance(a, Literal) else env[a]
         for inner in opened.eqns:
+            if self.hints and _moves_between_memories(inner):
+                env.update(zip(inner.outvars, map(read, inner.invars), strict=True))
+                continue
             outs = [compat.new_var(v.aval) for v in inner.outvars]
             nested = compat.nest_name_stack(inner, eqn)
             self.equations.append(

@@ -33,6 +33,8 @@ def stacks(flat: ClosedJaxpr) -> dict[Var, int]:
         for place in range(carry, len(eqn.outvars)):
             v, reader = eqn.outvars[place], uses.get(eqn.outvars[place], [])
             if len(reader) == 1 and isinstance(made[place], Var) and is_array(v.aval):
+                if compat.is_in_host_memory(v.aval):
+                    continue  # the user's own policy has it there already
                 if _reads_in_reverse(reader[0], v, eqn):
                     found[v] = eqn.params["length"]
     return found

@@ -14,7 +14,10 @@ def body_nbytes(program: Program) -> int:
     """
     pairs = [_in_place(program, s) for s in range(len(program.steps))]
     owner: dict[int, int] = {}  # of what is a stack that is written to, or went through a barrier
-    own = lambda b: owner.get(b, b)
+
+    def own(b: int) -> int:
+        return owner.get(b, b)
+
     for step, same in zip(program.steps, pairs, strict=True):
         if step.op in ("optimization_barrier", "dynamic_update_slice"):
             owner.update((w, own(r)) for r, w in same)

@@ -88,8 +88,9 @@ def loop_variants(
     if not variants.pairs:
         return ()
     found = [variants.of(kept) for kept in front(variants.loops, machine, _CHOICES)]
-    for goal in _GOALS if budget is not None else ():
-        found += variants.near(int(goal * (budget or 0)), found)
+    goals = [] if budget is None else [int(share * budget) for share in _GOALS]
+    for goal in goals:
+        found += variants.near(goal, found)
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
