@@ -2,11 +2,6 @@
 
 KNOWN: dict[str, str] = {
     "untrue:": "the lowest peak that a BudgetError names is predicted, or is not looked for again",
-    "over:share:": "the CPU's plain need is of a program that keeps the barriers of jax.checkpoint",
-    "ended:SIGABRT:Check failed: buffer != nullptr": "XLA:CPU's small loops know no barrier (0.12)",
-    "crashed:another policy's error": "auto asks other systems and lets their LayersError out",
-    "crashed:JaxRuntimeError UNIMPLEMENTED": "the same, where the barrier holds one array",
-    "crashed:JaxRuntimeError FAILED_PRECONDITION": "the arena needs an order that nothing forces",
 }
 """The beginning of a signature -> what is the matter.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vmem_jax.core.costs import MACHINES
 from vmem_jax.policy import POLICIES
-from vmem_jax.techniques.jit_arguments import MEANS
+from vmem_jax.techniques.jit_arguments import TECHNIQUES
 
 from . import VERSION
 from .layers import Draw
@@ -65,7 +65,7 @@ def draw_options(seed: int, index: int, transport: str = "any") -> Options:
         allow |= {name for name in ("workspace", "compress") if draw.chance(0.15)}
         if draw.chance(0.9):
             allow |= {*needs}
-        more["allow"] = tuple(name for name in MEANS if name in allow)
+        more["allow"] = tuple(name for name in TECHNIQUES if name in allow)
         if "compress" in allow and draw.chance(0.8):
             more["density"] = 0.5
     drawn = draw.one(["auto", "auto", "ffi", "ffi", "memory_kinds"])

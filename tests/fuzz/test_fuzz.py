@@ -94,10 +94,10 @@ mlir.register_lowering(lax.optimization_barrier_p, mlir.lower_fun(changed, multi
         OVER,
         Options(0.3, "bytes", "call", {"policy": "exact"}),
         """
-from vmem_jax.prove import prove
-def blind(compiled, f=prove.need_nbytes):
+from vmem_jax.search import search
+def blind(compiled, f=search.need_nbytes):
     return f(compiled) // 10
-prove.need_nbytes = blind
+search.need_nbytes = blind
 """,
     ),
     "an exception": (

@@ -23,15 +23,20 @@ _PASSES = "xla_disable_hlo_passes"
 
 
 def with_ours(
-    given: Mapping[str, Any], platform: str, steps: int, described: bool = False
+    given: Mapping[str, Any],
+    platform: str,
+    steps: int,
+    described: bool = False,
+    fenced: bool = True,
 ) -> dict[str, Any]:
     """The compiler options of a program of so many steps: ours, and over them the user's. Of the
     passes those are left out that either names.
 
     Args:
       described: it is compiled for a device that is not there.
+      fenced: barriers of ours hold it. Without, it is what plain `jax.jit` compiles.
     """
-    ours = [compat.FENCE_OPTIONS.get(platform, {})]
+    ours = [compat.FENCE_OPTIONS.get(platform, {})] if fenced else []
     if described:
         ours.append(compat.DESCRIBED_OPTIONS.get(platform, {}))
     if steps > LONG:
@@ -104,7 +109,8 @@ def _compiled(
         )
     flat = jaxpr_as_fun(jaxpr)
     steps = len(traced.captured.program.steps)
-    options = with_ours(options, devices_of(avals)[0].platform, steps, target is not None)
+    platform, fenced = devices_of(avals)[0].platform, jaxpr is not traced.plain
+    options = with_ours(options, platform, steps, target is not None, fenced)
     if streams and traced.hosted:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         which = {i for i, _ in traced.hosted}
