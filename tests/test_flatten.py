@@ -155,3 +155,20 @@ def test_constants_are_kept_once_each_and_only_if_used():
 def test_nothing_to_flatten():
     assert names(flat(lambda x: x, X)) == []
     assert names(flat(lambda: 1.0)) == []
+
+
+def test_a_scan_of_one_iteration_is_its_body():
+    def step(w, x):
+        body = lambda x, w: (jnp.tanh(x @ w), x.sum())
+        x, sums = jax.lax.scan(body, x, w, reverse=True)
+        return x, sums
+
+    w, x = jnp.ones((1, 4, 4)), jnp.arange(8.0).reshape(2, 4)
+    closed = jax.make_jaxpr(jax.jit(step))(w, x)
+    flat = flatten(closed)
+    names = [eqn.primitive.name for eqn in flat.eqns]
+    assert "scan" not in names and "dot_general" in names
+    for a, b in zip(jaxpr_as_fun(flat)(w, x), step(w, x), strict=True):
+        np.testing.assert_array_equal(a, b)
+    longer = jax.make_jaxpr(jax.jit(step))(jnp.ones((2, 4, 4)), x)
+    assert "scan" in [eqn.primitive.name for eqn in flatten(longer).eqns]

@@ -11,10 +11,11 @@ from jax import lax
 
 from vmem_jax.capture import capture
 from vmem_jax.core.body import body_nbytes
-from vmem_jax.core.costs import MACHINES, analytic
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import analytic
 from vmem_jax.models.decoder import Decoder, train_step
 
-MACHINE = MACHINES["h200"]
+MACHINE = CARDS["h200"].machine
 LAYERS, MIB = 16, 2**20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vmem_jax.core.costs import MACHINES
+from vmem_jax.core.cards import CARDS
 from vmem_jax.policy import POLICIES
 from vmem_jax.techniques.jit_arguments import TECHNIQUES
 
@@ -37,7 +37,7 @@ class Options:
         """The arguments of `vmem_jax.jit`."""
         more = dict(self.jit)
         if "machine" in more:
-            more["machine"] = MACHINES[more["machine"]]
+            more["machine"] = CARDS[more["machine"].machine]
         nbytes = self.nbytes(plain_need)
         return {
             **more,
@@ -79,7 +79,7 @@ def draw_options(seed: int, index: int, transport: str = "any") -> Options:
     if draw.chance(0.08):
         more["host_budget"] = draw.one(["4KiB", "64KiB", "1GiB"])
     if draw.chance(0.1):
-        more["machine"] = draw.one(sorted(MACHINES))
+        more["machine"] = draw.one(sorted(CARDS))
     if draw.chance(0.03):
         more["tune"] = True
     return Options(

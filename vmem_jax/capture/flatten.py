@@ -1,6 +1,7 @@
 """flatten: a jaxpr without calls, without dead and without repeated equations.
 
-`jit`, `custom_jvp`, `custom_vjp` and `checkpoint` are inlined, so that the plan sees every equation.
+`jit`, `custom_jvp`, `custom_vjp`, `checkpoint` and scans of one iteration are inlined, so that the
+plan sees every equation.
 Inlining a `jax.checkpoint` and merging what it repeats turns the user's recomputation into values
 that the plan may keep or recompute: the user's checkpoint is a hint, the budget decides.
 """
@@ -11,8 +12,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.calls import Calls
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 # The parameter that holds the callee, by primitive.
@@ -80,11 +83,24 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
             inner = callee(eqn)
             if inner is not None:
                 outs = run(inner, invars, eqn)
+            elif eqn.primitive.name == "scan" and eqn.params["length"] == 1 and not eqn.effects:
+                outs = run_once(eqn, invars)
             else:
                 outs = [compat.new_var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=invars, outvars=outs))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in opened.outvars]
+
+    def run_once(eqn: JaxprEqn, invars: Sequence[Atom]) -> list[Atom]:
+        """The body of a scan of one iteration, which XLA runs without a loop, too."""
+        consts, carry = compat.scan_counts(eqn)
+        calls = Calls(equations.append)
+        first = [
+            calls.bind(lambda x: lax.squeeze(x, [0]), [x], eqn)[0] for x in invars[consts + carry :]
+        ]
+        outs = run(eqn.params["jaxpr"], [*invars[: consts + carry], *first], eqn)
+        stacked = [calls.bind(lambda y: lax.expand_dims(y, [0]), [y], eqn)[0] for y in outs[carry:]]
+        return [*outs[:carry], *stacked]
 
     outvars = run(closed, opened.invars, None)
     return compat.close(constvars, consts, opened.invars, outvars, equations, closed)

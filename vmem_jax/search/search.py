@@ -119,6 +119,7 @@ def search(
       plain_need: bytes that it needs, where it was compiled.
 
     Raises:
+      HostMemoryError: nothing fits but what parks more in host memory than it may.
       VmemError: nothing could be planned or compiled; the first reason.
     """
     found = _Search(budget, untouched, plain_need, params or SearchParams(), log or SearchLog())
@@ -205,6 +206,9 @@ class _Search:
             self._compile_untouched()
         if self.best is not None:
             return self._found(self.best)
+        for reason in self.reasons:
+            if isinstance(reason, HostMemoryError):  # with more of that there would be a plan
+                raise reason
         if self.attempts:
             every = [*self.attempts, *self.known]
             return self._found(min(every, key=lambda attempt: attempt.need))
@@ -404,8 +408,8 @@ class _Search:
             if candidate.expected > limit or len(compiled) >= most:
                 return
             self.over.remove(candidate)
-            if any(candidate.expected >= a.need for a in self.attempts):
-                continue  # another came to less than is expected of it
+            if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
+                continue  # another came to far less than is expected of it
             if any(_same(a.plan, one.plan) for a in self.attempts):
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
