@@ -145,7 +145,7 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
     if agreed == WRONG:
         return {
             "outcome": WRONG,
-            "signature": f"wrong:{options.jit['policy']}",
+            "signature": f"{'not finite' if 'off by inf' in why else 'wrong'}:{options.jit['policy']}",
             "detail": why,
             **fitting,
         }

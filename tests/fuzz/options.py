@@ -37,7 +37,7 @@ class Options:
         """The arguments of `vmem_jax.jit`."""
         more = dict(self.jit)
         if "machine" in more:
-            more["machine"] = CARDS[more["machine"].machine]
+            more["machine"] = CARDS[more["machine"]].machine
         nbytes = self.nbytes(plain_need)
         return {
             **more,

@@ -153,7 +153,8 @@ def _groups(
         ]
     else:
         groups.append(others)
-    return [group for group in groups if group]
+    some = ([family for family in group if family.counts] for group in groups)
+    return [group for group in some if group]
 
 
 def _of_loops(

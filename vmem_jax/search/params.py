@@ -60,7 +60,7 @@ class SearchParams:
     memory_step: float = 0.01
     loop_margin: float = 0.03
     untouched: float = 2.0
-    untouched_lower: float = 1.25
+    untouched_lower: float = 2.0
     far: float = 1.1
     less_extreme: tuple[float, ...] = (1.25, 1.6)
     same: float = 0.99
