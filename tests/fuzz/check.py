@@ -143,9 +143,10 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
     ):
         agreed, why = WRONG, why or "the untouched program has other bits than plain jit's"
     if agreed == WRONG:
+        what = "not finite" if "off by inf" in why else WRONG
         return {
             "outcome": WRONG,
-            "signature": f"{'not finite' if 'off by inf' in why else 'wrong'}:{options.jit['policy']}",
+            "signature": f"{what}:{options.jit['policy']}",
             "detail": why,
             **fitting,
         }
