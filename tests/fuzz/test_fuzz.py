@@ -75,7 +75,7 @@ SPEC = {
     "loss": "mean",
     "update": "sgd",
 }
-FITS = Options(share=0.9, form="bytes", mode="call", jit={"policy": "auto"})
+FITS = Options(share=0.95, form="bytes", mode="call", jit={"policy": "auto"})
 FITS_NOT = Options(share=0.05, form="bytes", mode="call", jit={"policy": "auto"})
 
 BREAKS = {

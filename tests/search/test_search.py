@@ -304,7 +304,8 @@ def test_the_untouched_program_is_not_compiled_where_it_is_far_too_large(factor,
     """It is predicted to need so many times what the lowest plan compiles to."""
     budget, compile_plan = LOW + 1, Compiler()
     one = variant(compile_plan, POLICIES["recompute"](), STILL)
-    found = find(one, budget=budget, without=untouched(compile_plan), untouched=factor)
+    factors = {"untouched": factor, "untouched_lower": factor}
+    found = find(one, budget=budget, without=untouched(compile_plan), **factors)
     assert not found.fits
     assert any(not plan.fenced for plan in compile_plan.plans) == is_compiled
 

@@ -339,13 +339,24 @@ class _Search:
         spare = self.params.max_compiles - len(self.attempts)
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
-        known = any(_same(attempt.plan, candidate.estimate.plan) for attempt in misses)
-        if spare <= 0 or known or len(misses) >= self.params.compiles_per_variant:
+        plan = candidate.estimate.plan
+        known = self._known(variant, plan)
+        if spare <= 0 or len(misses) >= self.params.compiles_per_variant:
             self._give_up(candidate)
-            return
-        attempt = self._attempt(variant, candidate.estimate)
-        if not self._fits(attempt):
-            self._again(candidate, attempt)
+        elif any(_same(attempt.plan, plan) for attempt in misses):
+            self._give_up(candidate)
+        elif known and not self._fits(known[0]):  # of another variant, which came to the same plan
+            self._again(candidate, known[0])
+        else:
+            attempt = self._attempt(variant, candidate.estimate)
+            if not self._fits(attempt):
+                self._again(candidate, attempt)
+
+    def _known(self, variant: Variant, plan: Plan) -> list[Attempt]:
+        """The attempts of the same form of the step, by any policy, with the same plan."""
+        form = variant.origin
+        alike = lambda other: other is variant or (form is not None and other.origin is form)
+        return [a for a in self.attempts if alike(a.variant) and _same(a.plan, plan)]
 
     def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
         """Sends a candidate back whose plan compiled to too much: with a lower goal, with what the
@@ -410,7 +421,9 @@ class _Search:
             self.over.remove(candidate)
             if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
                 continue  # another came to far less than is expected of it
-            if any(_same(a.plan, one.plan) for a in self.attempts):
+            if self._known(variant, one.plan) or any(
+                _same(a.plan, one.plan) for a in candidate.misses
+            ):
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
@@ -470,5 +483,5 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
 
 def _same(a: Plan, b: Plan) -> bool:
     calls = lambda plan: [(s, configuration.calls) for s, configuration in plan.divided]
-    facts = lambda plan: (plan.order, plan.transfers, plan.looped, calls(plan), plan.sub_batches)
-    return facts(a) == facts(b) and (a.compressed, a.kept) == (b.compressed, b.kept)
+    facts = lambda plan: (plan.program, plan.order, plan.transfers, plan.looped, calls(plan))
+    return a.fenced == b.fenced and facts(a) == facts(b)
