@@ -119,7 +119,8 @@ def _groups(
     settings = step.settings
     parts = parts_of(step)
     make = lambda context, count: _variant(context, settings.policy, count)
-    own = Family(parts.counts, functools.partial(make, step), settings.splitting, proved=proved)
+    made = functools.cache(functools.partial(make, step))  # the others are bounded by it, too
+    own = Family(parts.counts, made, settings.splitting, proved=proved)
     first = [own]
     compresses = "compress" in settings.named and "compress" not in log.skipped
     if compresses and 1 not in parts.counts:

@@ -35,7 +35,14 @@ class Variant:
 
     def lower_bound(self, budget: int | None = None) -> float:
         """Seconds that no plan of it goes below, within `budget` bytes."""
-        return self.policy.lower_bound_seconds(self.program, self.costs, budget)
+        if budget not in self._bounds:  # a linear program, which several families ask for
+            found = self.policy.lower_bound_seconds(self.program, self.costs, budget)
+            self._bounds[budget] = found
+        return self._bounds[budget]
+
+    @functools.cached_property
+    def _bounds(self) -> dict[int | None, float]:
+        return {}
 
     @functools.cached_property
     def without_transfers(self) -> Variant:
