@@ -172,7 +172,7 @@ def check(captured, plan, seeds=20):
 
 def gaps(program):
     """(buffer, use, next use) of what can wait in host memory between two of its uses, in order."""
-    marks = [s for s, step in enumerate(program.steps) if step.is_mark]
+    marks = [s for s, step in enumerate(program.steps) if step.is_boundary]
     inside = range(marks[0] + 1, marks[1] + 1) if marks else range(1, len(program.steps))
     for b, buffer in enumerate(program.buffers):
         if program.is_resident[b] or not buffer.movable or program.producer[b] < 0:

@@ -1,4 +1,4 @@
-"""The command line: a whole training, a plan, and what the user is told when something is wrong."""
+"""The command line: a whole training, a plan, and what the user reads when something is wrong."""
 
 import json
 import re

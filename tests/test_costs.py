@@ -39,7 +39,7 @@ def test_each_step_of_a_part_is_above_its_roofline_as_in_the_whole_batch():
     factors = (2.0, 3.0, 5.0, 0.5)
     seconds = tuple(f * s for f, s in zip(factors, analytic(whole, H200).seconds, strict=True))
     measured = Costs("a card", seconds, sources=(Source.MEASURED,) * 4)
-    # its first kernels changed places, and a mark and a sum are new
+    # its first kernels changed places, and a boundary and a sum are new
     parts = program(
         [WHOLE[1], WHOLE[0], WHOLE[2], ("", FORWARD, BEGIN), WHOLE[3], ("b", BACKWARD, "add")],
         LARGE // 4,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from vmem_jax.core import schedule
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.fences import Fence
-from vmem_jax.core.heap import best_fit_nbytes, elsewhere, heap_nbytes, places
+from vmem_jax.core.heap import best_fit_nbytes, elsewhere, heap_nbytes, intervals
 from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
 
-intervals = st.lists(
+some_intervals = st.lists(
     st.builds(
         lambda nbytes, first, span: Interval(nbytes, first, first + span),
         st.integers(0, 9),
@@ -44,7 +44,7 @@ def placed_one_by_one(parked, key):
     return max((at + o.nbytes for o, at in places), default=0)
 
 
-@given(intervals.filter(lambda found: all(i.nbytes for i in found)))
+@given(some_intervals.filter(lambda found: all(i.nbytes for i in found)))
 def test_each_goes_into_the_smallest_gap(parked):
     span = lambda i: i.last - i.first
     by_size = placed_one_by_one(parked, lambda i: (-i.nbytes, -span(i), i.first))
@@ -82,7 +82,7 @@ def test_what_is_away_leaves_its_place():
     assert heap_nbytes(program, order) == program.resident_nbytes + 24
     away = [Transfer(early, 1, 1, 4, 4)]
     assert heap_nbytes(program, order, away) == program.resident_nbytes + 16
-    assert sorted(i.nbytes for i in places(program, order, away)) == [1, 8, 8, 8, 8]
+    assert sorted(i.nbytes for i in intervals(program, order, away)) == [1, 8, 8, 8, 8]
 
 
 def test_what_takes_over_memory_has_no_place_of_its_own():
@@ -131,7 +131,7 @@ def test_an_argument_is_padded_once_for_all_convolutions():
         for step in program.steps
     ]
     program = dataclasses.replace(program, steps=tuple(steps))
-    assert Interval(convolution.padded_nbytes, 1, 1) in places(program, range(3))
+    assert Interval(convolution.padded_nbytes, 1, 1) in intervals(program, range(3))
 
 
 def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
@@ -144,9 +144,9 @@ def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
     loss = b.step([y], 2)
     turned = b.step([w], 8, op=rev)
     program = b.program([b.step([b.step([loss, turned], 2, op=conv)], 1)])
-    assert sorted(places(program, range(5)), key=lambda i: -i.nbytes)[0] == Interval(8, 0, 3)
+    assert sorted(intervals(program, range(5)), key=lambda i: -i.nbytes)[0] == Interval(8, 0, 3)
     assert heap_nbytes(program, range(5)) == program.resident_nbytes + 8 + 4 + 2
-    again = places(program, (0, 0, 1, 2, 3, 4))
+    again = intervals(program, (0, 0, 1, 2, 3, 4))
     assert [i for i in again if i.nbytes == 8] == [Interval(8, 0, 4)]
 
 
@@ -181,7 +181,7 @@ def trained(filters, **layer):
 
 def copies(program):
     """The copies of five filters that take memory of their own, by when they are made."""
-    found = [i for i in places(program, range(len(program.steps))) if i.nbytes == 8]
+    found = [i for i in intervals(program, range(len(program.steps))) if i.nbytes == 8]
     return sorted((i for i in found if i.first < 5), key=lambda i: i.first)
 
 
@@ -215,7 +215,7 @@ def test_a_filter_that_several_layers_share_is_transposed_once():
     y = b.step([b.step([x, w], 1, op=conv), w], 1, op=conv)
     for _ in range(2):
         y = b.step([y, b.step([w], 8, op="rev")], 1, op=conv)
-    assert [i for i in places(b.program([y]), range(6)) if i.nbytes == 8] == [Interval(8, 0, 5)]
+    assert [i for i in intervals(b.program([y]), range(6)) if i.nbytes == 8] == [Interval(8, 0, 5)]
 
 
 def test_what_is_small_lies_in_a_place_that_is_free():

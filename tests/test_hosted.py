@@ -101,7 +101,7 @@ def test_moments_are_streamed_around_sub_batches():
     entry = parts._entry_for((a, batch()), {}, None)
     program, plan = entry.traced.captured.program, entry.best.plan
     assert plan.sub_batches == 4 and len(plan.transfers) == 4 * DEPTH
-    _, end = (p for p, s in enumerate(plan.order) if program.steps[s].is_mark)
+    _, end = (p for p, s in enumerate(plan.order) if program.steps[s].is_boundary)
     assert all(t.fetch > end for t in plan.transfers)
     within = tuple(dataclasses.replace(t, fetch=end) for t in plan.transfers)
     assert violations(program, plan) == []

@@ -334,7 +334,7 @@ def test_fewer_stacks_need_less_memory():
 
 
 def brute_force(loop: PairedLoop, limit: int) -> float:
-    """The fewest seconds of any choice within `limit` bytes, told from the definition alone."""
+    """The fewest seconds of any choice within `limit` bytes, from the definition alone."""
     program = loop.program
     early = [b for b in range(len(program.buffers)) if program.producer[b] not in loop.late_steps]
     early = [b for b in early if b not in loop.given | loop.late]

@@ -143,7 +143,7 @@ def test_clones_keep_the_name_and_line_of_their_originals():
 
 
 def bits(values):
-    """Every array as unsigned integers, NaN and signed zeros told apart."""
+    """Every array as unsigned integers, NaN and signed zeros distinguished."""
     out = []
     for x in values:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

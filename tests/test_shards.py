@@ -168,7 +168,7 @@ def test_prediction_counts_what_one_device_holds():
 
 
 def spec_of(fun, *arguments):
-    """The told spec of the only result of `fun`; None where it is not told."""
+    """The certain spec of the only result of `fun`; None where it is not certain."""
     jaxpr, shards = followed(fun, *arguments)
     return shards.spec(jaxpr.outvars[0])
 

@@ -192,7 +192,7 @@ def test_the_program_of_a_split_step_is_sound_and_its_plans_are_checked(tmp_path
     assert check_program(program) == [] and violations(program, plan) == []
     times = {step.op: step.times for step in program.steps}
     assert times["dot_general"] == 4 and times["sub"] == 1
-    begin, _ = (s for s, step in enumerate(program.steps) if step.is_mark)
+    begin, _ = (s for s, step in enumerate(program.steps) if step.is_boundary)
     order = [*plan.order]
     for s, to in ((begin + 1, 0), (begin + 1, len(order)), (len(program.steps) - 1, begin + 2)):
         moved = [other for other in order if other != s]

@@ -35,7 +35,7 @@ def slow() -> Timeline:
 
 
 def read(trace: dict) -> dict[str, list[dict]]:
-    """The events of `trace` by lane, counter or mark, as a viewer reads them back from the file."""
+    """The events of `trace` by lane, counter or instant, as a viewer reads them."""
     events = json.loads(json.dumps(trace, allow_nan=False))["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     found: dict[str, list[dict]] = {}

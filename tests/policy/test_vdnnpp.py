@@ -98,7 +98,7 @@ def test_section_5_alternate_offload_hides_behind_two_layers():
 
     def stalled(policy):
         waits = planned(net, policy, costs, 1000)[1].waits
-        return sum(w.end - w.begin for w in waits if w.way == "out")
+        return sum(w.end - w.begin for w in waits if w.direction == "out")
 
     assert stalled(VDNNpp("aconv")) == 0
     assert stalled(VDNNpp("conv")) == 5 * 62 - 6 * 40  # at the turn

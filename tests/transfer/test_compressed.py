@@ -65,10 +65,10 @@ def test_random_densities_come_back_in_the_bytes_that_were_told(compiled, densit
     least = min_capacity(COUNT, 2)
     taken = least + UNIT_NBYTES * int(roomy[:8].view("uint64")[0])
     values = cases.values_of(x)
-    told = compressed_nbytes(COUNT, 2, values / COUNT)
+    predicted = compressed_nbytes(COUNT, 2, values / COUNT)
     blocks = -(-x.nbytes // BLOCK_NBYTES)
-    assert least + 2 * values <= taken <= told < least + 2 * values + UNIT_NBYTES * blocks
-    assert most_values(COUNT, 2, taken) <= values <= most_values(COUNT, 2, told)
+    assert least + 2 * values <= taken <= predicted < least + 2 * values + UNIT_NBYTES * blocks
+    assert most_values(COUNT, 2, taken) <= values <= most_values(COUNT, 2, predicted)
 
     mask = np.packbits(x.view("uint16") != 0, bitorder="little")
     begin = 16 * -(-8 * (1 + blocks) // 16)
@@ -79,9 +79,9 @@ def test_what_is_told_is_needed():
     """Where each block wastes the most, a unit less would overflow."""
     x = np.zeros(COUNT, "float16")
     x[:: BLOCK_NBYTES // 2] = 1
-    told = cases.capacity_of(x)
-    assert cases.comes_back(CPU, x, told).overflow_nbytes == 0
-    assert cases.comes_back(CPU, x, told - UNIT_NBYTES).overflow_nbytes == UNIT_NBYTES
+    predicted = cases.capacity_of(x)
+    assert cases.comes_back(CPU, x, predicted).overflow_nbytes == 0
+    assert cases.comes_back(CPU, x, predicted - UNIT_NBYTES).overflow_nbytes == UNIT_NBYTES
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])

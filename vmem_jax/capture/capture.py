@@ -14,9 +14,9 @@ from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loops import stacks
-from vmem_jax.capture.places import layer_of
 from vmem_jax.capture.primitives import (
     Class,
     aligned,
@@ -235,8 +235,8 @@ def _captured(
             label = f"{names[b]} {v.aval.str_short()}"
         else:
             root = eqns[writer[v].root]
-            mark = root.primitive.name in (BEGIN, END)
-            where = "" if mark else layer_of(root)  # a total is no layer's
+            boundary = root.primitive.name in (BEGIN, END)
+            where = "" if boundary else layer_of(root)  # a total is no layer's
             label = f"{where or root.primitive.name} {v.aval.str_short()}"
         movable = is_array(v.aval) and (shards.device_count == 1 or shards.spec(v) is not None)
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
@@ -283,7 +283,7 @@ def _captured(
 
 
 def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
-    """`steps` with those between the marks repeated `count` times."""
+    """`steps` with those between the boundaries repeated `count` times."""
     ops = [step.op for step in steps]
     begin, end = ops.index(BEGIN), ops.index(END)
     return [
@@ -333,7 +333,7 @@ def _kinds(
     inputs: int,
     outputs: set[int],
 ) -> dict[int, Kind]:
-    """What every buffer holds, told from who reads it."""
+    """What every buffer holds, derived from who reads it."""
     read_in: dict[int, set[Phase]] = {}
     kinds: dict[int, Kind] = {}
     for kernel, phase in zip(kernels, phases, strict=True):
@@ -384,8 +384,8 @@ def _step(
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
     has_epilogue = _has_epilogue(kernel, root)
-    mark = root.primitive.name in (BEGIN, END)
-    if mark:  # its results are its operands
+    boundary = root.primitive.name in (BEGIN, END)
+    if boundary:  # its results are its operands
         outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
         pairs = zip(root.invars, outs, strict=False)
         in_place = [(index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index]
@@ -410,9 +410,9 @@ def _step(
         flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
-        nbytes=0 if mark else touched_nbytes(kernel, eqns, size),
+        nbytes=0 if boundary else touched_nbytes(kernel, eqns, size),
         workspace=0 if fusible else own_nbytes + gathered + apart + padded,
-        pure=not mark and not any(eqns[i].effects for i in kernel.equations),
+        pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root) or _layer_of_loop(body),
         source=compat.user_line(root),

@@ -1,8 +1,8 @@
 """convolutions: which layer's convolution an equation of a jaxpr is, and in which of three passes.
 
-After differentiation all three are `conv_general_dilated`, told apart by their parameters alone: the
-gradient to x is a convolution of the dilated gradient with a flipped kernel, the gradient to w is one
-in which samples and channels have changed places. cuDNN has a kernel for each.
+After differentiation all three are `conv_general_dilated`, and their parameters alone distinguish
+them: the gradient to x is a convolution of the dilated gradient with a flipped kernel, the gradient
+to w is one in which samples and channels have changed places. cuDNN has a kernel for each.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def _literal(literal: Literal) -> Hashable:
 
 
 def _value_number(eqn: JaxprEqn, invars: Sequence[Atom]) -> Hashable | None:
-    """Equal for equations that compute the same values; None where that cannot be told."""
+    """Equal for equations that compute the same values; None where that cannot be decided."""
     inputs = tuple(_literal(a) if isinstance(a, Literal) else id(a) for a in invars)
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     key = (eqn.primitive, params, inputs, id(eqn.ctx), tuple(str(v.aval) for v in eqn.outvars))

@@ -1,4 +1,4 @@
-"""shards: over how many devices XLA splits each value of a flat jaxpr, told from its arguments.
+"""shards: over how many devices XLA splits each value of a flat jaxpr, derived from its arguments.
 
 The partitioner decides that while it compiles; a plan is needed before. So the usual cases are
 followed here, dimension by dimension: the mesh axes that split a batch or a weight go through
@@ -9,7 +9,7 @@ sharded data parallelism, gathers that operand first: its workspace.
 
 What moves to the host moves shard by shard, and the calls that move it state how it is split. Where
 the partitioner would have split it otherwise, it would send it between the devices for that. So only
-values whose split is *told* are moved: by the arguments, through equations whose rule the
+values whose split is *certain* are moved: by the arguments, through equations whose rule the
 partitioner shares, without an axis lost on the way; or by what is computed from them elementwise.
 """
 
@@ -40,14 +40,14 @@ class Shards:
     Attributes:
       sizes: devices along each mesh axis.
       splits: the split of every value that is split at all.
-      told: values whose split is certain, whole ones among them.
+      certain: values whose split is certain, whole ones among them.
       device_count: devices that the step runs on.
       mesh: that all arguments on several devices share; None for one device, or if there is none.
     """
 
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     splits: Mapping[Var, Split] = dataclasses.field(default_factory=dict)
-    told: Collection[Var] = frozenset()
+    certain: Collection[Var] = frozenset()
     device_count: int = 1
     mesh: jax.sharding.AbstractMesh | None = None
 
@@ -78,8 +78,8 @@ class Shards:
         return found
 
     def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
-        """How `v` is split over `mesh`; None where that is not told, or the shards are not equal."""
-        if self.mesh is None or v not in self.told:
+        """How `v` is split over `mesh`; None where that is uncertain, or shards are not equal."""
+        if self.mesh is None or v not in self.certain:
             return None
         mesh, split = self.mesh.shape, self._of(v)
         if any(mesh.get(a) != self.sizes[a] for axes in split for a in axes):
@@ -109,15 +109,15 @@ def follow_shards(flat: ClosedJaxpr, shardings: Sequence[Any]) -> Shards:
         split = _split_of(sharding, v.aval, sizes)
         if any(split):
             known[v] = split
-    told = {*opened.invars, *opened.constvars}
+    certain = {*opened.invars, *opened.constvars}
     spread = [s for s in shardings if s is not None and s.num_devices > 1]
     if spread or any(map(_may_split, opened.eqns)):  # else all is whole, in half a capture's time
-        _follow(opened, known, told, sizes)
+        _follow(opened, known, certain, sizes)
     meshes = {getattr(getattr(s, "mesh", None), "abstract_mesh", None) for s in spread}
     mesh = meshes.pop() if len(meshes) == 1 else None
     if mesh is not None and len(set(mesh.axis_types)) > 1:
         mesh = None  # its types say part of a split, and nothing says the rest
-    return Shards(sizes, known, told, max((s.num_devices for s in spread), default=1), mesh)
+    return Shards(sizes, known, certain, max((s.num_devices for s in spread), default=1), mesh)
 
 
 def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
@@ -142,14 +142,14 @@ def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
     return tuple(split)
 
 
-def _follow(opened: Any, known: dict[Var, Split], told: set[Var], sizes: dict[str, int]) -> None:
-    """Fills `known` and `told` from operands to results, then back to what only results tell."""
+def _follow(opened: Any, known: dict[Var, Split], certain: set[Var], sizes: dict[str, int]) -> None:
+    """Fills `known` and `certain` from operands to results, then back to what only results tell."""
     read = lambda a: known.get(a, _WHOLE) if isinstance(a, Var) else _WHOLE
     arguments = {*opened.invars, *opened.constvars}
     for _ in range(2):
         for eqn in opened.eqns:
             operands = [read(a) for a in eqn.invars]
-            surely = [not isinstance(a, Var) or a in told for a in eqn.invars]
+            surely = [not isinstance(a, Var) or a in certain for a in eqn.invars]
             nested = _NESTED.get(eqn.primitive.name)
             if nested is not None:
                 splits, tells = nested(eqn, operands, surely, sizes)
@@ -162,18 +162,18 @@ def _follow(opened: Any, known: dict[Var, Split], told: set[Var], sizes: dict[st
                 if any(split):
                     known[v] = split
                 if told_by_rule or is_typed:
-                    told.add(v)
+                    certain.add(v)
         for eqn in reversed(opened.eqns):
             if eqn.primitive.name in _RULES or eqn.primitive.name in _NESTED:
                 continue
-            elementwise = class_of(eqn) is Class.FUSIBLE and told.issuperset(eqn.outvars)
+            elementwise = class_of(eqn) is Class.FUSIBLE and certain.issuperset(eqn.outvars)
             for a in eqn.invars:
                 if isinstance(a, Var) and a not in known and a not in arguments:
                     split = _aligned(a.aval, eqn.outvars, [read(v) for v in eqn.outvars])
                     if any(split):
                         known[a] = split
                         if elementwise and len(split) == _rank(eqn.outvars[0]):
-                            told.add(a)
+                            certain.add(a)
 
 
 def _may_split(eqn: JaxprEqn) -> bool:
@@ -196,7 +196,7 @@ def _tells(
 
     Args:
       operands: their splits.
-      surely: whether each is told.
+      surely: whether each is certain.
     """
     name = eqn.primitive.name
     if name in _STATED:
@@ -342,13 +342,13 @@ def _first(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
 def _inner(
     jaxpr: Any, splits: Sequence[Split], surely: Sequence[bool], sizes: dict[str, int]
 ) -> tuple[list[Split], list[bool]]:
-    """The splits of the results of a body whose arguments have `splits`, and which are told."""
+    """The splits of the results of a body whose arguments have `splits`, and which are certain."""
     opened = compat.open_jaxpr(inline(jaxpr))
     known = {v: s for v, s in zip(opened.invars, splits, strict=True) if any(s)}
-    told = {*opened.constvars, *(v for v, t in zip(opened.invars, surely, strict=True) if t)}
-    _follow(opened, known, told, sizes)
+    certain = {*opened.constvars, *(v for v, t in zip(opened.invars, surely, strict=True) if t)}
+    _follow(opened, known, certain, sizes)
     outs = [known.get(v, _WHOLE) if isinstance(v, Var) else _WHOLE for v in opened.outvars]
-    return outs, [isinstance(v, Var) and (not _rank(v) or v in told) for v in opened.outvars]
+    return outs, [isinstance(v, Var) and (not _rank(v) or v in certain) for v in opened.outvars]
 
 
 def _scan(
@@ -356,8 +356,8 @@ def _scan(
 ) -> tuple[list[Split], list[bool]]:
     consts, carry = compat.scan_counts(eqn)
     inside = [*splits[: consts + carry], *(s[1:] for s in splits[consts + carry :])]
-    outs, told = _inner(eqn.params["jaxpr"], inside, surely, sizes)
-    return [*outs[:carry], *(((), *s) if s else _WHOLE for s in outs[carry:])], told
+    outs, certain = _inner(eqn.params["jaxpr"], inside, surely, sizes)
+    return [*outs[:carry], *(((), *s) if s else _WHOLE for s in outs[carry:])], certain
 
 
 def _cond(
@@ -411,7 +411,7 @@ _NESTED: dict[str, Callable[..., tuple[list[Split], list[bool]]]] = {
     "while": _while,
     "cond": _cond,
 }
-"""What has a body, where the same is done; their results' splits, and which are told."""
+"""What has a body, where the same is done; their results' splits, and which are certain."""
 
 _WINDOWS = frozenset(
     "cumsum cumprod cummax cummin cumlogsumexp reduce_window_max reduce_window_sum reduce_window "

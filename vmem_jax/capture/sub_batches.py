@@ -6,8 +6,8 @@
     end: the totals
     everything after that, once
 
-So one sub-batch stands for all of them, between two *marks*: for the Program, for policies, and for
-`rewrite`, which makes a loop of what it finds between the marks. Sums are kept in float32 at least.
+So one sub-batch stands for all of them, between two *boundaries*: for the Program, for policies, and
+for `rewrite`, which makes a loop of what it finds between them. Sums are kept in float32 at least.
 What is as large as the batch without depending on its samples (zeros, a dropout mask) is made for the
 sub-batch alone; what is not larger than what it is made of (a cast weight) is made once.
 """

@@ -42,7 +42,7 @@ from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.layouts import Layout
-from vmem_jax.capture.places import layer_of, place_of
+from vmem_jax.capture.locations import layer_of, location_of
 from vmem_jax.capture.primitives import Class, class_of, is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sliced import Slicer, opened, put
@@ -223,8 +223,8 @@ class _Loop:
         return live, needed
 
     def _is_read_elsewhere(self, v: Var) -> bool:
-        """Whether the argument whose memory `v` takes over is read where that cannot be told to come
-        before the loop."""
+        """Whether the argument whose memory `v` takes over is read where nothing proves that this
+        comes before the loop."""
         old = self.over[v]
         places = [p for p, a in enumerate(self.eqn.invars) if self._source(a) is old]
         if old in self.results or not self._is_divisible(old):
@@ -444,12 +444,14 @@ class _Loop:
                 if eqn.primitive.name == "scan":
                     return ""
                 if not self.streamed.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
-                    return f"{place_of(eqn)} reads state in host memory, which comes as a whole"
+                    return f"{location_of(eqn)} reads state in host memory, which comes as a whole"
                 there = self.available | after
                 for a in eqn.invars:
                     if isinstance(a, Var) and a not in there and a in self.maker:
-                        return f"{place_of(eqn)} waits for {place_of(self.eqns[self.maker[a]])}"
-                return f"{place_of(eqn)} needs all of them at once"
+                        return (
+                            f"{location_of(eqn)} waits for {location_of(self.eqns[self.maker[a]])}"
+                        )
+                return f"{location_of(eqn)} needs all of them at once"
             after.update(eqn.outvars)
         if not self.over:
             return "the state is not donated"

@@ -53,7 +53,7 @@ def choices_of(
 
     On a GPU the configurations are cuDNN's, as `vmem-jax profile --conv` timed them. XLA's own is
     the fastest of the whole batch whatever its workspace, since that is what XLA's autotuner takes,
-    until a compiled step tells (`learned`); a convolution of which the whole batch was not timed
+    until a compiled step shows it (`learned`); a convolution of which the whole batch was not timed
     stays XLA's. Not all that cuDNN offers is offered to that autotuner, though: in a part of a
     batch, where XLA's own was not timed, it takes as much longer than the fastest as it does in the
     whole. A configuration without the epilogue that XLA's own has in the same kernel takes longer

@@ -188,7 +188,7 @@ def _trial(
 def _refuse(convolution: Convolution, algorithm: Plan | Micro, deviation: float) -> None:
     """Raises where the result is off by `deviation` of its root mean square, and that is much.
 
-    Without the kernel that tells it is nan, and the plans that are known to be wrong are refused.
+    Without the kernel that measures it, it is nan; the plans that are known to be wrong are refused.
     """
     if math.isnan(deviation) and any(low != high for low, high in convolution.padding):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""devices: GPUs as cuDNN has them described, so that it tells its plans for one that is not here.
+"""devices: GPUs as cuDNN has them described, so that it lists its plans for one that is not here.
 
 cuDNN reads what `cudaGetDeviceProperties` and `cudaDeviceGetAttribute` say, under names of its own.
 """

@@ -6,7 +6,7 @@ micro-batch those are handed out that are faster than all of no more workspace; 
 configuration needs another.
 
 Libraries have algorithms that take hundreds of times as long as their best, on whole batches
-seconds. A small micro-batch tells which these are; they are then left out where another makes them
+seconds. A small micro-batch shows which these are; they are then left out where another makes them
 useless. The others are timed fastest expected first, so that what is slower meets the
 incumbent at once and is not run often (`conv/racing.py`).
 """
@@ -110,8 +110,8 @@ def profile(
     """Times the algorithms of `library` for `convolutions` that `database` lacks; adds them there.
 
     Undivided batches come first, so that every convolution has something to choose from, each after
-    an eighth of it, which tells what is hopeless; then the other micro-batches, of which the nearest
-    size tells. All by operations, the most first.
+    an eighth of it, which shows what is hopeless; then the other micro-batches, of which the nearest
+    size is the best guide. All by operations, the most first.
 
     Args:
       deadline: seconds after which no further timing begins.

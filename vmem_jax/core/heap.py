@@ -33,18 +33,18 @@ def heap_nbytes(
     events: Sequence[Event] | None = None,
 ) -> int:
     """Bytes of device memory that `order` needs as XLA places it, residents included; `events` as in
-    `places`."""
-    return program.resident_nbytes + best_fit_nbytes(places(program, order, transfers, events))
+    `intervals`."""
+    return program.resident_nbytes + best_fit_nbytes(intervals(program, order, transfers, events))
 
 
-def places(
+def intervals(
     program: Program,
     order: Sequence[int],
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
 ) -> list[Interval]:
-    """From which position of `order` to which each place of the heap is in use; residents have none,
-    nor does what is put into one of theirs.
+    """The interval of positions of `order` in which each place of the heap is in use; residents have
+    none, nor does what is put into one of theirs.
 
     What takes over the memory of a dying read has its place; what leaves and comes back has two. XLA
     writes over nothing that it reads through a barrier, so what is fenced or was moved keeps its

@@ -71,7 +71,7 @@ class Plan:
       fenced: false for a program that is left untouched; true where `rewrite` holds XLA to `order`.
       budget: bytes, or None.
       predicted_peak: bytes live at once, as `simulate` gave it; XLA's heap takes some more, which
-        `core.planned.predicted_need` tells.
+        `core.planned.predicted_need` does.
       predicted_seconds: seconds of one step, as `simulate` gave it.
       transfers: what waits in host memory, and when.
       looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop
@@ -105,7 +105,7 @@ class Plan:
     @property
     def divided(self) -> tuple[tuple[int, Configuration], ...]:
         """The convolutions that are not XLA's own."""
-        return tuple((s, way) for s, way in self.convolutions if not way.is_xlas)
+        return tuple((s, each) for s, each in self.convolutions if not each.is_xlas)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -144,8 +144,8 @@ class Plan:
                 "transfers": transfers,
                 "looped": list(self.looped),
                 "convolutions": [
-                    [s, way.epilogue, [dataclasses.astuple(m) for m in way.micros]]
-                    for s, way in self.convolutions
+                    [s, each.epilogue, [dataclasses.astuple(m) for m in each.micros]]
+                    for s, each in self.convolutions
                 ],
             }
         )

@@ -59,9 +59,9 @@ def restated(plan: Plan, costs: Costs) -> Plan:
     What is predicted is left as it was.
     """
     convolutions = dict(plan.convolutions)
-    for s, ways in costs.convolutions.items():
-        calls = convolutions[s].calls if s in convolutions else ways[0].calls
-        convolutions |= ((s, way) for way in ways if way.calls == calls)
+    for s, front in costs.convolutions.items():
+        calls = convolutions[s].calls if s in convolutions else front[0].calls
+        convolutions |= ((s, each) for each in front if each.calls == calls)
     return dataclasses.replace(plan, convolutions=tuple(sorted(convolutions.items())))
 
 
@@ -90,6 +90,6 @@ def costs_with_convolutions(convolutions: Convolutions, costs: Costs) -> Costs:
     """`costs` with the seconds of `convolutions`: those that `costs` has for them, if it has any."""
     seconds = list(costs.seconds)
     for s, configuration in convolutions:
-        known = {way.calls: way for way in costs.convolutions.get(s, ())}
+        known = {each.calls: each for each in costs.convolutions.get(s, ())}
         seconds[s] = known.get(configuration.calls, configuration).seconds
     return dataclasses.replace(costs, seconds=tuple(seconds))

@@ -63,7 +63,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One kernel, as near as can be told before compiling: a heavy equation or a fused chain.
+    """One kernel, as near as can be known before compiling: a heavy equation or a fused chain.
 
     Attributes:
       reads: buffers read, indices into `Program.buffers`, each once.
@@ -116,7 +116,7 @@ class Step:
     compared: tuple[int, ...] = ()
 
     @property
-    def is_mark(self) -> bool:
+    def is_boundary(self) -> bool:
         """Whether sub-batches begin or end here."""
         return self.op in (BEGIN, END)
 

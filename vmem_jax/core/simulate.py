@@ -22,11 +22,11 @@ class Stall:
 
     Attributes:
       transfer: for which, an index into `Timeline.transfers`.
-      way: the lane of its copy, "out" or "into".
+      direction: the lane of its copy, "out" or "into".
     """
 
     transfer: int
-    way: str
+    direction: str
     begin: float
     end: float
 
@@ -43,7 +43,7 @@ class Timeline:
       peak: bytes, the maximum of `live_nbytes` (the residents alone, if there is no step).
       peak_at: position in `order` of the first maximum, −1 if there is no step.
       transfers: what waits in host memory, as it was given.
-      copies: for each transfer its way out and its way back on the lanes; no time for the way that
+      copies: for each transfer its copy out and its copy back on the lanes; no time for the copy that
         a hosted buffer does not go.
       stalls: seconds that the compute lane waits for each transfer, out and back together.
       waits: each of those waits, in the order of time.
@@ -64,7 +64,7 @@ class Timeline:
 def simulate(
     program: Program, order: Sequence[int], costs: Costs, transfers: Sequence[Transfer] = ()
 ) -> Timeline:
-    """Runs `order` on paper: three lanes, exact liveness, in-place updates where allowed.
+    """Simulates `order`: three lanes, exact liveness, in-place updates where allowed.
 
     While a step runs, its reads, writes and workspace are live together, except that a write takes
     over the memory of a dying read that `Step.in_place` pairs it with. A transferred buffer is live
@@ -129,11 +129,11 @@ class _Moves:
             if point in (0, 2):
                 self.lanes.submit("into" if point else "out", i, self.nbytes[i], now)
             else:
-                way = "out" if point == 1 else "into"
-                then = self.lanes.wait(way, i, now)
+                direction = "out" if point == 1 else "into"
+                then = self.lanes.wait(direction, i, now)
                 if then > now:
                     self.stalls[i] += then - now
-                    self.waits.append(Stall(i, way, now, then))
+                    self.waits.append(Stall(i, direction, now, then))
                 now = then
         return now
 

@@ -61,7 +61,7 @@ def violations(program: Program, plan: Plan) -> list[str]:
     nor made again while it is away, and read after that; a hosted input that is read comes once,
     before its first read, and a hosted output that is made leaves once, after that; what is looped is
     a stack, and its loops run once; a configuration is of a convolution, and of all its samples,
-    padded as it can be; the steps on samples stand between the marks of their sub-batches, and no
+    padded as it can be; the steps on samples stand between the boundaries of their sub-batches, no
     others; what moves between them does so there alone.
     """
     for i, b in enumerate(plan.looped):
@@ -151,10 +151,10 @@ def check_made_for(program: Program, plan: Plan) -> None:
 
 def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
     """What is wrong with the places of the steps on samples, and of those after them."""
-    marks = [s for s, step in enumerate(program.steps) if step.is_mark]
-    if not marks or not set(marks) <= set(plan.order):
+    boundaries = [s for s, step in enumerate(program.steps) if step.is_boundary]
+    if not boundaries or not set(boundaries) <= set(plan.order):
         return []  # what never runs is found below
-    begin, end = map(plan.order.index, marks)
+    begin, end = map(plan.order.index, boundaries)
     broken = []
     for i, t in enumerate(plan.transfers):
         within = {begin < point <= end for point in (t.start, t.gone, t.fetch, t.back)}
@@ -163,12 +163,12 @@ def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
                 f"transfer {i} of buffer {t.buffer} moves in and out of the loop over sub-batches"
             )
     for position, s in enumerate(plan.order):
-        if s in marks or not 0 <= s < len(program.steps):
+        if s in boundaries or not 0 <= s < len(program.steps):
             continue
         name = f"step {s} ({program.steps[s].where}) at position {position}"
         if (program.steps[s].times > 1) != (begin < position < end):
             broken.append(f"{name} is on the wrong side of the loop over sub-batches")
-        elif s > marks[1] and position < end:
+        elif s > boundaries[1] and position < end:
             broken.append(f"{name} comes before the sub-batches are done")
     return broken
 

@@ -92,7 +92,7 @@ def lower_bound(
 
 
 def quick_bound(program: Program, costs: Costs, base: Sequence[int], budget: int | None) -> float:
-    """Seconds of `lower_bound` as far as one linear program tells: a hundredth of a plan's time."""
+    """Seconds of `lower_bound` by one linear program: a hundredth of a plan's time."""
     timeline = simulate(program, base, costs)
     if budget is None or timeline.peak <= budget:
         return timeline.seconds

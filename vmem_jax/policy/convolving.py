@@ -164,7 +164,7 @@ def fastest_fitting(
     """For each convolution the fastest that fits into what `budget` leaves wherever its step runs.
 
     Args:
-      timeline: of a plan in which `chosen` does the convolutions; it tells what else is live then.
+      timeline: of a plan in which `chosen` does the convolutions; gives what else is live.
     """
     room: dict[int, int] = {}
     for s, live in zip(timeline.order, timeline.live_nbytes, strict=True):

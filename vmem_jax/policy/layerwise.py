@@ -94,7 +94,7 @@ def finish_walk(
     budget: int | None,
     convolutions: Mapping[int, Configuration],
 ) -> Plan | Infeasible:
-    """`finish`, with the error that tells where a step is over `budget` for want of a backward pass.
+    """`finish`, with the error that names the step that is over `budget` for want of a backward pass.
 
     Raises:
       LayersError: the peak of `timeline` is over `budget`, and there is no backward pass.

@@ -132,11 +132,11 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
             ahead.append(boundary)  # nothing leaves the loop over sub-batches
         scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
-        moves = (dying > made or update or scalars) and not blocked and not step.is_mark
+        moves = (dying > made or update or scalars) and not blocked and not step.is_boundary
         ordered.insert(s, ahead if moves else None)
         if not step.pure:
             last_effect = s
-        if step.is_mark:
+        if step.is_boundary:
             boundary = s
         for b in step.reads:
             remaining[b] -= 1

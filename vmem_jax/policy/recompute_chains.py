@@ -91,7 +91,7 @@ class Stretches:
         program, phase = self._program, self._phase(b)
         yield from (r for r in self._read(b) if self._phase(r) is phase)
         for s in program.readers[b]:
-            if program.steps[s].phase is phase and not program.steps[s].is_mark:
+            if program.steps[s].phase is phase and not program.steps[s].is_boundary:
                 yield from (w for w in program.steps[s].writes if not program.is_resident[w])
 
     def _other(self, b: int) -> Iterator[int]:
@@ -102,6 +102,6 @@ class Stretches:
     def _read(self, b: int) -> list[int]:
         program = self._program
         s = program.producer[b]
-        if s < 0 or program.steps[s].is_mark:
+        if s < 0 or program.steps[s].is_boundary:
             return []
         return [r for r in program.steps[s].reads if not program.is_resident[r]]

@@ -103,7 +103,7 @@ def _outside(
     program: Program, order: Sequence[int], transfers: Sequence[Transfer]
 ) -> list[Transfer]:
     """`transfers` with their points outside of the loop over sub-batches."""
-    begin, end = (p for p, s in enumerate(order) if program.steps[s].is_mark)
+    begin, end = (p for p, s in enumerate(order) if program.steps[s].is_boundary)
     found = []
     for t in transfers:
         reads = (p for p, s in enumerate(order) if t.buffer in program.steps[s].reads)

@@ -17,7 +17,7 @@ Network Design", MICRO 2016, arXiv:1602.08124.
 
 Differs from the paper:
 1. `simulate` stands for the profiling passes of `dyn`, so none is run. The first of them, `all` (m),
-   only tells whether the network can be trained at all; here it comes last, to the same end.
+   only decides whether the network can be trained at all; here it comes last, to the same end.
 2. What the backward pass reads of a layer may be smaller than its X: an exact residual, such as the
    index of a pool. That is moved instead. An activation fused into its convolution has no X.
 3. The batch is an argument of the step, which the caller holds, so the first layer's X stays.

@@ -164,7 +164,7 @@ def compare(
     for i, (t, pair) in enumerate(zip(timeline.transfers, timeline.copies, strict=True)):
         buffer = program.buffers[t.buffer]
         for direction, copy in zip(("out", "into"), pair, strict=True):
-            waits = [w for w in timeline.waits if (w.transfer, w.way) == (i, direction)]
+            waits = [w for w in timeline.waits if (w.transfer, w.direction) == (i, direction)]
             rows.append(
                 CopyRow(
                     transfer=i,

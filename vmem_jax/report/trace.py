@@ -50,7 +50,7 @@ class Track:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class Instant:
     """A moment worth finding."""
 
     name: str
@@ -65,7 +65,7 @@ class Recording:
     name: str
     spans: Sequence[Span]
     tracks: Sequence[Track] = ()
-    marks: Sequence[Mark] = ()
+    instants: Sequence[Instant] = ()
 
 
 def predicted(
@@ -73,7 +73,7 @@ def predicted(
 ) -> Recording:
     """The lanes of `timeline`: every step, copy and stall, the live bytes, the budget, the peak."""
     tracks = [Track("live bytes", _live(program, timeline))]
-    marks = []
+    instants = []
     if budget is not None:
         line = {"budget": budget}
         tracks.append(Track("budget", [(0.0, line), (timeline.seconds, line)]))
@@ -85,9 +85,9 @@ def predicted(
             "holders": holders,
             "budget": budget,
         }
-        marks.append(Mark("peak", timeline.start[timeline.peak_at], about))
+        instants.append(Instant("peak", timeline.start[timeline.peak_at], about))
     spans = [*_steps(program, timeline, costs), *_copies(program, timeline)]
-    return Recording("predicted", [*spans, *_stalls(program, timeline)], tracks, marks)
+    return Recording("predicted", [*spans, *_stalls(program, timeline)], tracks, instants)
 
 
 def chrome_trace(*recordings: Recording) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def chrome_trace(*recordings: Recording) -> dict[str, Any]:
             for at, values in track.values:
                 full = {name: values.get(name, 0) for name in series}  # or an old value would stay
                 events.append({"ph": "C", **own, "name": track.name, "ts": at * 1e6, "args": full})
-        for mark in recording.marks:
-            what = {"tid": 1, "name": mark.name, "args": dict(mark.args)}
-            events.append({"ph": "i", "s": "p", **own, **what, "ts": mark.at * 1e6})
+        for instant in recording.instants:
+            what = {"tid": 1, "name": instant.name, "args": dict(instant.args)}
+            events.append({"ph": "i", "s": "p", **own, **what, "ts": instant.at * 1e6})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -183,7 +183,10 @@ def _stalls(program: Program, timeline: Timeline) -> list[Span]:
             "stall",
             wait.begin,
             wait.end,
-            {**copy_args(program, timeline, wait.transfer), "for the copy": LANE_OF[wait.way]},
+            {
+                **copy_args(program, timeline, wait.transfer),
+                "for the copy": LANE_OF[wait.direction],
+            },
         )
         for wait in timeline.waits
     ]

@@ -74,10 +74,10 @@ def _is_mask(editor: Editor, a: Atom) -> bool:
     return operand.aval.dtype == jnp.bool_ or _is_mask(editor, operand)
 
 
-def compressed(captured: Captured, ways: Sequence[tuple[int, int]]) -> Captured:
-    """`captured` with each buffer of `ways` compressed into so many bytes."""
-    ways = tuple(sorted(ways))
-    return captured.with_compressed(_Compressor(captured, ways).run(), ways)
+def compressed(captured: Captured, sizes: Sequence[tuple[int, int]]) -> Captured:
+    """`captured` with each buffer of `sizes` compressed into so many bytes."""
+    sizes = tuple(sorted(sizes))
+    return captured.with_compressed(_Compressor(captured, sizes).run(), sizes)
 
 
 def sites(captured: Captured) -> tuple[Site, ...]:
@@ -91,17 +91,17 @@ def sites(captured: Captured) -> tuple[Site, ...]:
 
 
 class _Compressor:
-    def __init__(self, captured: Captured, ways: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, captured: Captured, sizes: Sequence[tuple[int, int]]) -> None:
         self.captured = captured
         self.editor = Editor(captured.flat)
         self.exists = set(captured.variables)
         self.equations: list[JaxprEqn] = []
         self.calls = Calls(self.equations.append)
-        self.site = {captured.variables[b]: (site, n) for site, (b, n) in enumerate(ways)}
+        self.site = {captured.variables[b]: (site, n) for site, (b, n) in enumerate(sizes)}
         self.held: dict[Var, Var] = {}  # value -> what it is compressed into
         self.late: dict[Var, Atom] = {}  # value -> what the backward pass reads in its place
         self.behind: dict[int, list[Var]] = {}  # equation -> what is compressed behind it
-        for b, _ in ways:
+        for b, _ in sizes:
             self.behind.setdefault(self._last_in_forward(b), []).append(captured.variables[b])
 
     def run(self) -> ClosedJaxpr:

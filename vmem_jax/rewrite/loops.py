@@ -39,27 +39,29 @@ from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 class _Stack:
     """A looped stack: what moves its slices, its slot, and how a slice is split over the devices."""
 
-    way: Ffi
+    transport: Ffi
     slot: int
     spec: PartitionSpec
 
     def start(self, calls: Calls, x: Var, tokens: Sequence[Var], like: JaxprEqn) -> Var:
         """Slice `x` begins to leave, after what `tokens` wait for."""
-        call = lambda x, *tokens: self.way.start(x, slot=self.slot, spec=self.spec, after=tokens)
+        call = lambda x, *tokens: self.transport.start(
+            x, slot=self.slot, spec=self.spec, after=tokens
+        )
         return calls.bind(call, [x, *tokens], like)[0]
 
     def gone(self, calls: Calls, x: Var, token: Var, like: JaxprEqn) -> Var:
-        call = lambda x, token: self.way.gone(x, token, slot=self.slot, spec=self.spec)
+        call = lambda x, token: self.transport.gone(x, token, slot=self.slot, spec=self.spec)
         return calls.bind(call, [x, token], like)[0]
 
     def fetch(self, calls: Calls, held: Var, aval: Any, like: JaxprEqn) -> Var:
         """The buffer that the last slice comes back to, after `held`: a token, or a slice."""
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        call = lambda held: self.way.fetch(held, shape, slot=self.slot, spec=self.spec)
+        call = lambda held: self.transport.fetch(held, shape, slot=self.slot, spec=self.spec)
         return calls.bind(call, [held], like)[0]
 
     def back(self, calls: Calls, buffer: Var, like: JaxprEqn) -> Var:
-        call = lambda buffer: self.way.back(buffer, slot=self.slot, spec=self.spec)
+        call = lambda buffer: self.transport.back(buffer, slot=self.slot, spec=self.spec)
         return calls.bind(call, [buffer], like)[0]
 
 

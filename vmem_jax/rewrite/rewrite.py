@@ -34,7 +34,7 @@ def rewrite(
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
 
     Args:
-      transport: the way that the plan's transfers go, with the layout of `layout_of`; none for those
+      transport: what makes the plan's transfers, with the layout of `layout_of`; none for those
         of hosted inputs and outputs, which are arguments and results in host memory.
       store: the id of the one that what is compressed overflows into.
 
@@ -49,7 +49,7 @@ def rewrite(
     last = None
     if parts.last is not None:  # its convolutions are smaller, and so XLA's own
         times = [step.times for step in captured.program.steps]
-        others = tuple((s, way) for s, way in plan.convolutions if times[s] == 1)
+        others = tuple((s, each) for s, each in plan.convolutions if times[s] == 1)
         plan = dataclasses.replace(plan, convolutions=others)
         last = _in_order(captured.of(parts.last), plan, transport)
     return looped(rewritten, parts, last)
@@ -135,7 +135,7 @@ class _Rewriter:
         )
 
     def _run(self, s: int) -> None:
-        """Emits step `s`. What is fenced between the marks of sub-batches is so there alone."""
+        """Emits step `s`. What is fenced between the boundaries of sub-batches is so there alone."""
         if self.program.steps[s].op == BEGIN:
             self.outside = dict(self.current)
         self._step(s)
@@ -207,7 +207,7 @@ class _Rewriter:
             call = functools.partial(_divided, self._matched(eqn), self.configurations[s])
             return self.calls.bind(call, invars, eqn)
         if self.transfers is not None and eqn.primitive.name in (BEGIN, END):
-            return self.transfers.through_mark(eqn, invars)
+            return self.transfers.through_boundary(eqn, invars)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         params = eqn.params
         if eqn.primitive.name in (COMPRESS, DECOMPRESS):

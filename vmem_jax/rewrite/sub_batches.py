@@ -1,4 +1,4 @@
-"""The loop over sub-batches: what stands between the two marks, once, in a `lax.scan`.
+"""The loop over sub-batches: what stands between the two boundaries, once, in a `lax.scan`.
 
 A last sub-batch that is smaller follows the loop, in the same order as the others.
 """
@@ -20,12 +20,12 @@ from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
 class _Part:
-    """What stands between the marks of `closed`: one sub-batch.
+    """What stands between the boundaries of `closed`: one sub-batch.
 
     Attributes:
-      begin, end: where the marks stand.
-      free: what it reads from before, other than through the first mark.
-      run: (first sample, what goes through the first mark, totals so far, free) -> totals.
+      begin, end: where the boundaries stand.
+      free: what it reads from before, other than through the first boundary.
+      run: (first sample, what goes through the first boundary, totals so far, free) -> totals.
     """
 
     def __init__(self, closed: ClosedJaxpr) -> None:
@@ -45,7 +45,7 @@ class _Part:
 
 
 def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | None) -> ClosedJaxpr:
-    """`closed`, which has one sub-batch between two marks, with a loop over all in their place.
+    """`closed`, which has one sub-batch between two boundaries, with a loop over all in their place.
 
     Args:
       last: the same for the last sub-batch, where it is smaller.

@@ -59,7 +59,7 @@ class Transfers:
     """Emits the points of a plan's transfers, position by position.
 
     Args:
-      transport: the way that the bytes go; None if only hosted inputs and outputs do. Those go by
+      transport: what copies the bytes; None if only hosted inputs and outputs do. Those go by
         XLA's own copies always, since XLA owns their memory.
       calls: emits into the rewritten jaxpr.
       current: the variable that holds each captured value now; changed where a buffer comes back.
@@ -79,7 +79,7 @@ class Transfers:
         slots = {t: slot for slot, t in enumerate(parked(program, plan))}
         if slots and transport is None:
             raise ValueError("the plan has transfers, but there is no transport for them")
-        self._ways: list[tuple[AbstractTransport, int]] = [
+        self._transports: list[tuple[AbstractTransport, int]] = [
             (transport, slots[t]) if transport is not None and t in slots else (streams, i)
             for i, t in enumerate(plan.transfers)
         ]
@@ -100,13 +100,15 @@ class Transfers:
             Do.FETCH: self._fetch,
             Do.BACK: self._back,
         }
-        own = [t for i, t in enumerate(plan.transfers) if isinstance(self._ways[i][0], Ffi)]
+        own = [t for i, t in enumerate(plan.transfers) if isinstance(self._transports[i][0], Ffi)]
         starts = [t.start for t in own]
         starts += [plan.order.index(program.producer[b]) for b in plan.looped]
         self._last_start = max(starts, default=-1)
         self.returned: tuple[Var, ...] = ()  # tokens of all that is back
-        marks = [p for p, s in enumerate(plan.order) if program.steps[s].is_mark]
-        self._repeats = any(marks[0] < t.start < marks[-1] for t in own) if marks else False
+        boundaries = [p for p, s in enumerate(plan.order) if program.steps[s].is_boundary]
+        self._repeats = (
+            any(boundaries[0] < t.start < boundaries[-1] for t in own) if boundaries else False
+        )
         self._streamed_out = program.streamed_out
 
     def lies_in_host_memory(self, b: int, x: Var) -> None:
@@ -119,14 +121,16 @@ class Transfers:
     def handed_through(self, b: int, like: JaxprEqn) -> None:
         """Hosted input `b` is a result, too, and is said to be one in host memory."""
         v = self._variables[b]
-        way = MemoryKinds(Layout((), 0))
-        self.hosted[v] = self._calls.bind(lambda x: way.start(x, slot=0), [self.hosted[v]], like)[0]
+        transport = MemoryKinds(Layout((), 0))
+        self.hosted[v] = self._calls.bind(
+            lambda x: transport.start(x, slot=0), [self.hosted[v]], like
+        )[0]
 
-    def through_mark(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[Var]:
-        """Emits the mark `eqn` of sub-batches on `invars`; returns its results.
+    def through_boundary(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> list[Var]:
+        """Emits the boundary `eqn` of sub-batches on `invars`; returns its results.
 
-        The token of what is back goes through both marks, as one more total: a sub-batch begins to
-        move nothing before all that the one before it has moved is back.
+        The token of what is back goes through both boundaries, as one more total: a sub-batch begins
+        to move nothing before all that the one before it has moved is back.
         """
         outs: list[Var] = [compat.new_var(v.aval) for v in eqn.outvars]
         operands, results, params = [*invars], [*outs], dict(eqn.params)
@@ -151,7 +155,7 @@ class Transfers:
         i = event.index
         self._held[i] = self._calls_of[event.do](i, self._plan.transfers[i], like)
         self._last[i] = event.do
-        if not self._ways[i][0].fenced_behind:
+        if not self._transports[i][0].fenced_behind:
             self._settle(i)
 
     def _barrier(self, event: Event, like: JaxprEqn) -> None:
@@ -161,7 +165,9 @@ class Transfers:
         self._fence(event.transfers, event.buffers, like)
         for i in leaving:
             self._current[self._variables[self._plan.transfers[i].buffer]] = self._held[i]
-        own = [i for i in event.transfers if self._ways[i][0].fenced_behind and i not in leaving]
+        own = [
+            i for i in event.transfers if self._transports[i][0].fenced_behind and i not in leaving
+        ]
         if own and self._token is None:  # the first point of a transfer of our own returns one
             self._token = self._held[own[0]]
         for i in own:
@@ -176,38 +182,38 @@ class Transfers:
             self.hosted[v] = self._held.pop(i)
 
     def _start(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, how = self._way(i)
-        if isinstance(way, Ffi) and self.returned:
-            call = lambda x, *tokens: way.start(x, **how, after=tokens)
+        transport, how = self._transport_of(i)
+        if isinstance(transport, Ffi) and self.returned:
+            call = lambda x, *tokens: transport.start(x, **how, after=tokens)
             return self._calls.bind(call, [self._of(t), *self.returned], like)[0]
-        return self._calls.bind(lambda x: way.start(x, **how), [self._of(t)], like)[0]
+        return self._calls.bind(lambda x: transport.start(x, **how), [self._of(t)], like)[0]
 
     def _gone(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, how = self._way(i)
-        call = lambda x, held: way.gone(x, held, **how)
+        transport, how = self._transport_of(i)
+        call = lambda x, held: transport.gone(x, held, **how)
         return self._calls.bind(call, [self._of(t), self._held[i]], like)[0]
 
     def _fetch(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, how = self._way(i)
+        transport, how = self._transport_of(i)
         aval: Any = self._variables[t.buffer].aval
         shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        call = lambda held: way.fetch(held, shape, **how)
+        call = lambda held: transport.fetch(held, shape, **how)
         return self._calls.bind(call, [self._held[i]], like)[0]
 
     def _back(self, i: int, t: Transfer, like: JaxprEqn) -> Var:
-        way, how = self._way(i)
-        if isinstance(way, Ffi) and (self._repeats or t.back <= self._last_start):
-            call = lambda held, *tokens: way.back_in_turn(held, **how, after=tokens)
+        transport, how = self._transport_of(i)
+        if isinstance(transport, Ffi) and (self._repeats or t.back <= self._last_start):
+            call = lambda held, *tokens: transport.back_in_turn(held, **how, after=tokens)
             x, token = self._calls.bind(call, [self._held[i], *self.returned], like)
             self.returned = (token,)
             return x
-        return self._calls.bind(lambda held: way.back(held, **how), [self._held[i]], like)[0]
+        return self._calls.bind(lambda held: transport.back(held, **how), [self._held[i]], like)[0]
 
-    def _way(self, i: int) -> tuple[AbstractTransport, dict[str, Any]]:
-        """The transport of transfer `i`, and what its points are told: the slot and the split."""
-        way, slot = self._ways[i]
+    def _transport_of(self, i: int) -> tuple[AbstractTransport, dict[str, Any]]:
+        """The transport of transfer `i`, and the arguments of its points: the slot and the split."""
+        transport, slot = self._transports[i]
         spec = self._shards.spec(self._variables[self._plan.transfers[i].buffer])
-        return way, {"slot": slot, "spec": spec or WHOLE}
+        return transport, {"slot": slot, "spec": spec or WHOLE}
 
     def _of(self, t: Transfer) -> Var:
         return self._current[self._variables[t.buffer]]
@@ -216,7 +222,7 @@ class Transfers:
         """One barrier over what `moved` hold, the token and the buffers `running`."""
         held = [self._held[i] for i in moved]
         behind = [self._variables[b] for b in running]
-        own = any(self._ways[i][0].fenced_behind for i in moved)
+        own = any(self._transports[i][0].fenced_behind for i in moved)
         token = [self._token] if own and self._token is not None else []
         outs = self._calls.fence([*held, *token, *(self._current[v] for v in behind)], like)
         self._held.update(zip(moved, outs, strict=False))

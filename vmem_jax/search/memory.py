@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 def key_of(program: Program, options: object) -> Hashable:
-    """What tells a program, and how it is planned and compiled, from others."""
+    """What distinguishes a program, and how it is planned and compiled, from others."""
     return program.fingerprint, repr(options)
 
 

@@ -9,7 +9,7 @@ variant needs more than predicted.
 
 Families are tried in groups: those of the second only where no variant of the first fits, and so
 on. Where nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler
-may use less than predicted, and it tells the true minimum peak.
+may use less than predicted, and it shows the true minimum peak.
 
 Best-first search with bounds: Land and Doig, "An automatic method of solving discrete programming
 problems", Econometrica 28 (1960), as branch and bound has it.
@@ -360,7 +360,7 @@ class _Search:
 
     def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
         """Sends a candidate back whose plan compiled to too much: with a lower goal, with what the
-        compiled step told, and once more without transfers."""
+        compiled step showed, and once more without transfers."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and self.budget is not None, "without a budget everything fits"
         if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
@@ -436,7 +436,7 @@ class _Search:
             if self._fits(attempt):
                 return
             near = self.budget is not None and attempt.need <= self.params.near * self.budget
-            if near or attempt.costs != variant.costs:  # its compiled step told something
+            if near or attempt.costs != variant.costs:  # its compiled step corrected them
                 self._again(candidate, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:

@@ -21,7 +21,7 @@ class Variant:
       name: for people, "auto in 4 sub-batches".
       program, policy, costs: what plans are made from.
       compile_plan: Plan -> compiled step.
-      learn: (costs, compiled step) -> costs with what that step tells about XLA's own convolutions.
+      learn: (costs, compiled step) -> costs with what that step shows of XLA's own convolutions.
       origin: the traced step of this form, for whoever runs the plan.
     """
 

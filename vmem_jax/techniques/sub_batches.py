@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
-from vmem_jax.capture.places import place_of
+from vmem_jax.capture.locations import location_of
 from vmem_jax.core.costs import Costs, of_parts
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -143,8 +143,8 @@ def _said(flat: ClosedJaxpr, mixing: Mixing) -> str:
     if mixing.mixer < 0:
         return mixing.why
     if mixing.why:
-        return f"{place_of(eqns[mixing.mixer])}: {mixing.why}"
-    mixer = f"{place_of(eqns[mixing.mixer])} needs all samples at once"
+        return f"{location_of(eqns[mixing.mixer])}: {mixing.why}"
+    mixer = f"{location_of(eqns[mixing.mixer])} needs all samples at once"
     if mixing.reader in (-1, mixing.mixer):
         return mixer
-    return f"{mixer}, and {place_of(eqns[mixing.reader])} waits for it sample by sample"
+    return f"{mixer}, and {location_of(eqns[mixing.reader])} waits for it sample by sample"

@@ -20,7 +20,7 @@ class Moving:
     before it runs.
 
     On a CPU runs take turns, and each begins after the one before it has ended: what that one left in
-    the arena or the store is there because it failed, and is dropped. XLA tells the arena of no run
+    the arena or the store is there because it failed, and is dropped. XLA informs the arena of no run
     that failed, and on a CPU any thread may run any part of a run. On a GPU the thread that launches
     a run makes all of its calls, so the arena sees by itself that the run before has ended.
 
@@ -43,7 +43,7 @@ class Moving:
         self.devices = tuple(devices)
         self._prepared = False
         self._turn = threading.Lock()
-        self._last: tuple[jax.Array, ...] | None = ()  # what tells that the last run has ended
+        self._last: tuple[jax.Array, ...] | None = ()  # ready when the last run has ended
 
     @property
     def arena(self) -> Arena | None:

@@ -1,4 +1,4 @@
-"""places: where in the user's model and code an equation stands."""
+"""locations: where in the user's model and code an equation stands."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vmem_jax.jax_compat import JaxprEqn
 
 
 def layer_of(eqn: JaxprEqn) -> str:
-    """The user's layer of `eqn`: its name stack without the marks that transformations leave."""
+    """The user's layer of `eqn`: its name stack without the names that transformations leave."""
     stack = compat.name_stack(eqn)
     stack = re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint|rematted_computation)\b", "", stack)
     parts = [p for p in re.split(r"[/()]+", stack) if p]
     return "/".join(parts)
 
 
-def place_of(eqn: JaxprEqn) -> str:
+def location_of(eqn: JaxprEqn) -> str:
     """The layer, the primitive and the line of `eqn`, for people."""
     line = compat.user_line(eqn)
     at = f" at {line}" if line else ""
