@@ -56,6 +56,7 @@ def _remats(function, *args):
         ("inception4", 42_679_816),
         ("densenet40", 1_019_722),
         ("gpt12", 124_439_808),
+        ("vit24w1024", 304_324_584),  # 304,326,632 with a class token and its position
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, parameters):
@@ -224,6 +225,7 @@ def test_checkpoint_gives_the_same_loss_and_gradients(model, wrapped_layers):
         ("googlenet", 32, 9),
         ("fcn", 32, 15),
         ("gpt3w128", 32, 3),
+        ("vit3w128", 32, 3),
     ],
 )
 def test_job_wraps_each_layer_or_block(name, image, count):
@@ -254,6 +256,7 @@ def test_job_offloads_the_inputs_of_layers_by_jaxs_own_means():
         ("densenet40k40", {}, (2, 10)),
         ("fcn", {"image": 64}, (2, 64, 64, 21)),
         ("gpt2w128", {"tokens": 16, "classes": 11}, (2, 16, 11)),
+        ("vit2w128", {"image": 32, "classes": 5}, (2, 5)),
     ],
 )
 def test_networks(name, options, logits):

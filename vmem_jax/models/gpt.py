@@ -4,6 +4,7 @@ The form of Radford et al., "Language models are unsupervised multitask learners
 pre-normalised blocks, learned positions, GELU, output weights shared with the token embedding.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,12 +17,13 @@ _NORMAL = drawn_in_float32(jax.nn.initializers.normal(0.02))
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each added: [n, t, width] -> the same.
+    """Self-attention and a feed-forward layer, each added: [n, t, width] -> the same.
 
     Attributes:
       heads: of the attention.
       dropout: share of what is dropped of attention weights and of either result.
       train: whether anything is dropped.
+      causal: whether a token attends to itself and those before it alone.
       dtype: type of the computation and of the result.
       param_dtype: type of the parameters; layer norm's stay float32.
     """
@@ -29,6 +31,7 @@ class Block(nn.Module):
     heads: int
     dropout: float
     train: bool
+    causal: bool = True
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -38,6 +41,7 @@ class Block(nn.Module):
         norm = lambda name: nn.LayerNorm(dtype=self.dtype, param_dtype=jnp.float32, name=name)
         drop = nn.Dropout(self.dropout, deterministic=not self.train)
         width = x.shape[-1]
+        mask = nn.make_causal_mask(x[..., 0], dtype=jnp.bool_) if self.causal else None
         y = nn.MultiHeadDotProductAttention(
             self.heads,
             kernel_init=_NORMAL,
@@ -45,11 +49,20 @@ class Block(nn.Module):
             deterministic=not self.train,
             name="attention",
             **types,
-        )(norm("norm1")(x), mask=nn.make_causal_mask(x[..., 0], dtype=jnp.bool_))
+        )(norm("norm1")(x), mask=mask)
         x = x + drop(y)
         y = nn.Dense(4 * width, kernel_init=_NORMAL, name="up", **types)(norm("norm2")(x))
         y = nn.Dense(width, kernel_init=_NORMAL, name="down", **types)(nn.gelu(y))
         return x + drop(y)
+
+
+def checkpointed(policy: Callable[..., Any] | None) -> type[Block]:
+    """Block in `jax.checkpoint`.
+
+    Args:
+      policy: of `jax.checkpoint`: what it saves; None for nothing.
+    """
+    return nn.remat(Block, policy=policy)
 
 
 class GPT(nn.Module):
@@ -67,6 +80,7 @@ class GPT(nn.Module):
       dtype: type of the computation.
       param_dtype: type of the parameters.
       checkpoint: wrap each block in `jax.checkpoint`.
+      policy: of `jax.checkpoint`: what it saves; None for nothing.
     """
 
     layers: int
@@ -77,12 +91,13 @@ class GPT(nn.Module):
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     checkpoint: bool = False
+    policy: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
         """Returns logits f32[n, t, classes] of tokens i32[n, t], each of the token after it."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        block = nn.remat(Block) if self.checkpoint else Block
+        block = checkpointed(self.policy) if self.checkpoint else Block
         tokens = nn.Embed(self.classes, self.width, embedding_init=_NORMAL, name="tokens", **types)
         positions = nn.Embed(
             self.context, self.width, embedding_init=_NORMAL, name="positions", **types

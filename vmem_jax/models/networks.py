@@ -18,8 +18,15 @@ from vmem_jax.models.inception import InceptionV4
 from vmem_jax.models.resnet import ResNet, ResNetBlocks, resnet_blocks
 from vmem_jax.models.scanned_resnet import ScannedResNet
 from vmem_jax.models.vgg import VGG, vgg_stages
+from vmem_jax.models.vit import ViT
 
-Wrap = Literal["checkpoint", "offload"]
+Wrap = Literal["checkpoint", "dots", "every_dot", "offload"]
+
+_SAVED = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "every_dot": jax.checkpoint_policies.dots_saveable,
+}
+"""What `jax.checkpoint` saves by these wrappings; by "checkpoint" nothing."""
 
 SMALL_IMAGE = 64
 """Largest image, in pixels, for which an ImageNet ResNet has the 3x3 stem."""
@@ -102,7 +109,17 @@ def _gpt(name: re.Match[str], options: dict[str, Any]) -> GPT:
     layers, width = int(name[1]), int(name[2] or 768)
     if width % 64:
         raise ValueError(f"heads are 64 wide, so the width is a multiple of 64, not {width}.")
-    return GPT(layers, width, context=options["tokens"], **_types(options))
+    types = {**_types(options), "policy": options["policy"]}
+    return GPT(layers, width, context=options["tokens"], **types)
+
+
+def _vit(name: re.Match[str], options: dict[str, Any]) -> ViT:
+    layers, width, image = int(name[1]), int(name[2] or 768), options["image"]
+    if width % 64:
+        raise ValueError(f"heads are 64 wide, so the width is a multiple of 64, not {width}.")
+    if image % 16:
+        raise ValueError(f"patches are 16 by 16, so the image is a multiple of 16, not {image}.")
+    return ViT(layers, width, **_types(options), policy=options["policy"])
 
 
 FAMILIES: dict[str, _Family] = {
@@ -116,12 +133,14 @@ FAMILIES: dict[str, _Family] = {
     "inception4": _Family(lambda _, o: InceptionV4(**_types(o)), image=299),
     r"densenet(\d+)(?:k(\d+))?": _Family(_densenet, classes=10, image=32),
     "fcn": _Family(lambda _, o: FCN(**_types(o)), classes=21, labels="pixel"),
-    r"gpt(\d+)(?:w(\d+))?": _Family(_gpt, classes=50257, takes=("tokens",), labels="token"),
+    r"gpt(\d+)(?:w(\d+))?": _Family(_gpt, classes=50257, takes=("policy",), labels="token"),
+    r"vit(\d+)(?:w(\d+))?": _Family(_vit, takes=("policy",)),
 }
 """By the pattern of their names."""
 
 EXAMPLES = (
-    "vgg16, resnet50, alexnet, overfeat, googlenet, inception4, densenet40k12, fcn, gpt12w768"
+    "vgg16, resnet50, alexnet, overfeat, googlenet, inception4, densenet40k12, fcn, gpt12w768, "
+    "vit12w768"
 )
 
 
@@ -147,8 +166,9 @@ def build_network(
         identical blocks of a stage in a loop, each checkpointed; "alexnet", "overfeat", "googlenet",
         "inception4"; "densenet" and a depth, then "k" and the growth ("densenet40k40"); "fcn", with
         a label for each pixel; "gpt" and the number of blocks, then "w" and the width
-        ("gpt12w768"), with a label for each token. An ImageNet ResNet has the 3x3 stem without
-        pooling for images up to `SMALL_IMAGE` pixels.
+        ("gpt12w768"), with a label for each token; "vit" likewise ("vit24w1024" is ViT-L/16), with a
+        label for each image. An ImageNet ResNet has the 3x3 stem without pooling for images up to
+        `SMALL_IMAGE` pixels.
       batch: images, or sequences, in a batch.
       image: height and width of an image, in pixels; by default as published.
       classes: number of classes, or of different tokens; by default as published.
@@ -160,7 +180,9 @@ def build_network(
         of norms are float32 regardless.
       head_width: width of VGG's two hidden fully connected layers; None is 4,096.
       wrap: "checkpoint" wraps each convolution layer, or each block, in `jax.checkpoint`; parameters
-        and their names stay the same. "offload" is for `job`; the model is the same.
+        and their names stay the same. "dots" and "every_dot" wrap each block of a transformer so, and
+        save the results of its matrix products, those without batch dimensions or all. "offload" is
+        for `job`; the model is the same.
 
     Raises:
       ValueError: when there is no such model or wrapping, or a size is not positive.
@@ -170,7 +192,10 @@ def build_network(
         raise ValueError(f"There is no model {name!r}. There are, for instance, {EXAMPLES}.")
     [(match, family)] = found
     if wrap not in (None, *get_args(Wrap)):
-        raise ValueError(f"wrap is None, 'checkpoint' or 'offload', not {wrap!r}.")
+        names = ", ".join(map(repr, get_args(Wrap)))
+        raise ValueError(f"wrap is None or one of {names}, not {wrap!r}.")
+    if wrap in _SAVED and "policy" not in family.takes:
+        raise ValueError(f"wrap={wrap!r} is for transformers, and {name} is none.")
     if head_width is not None and "head_width" not in family.takes:
         raise ValueError(f"{name} has no hidden fully connected layers: head_width is for VGG.")
     image = family.image if image is None else image
@@ -187,7 +212,8 @@ def build_network(
         "dtype": dtype,
         "param_dtype": dtype if param_dtype is None else jnp.dtype(param_dtype),
         "head_width": head_width,
-        "checkpoint": wrap == "checkpoint",
+        "checkpoint": wrap == "checkpoint" or wrap in _SAVED,
+        "policy": _SAVED.get(wrap or ""),
     }
     model = family.make(match, options)
     images = jax.ShapeDtypeStruct((batch, image, image, channels), jnp.float32)
