@@ -67,6 +67,20 @@ def test_step_fits_on_an_h200(case):
     assert budgeted.plan(*args, target="h200") == entry.best.plan
 
 
+def test_a_product_that_only_the_autotuner_configures_compiles():
+    """A transposed operand makes a product a Triton fusion, which has no default parameters."""
+
+    def step(w, weights, v):
+        n, t, h, d = v.shape
+        y = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(weights), v).reshape(n, t, h * d)
+        return jnp.tanh(jnp.tanh(y @ w) @ w)
+
+    shapes = (1024, 1024), (8, 16, 197, 197), (8, 197, 16, 64)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    entry = vmem_jax.jit(step, budget="1GiB")._entry_for(args, {}, "h200")
+    assert "__triton" in entry.best.compiled.as_text()
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_the_heap_of_many_filters_is_predicted(kernel):
     """Those of 3x3 are 144 of 394 MiB. The library takes them transposed, and the copies lie where

@@ -196,3 +196,6 @@ DESCRIBED_OPTIONS: dict[str, dict[str, str]] = {
     "gpu": {"xla_gpu_autotune_level": "0"},
 }
 """Compiler options, by platform, for devices that are not there."""
+
+NOT_CONFIGURED = ("No supported config found", "Failed to get configs")
+"""XLA's errors where `DESCRIBED_OPTIONS` leave a kernel without parameters: it has no defaults."""

@@ -8,6 +8,8 @@ keeps about the square root of them (Chen et al., "Training deep nets with subli
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -57,9 +59,9 @@ class _Body(nn.Module):
 
 
 def _loop(body: Any, length: int) -> Any:
-    """`length` times `body`, checkpointed, over stacked parameters and statistics."""
+    """`length` times `body` over stacked parameters and statistics."""
     return nn.scan(
-        nn.remat(body),
+        body,
         variable_axes={"params": 0, "batch_stats": 0},
         split_rngs={"params": True},
         length=length,
@@ -83,6 +85,8 @@ class ScannedResNet(nn.Module):
       cifar_stem: a 3x3 stem without pooling, for small images, in place of 7x7/2 and 3x3/2
         max-pool.
       most: identical blocks of a stage that are one loop; more are a loop of loops.
+      checkpoint: blocks, and the loops of a loop, are under `jax.checkpoint`.
+      policy: what that keeps, as `jax.checkpoint` has it; None for nothing.
     """
 
     blocks: tuple[int, ...]
@@ -92,6 +96,8 @@ class ScannedResNet(nn.Module):
     width: int = 64
     cifar_stem: bool = False
     most: int = 64
+    checkpoint: bool = True
+    policy: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
@@ -100,6 +106,7 @@ class ScannedResNet(nn.Module):
         With `train` the collection `batch_stats` has to be mutable.
         """
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        wrap = partial(nn.remat, policy=self.policy) if self.checkpoint else lambda module: module
         conv, norm = resnet_layers(self.dtype, self.param_dtype, train, ohwi=True)
         size, stride = (3, 1) if self.cifar_stem else (7, 2)
         x = conv(self.width, (size, size), strides=stride, name="stem_conv")(x)
@@ -108,7 +115,7 @@ class ScannedResNet(nn.Module):
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         for stage, count in enumerate(self.blocks):
             channels, name = self.width * 2**stage, f"stage{stage + 1}"
-            x = nn.remat(ResidualBlock)(
+            x = wrap(ResidualBlock)(
                 channels=channels,
                 stride=2 if stage > 0 else 1,
                 bottleneck=True,
@@ -121,10 +128,10 @@ class ScannedResNet(nn.Module):
             outer, inner, rest = loops_of(count - 1, self.most)
             same = {"channels": channels, "train": train, **types}
             if outer:
-                loops = _loop(_loop(_Body, inner), outer)
+                loops = _loop(wrap(_loop(wrap(_Body), inner)), outer)
                 x, _ = loops(**same, name=f"{name}_loops")(x, None)
             if rest:
-                x, _ = _loop(_Body, rest)(**same, name=f"{name}_loop")(x, None)
+                x, _ = _loop(wrap(_Body), rest)(**same, name=f"{name}_loop")(x, None)
         x = x.mean(axis=(1, 2))
         x = nn.Dense(
             self.classes,

@@ -1,0 +1,267 @@
+"""Networks whose layers are scanned, by name, and what is picked by hand for their layers.
+
+"decoder" is `vmem_jax.models.Decoder`; "vit" is ViT-L/16 (Dosovitskiy et al., "An image is worth
+16x16 words", 2021) with dropout behind each product; "gpt" is GPT-2 medium (Radford et al., 2019),
+which drops attention weights as well; "resnet" is ResNet-152 with the identical blocks of each stage
+in a scan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+from vmem_jax.models.decoder import Decoder, train_step
+from vmem_jax.models.jobs import cross_entropy
+from vmem_jax.models.scanned_resnet import ScannedResNet
+
+Wrap = Callable[[Callable], Callable]
+
+_POLICIES = jax.checkpoint_policies
+
+
+def _is_product(prim: Any, *_: Any, **__: Any) -> bool:
+    """`dots_saveable`, of convolutions as well."""
+    return prim.name in ("dot_general", "conv_general_dilated")
+
+
+def _offloaded(*names: str) -> Any:
+    return _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+POLICIES: dict[str, Any] = {
+    "checkpoint": None,
+    "dots": _POLICIES.dots_with_no_batch_dims_saveable,
+    "every_dot": _is_product,
+    "names": _POLICIES.save_only_these_names("attention", "hidden"),
+    "offload": _offloaded("attention", "hidden"),
+}
+"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing."""
+
+
+def wrapping(name: str) -> Wrap:
+    """What is applied to a layer: `jax.checkpoint` with a policy of `POLICIES`, or nothing."""
+    if name not in POLICIES:
+        return lambda layer: layer
+    return lambda layer: jax.checkpoint(layer, policy=POLICIES[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A step (state, batch) -> (state, loss), and what it needs.
+
+    Attributes:
+      init: key -> state.
+      batch: key -> batch.
+    """
+
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]
+    init: Callable[[jax.Array], Any]
+    batch: Callable[[jax.Array], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """A pre-normalised transformer, its layers in one scan: weights in float32, computed in bfloat16.
+
+    Attributes:
+      layers, width: of the network; heads are 64 wide.
+      dropout: share of what is dropped behind each product of a layer.
+      weights_dropout: share of the attention weights that is dropped.
+      causal: whether a token attends to those before it alone.
+      scanned: layers in one scan; else in a Python loop.
+      wrap: what is applied to a layer.
+    """
+
+    layers: int = 24
+    width: int = 1024
+    dropout: float = 0.1
+    weights_dropout: float = 0.0
+    causal: bool = False
+    scanned: bool = True
+    wrap: Wrap = lambda layer: layer
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """The stacked weights of the layers."""
+        d, keys = self.width, iter(jax.random.split(key, 4))
+        shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+        draw = lambda shape: 0.02 * jax.random.normal(next(keys), (self.layers, *shape))
+        layers = {name: draw(shape) for name, shape in shapes.items()}
+        ones, zeros = jnp.ones((self.layers, d)), jnp.zeros((self.layers, d))
+        return layers | {"scale1": ones, "scale2": ones, "bias1": zeros, "bias2": zeros}
+
+    def __call__(self, x: jax.Array, layers: Any, key: jax.Array) -> jax.Array:
+        """[n, t, width] -> the same."""
+        keys = jax.random.split(key, self.layers)
+        layer = self.wrap(self._layer)
+        if self.scanned:
+            once = lambda x, given: (layer(x, *given), None)
+            return jax.lax.scan(once, x, (layers, keys))[0]
+        for i in range(self.layers):
+            x = layer(x, jax.tree.map(lambda w, i=i: w[i], layers), keys[i])
+        return x
+
+    def _layer(self, x: jax.Array, w: Any, key: jax.Array) -> jax.Array:
+        n, t, d = x.shape
+        keys = jax.random.split(key, 4)
+        product = lambda x, name: x @ w[name].astype(x.dtype)
+        with jax.named_scope("attention"):
+            y = product(_norm(x, w["scale1"], w["bias1"]), "qkv")
+            q, k, v = jnp.moveaxis(y.reshape(n, t, 3, d // 64, 64), 2, 0)
+            scores = jnp.einsum("nqhd,nkhd->nhqk", q, k).astype(jnp.float32) / 8
+            if self.causal:
+                scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -jnp.inf)
+            weights = _dropped(
+                jax.nn.softmax(scores).astype(x.dtype), self.weights_dropout, keys[0]
+            )
+            y = jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(n, t, d)
+            y = product(checkpoint_name(y, "attention"), "out")
+            x = x + _dropped(y, self.dropout, keys[1])
+        with jax.named_scope("feed_forward"):
+            y = checkpoint_name(product(_norm(x, w["scale2"], w["bias2"]), "up"), "hidden")
+            y = product(_dropped(jax.nn.gelu(y), 0.0, keys[2]), "down")
+            return x + _dropped(y, self.dropout, keys[3])
+
+
+def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    y = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-6)
+    return (y * scale + bias).astype(x.dtype)
+
+
+def _dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    if not rate:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def _trained(loss_of: Callable, init: Callable, batch: Callable, optimiser: Any = None) -> Training:
+    """AdamW on `loss_of(params, batch, key)`; the key is drawn from the number of the step."""
+    optimiser = optax.adamw(1e-4) if optimiser is None else optimiser
+
+    def start(key: jax.Array) -> Any:
+        params = init(key)
+        return params, optimiser.init(params), jnp.int32(0)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, rest, count = state
+        key = jax.random.fold_in(jax.random.key(0), count)
+        loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
+        updates, rest = optimiser.update(grads, rest, params)
+        return (optax.apply_updates(params, updates), rest, count + 1), loss
+
+    return Training(step, start, batch)
+
+
+def decoder(hand: str, batch: int, layers: int, **options: Any) -> Training:
+    tokens = options.pop("tokens", 2048)
+    model = Decoder(layers=layers, wrap=wrapping(hand), **options)
+    optimiser = optax.adamw(1e-4)
+
+    def start(key: jax.Array) -> Any:
+        params = model.init(key)
+        return params, optimiser.init(params)
+
+    size = batch, tokens + 1
+    draw = lambda key: jax.random.randint(key, size, 0, model.vocabulary, jnp.int32)
+    return Training(train_step(model, optimiser), start, draw)
+
+
+def vit(hand: str, batch: int, layers: int, width: int = 1024, **options: Any) -> Training:
+    """Images of 224 x 224 in patches of 16 x 16, and a token for the class."""
+    network = Transformer(layers, width, wrap=wrapping(hand), **options)
+
+    def init(key: jax.Array) -> Any:
+        first, *keys = jax.random.split(key, 4)
+        draw = lambda key, *shape: 0.02 * jax.random.normal(key, shape)
+        ends = {"patches": draw(keys[0], 768, width), "head": draw(keys[1], width, 1000)}
+        return {"layers": network.init(first), "places": draw(keys[2], 197, width), **ends}
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        images, labels = batch
+        n = images.shape[0]
+        x = images.reshape(n, 14, 16, 14, 16, 3).swapaxes(2, 3).reshape(n, 196, 768)
+        x = x.astype(jnp.bfloat16) @ params["patches"].astype(jnp.bfloat16)
+        x = jnp.pad(x, ((0, 0), (1, 0), (0, 0))) + params["places"].astype(x.dtype)
+        x = network(x, params["layers"], key)[:, 0].astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], labels).mean()
+
+    def draw(key: jax.Array) -> Any:
+        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
+        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
+
+    return _trained(loss, init, draw)
+
+
+def gpt(
+    hand: str, batch: int, layers: int, width: int = 1024, vocabulary: int = 50_257, **options: Any
+) -> Training:
+    """1,024 tokens; the weights of the output are those of the input."""
+    tokens = options.pop("tokens", 1024)
+    network = Transformer(
+        layers, width, weights_dropout=0.1, causal=True, wrap=wrapping(hand), **options
+    )
+
+    def init(key: jax.Array) -> Any:
+        first, *keys = jax.random.split(key, 3)
+        draw = lambda key, *shape: 0.02 * jax.random.normal(key, shape)
+        ends = {"tokens": draw(keys[0], vocabulary, width), "places": draw(keys[1], tokens, width)}
+        return {"layers": network.init(first), **ends}
+
+    def loss(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
+        table = params["tokens"].astype(jnp.bfloat16)
+        x = table[batch[:, :-1]] + params["places"].astype(jnp.bfloat16)
+        logits = (network(x, params["layers"], key) @ table.T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    draw = lambda key: jax.random.randint(key, (batch, tokens + 1), 0, vocabulary, jnp.int32)
+    return _trained(loss, init, draw)
+
+
+def resnet(hand: str, batch: int, layers: int, width: int = 64, **options: Any) -> Training:
+    """ResNet-152, or one with so many blocks in its third stage; batch statistics are not kept."""
+    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+    blocks = (3, 8, layers, 3) if layers > 8 else (2, 2, layers, 2)
+    checkpoint = {"checkpoint": hand in POLICIES, "policy": POLICIES.get(hand)}
+    model = ScannedResNet(blocks, 1000, width=width, **checkpoint, **types, **options)
+
+    def init(key: jax.Array) -> Any:
+        return model.init(key, jnp.zeros((1, 224, 224, 3)), train=False)
+
+    def loss(variables: Any, batch: Any, key: jax.Array) -> jax.Array:
+        del key
+        return cross_entropy(model, variables["params"], variables["batch_stats"], batch)[0]
+
+    def draw(key: jax.Array) -> Any:
+        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
+        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
+
+    return _trained(loss, init, draw, optax.sgd(0.1, momentum=0.9))
+
+
+MODELS: dict[str, Callable[..., Training]] = {
+    "decoder": decoder,
+    "vit": vit,
+    "gpt": gpt,
+    "resnet": resnet,
+}
+"""(what is picked by hand, batch, layers, further options of the network) -> its training."""
+
+SIZES: dict[str, tuple[int, int]] = {
+    "decoder": (8, 16),
+    "vit": (256, 24),
+    "gpt": (8, 24),
+    "resnet": (256, 36),
+}
+"""(batch, layers) of each, where nothing else is asked for."""
