@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.core.program import Kind, Phase
 from vmem_jax.core.validate import check_program
@@ -28,8 +29,6 @@ def captured(fun, *args, donate=(), names=()):
 
 def _check_equations(found):
     """Every equation with an effect is in one step; every buffer has its variable's bytes."""
-    from vmem_jax import jax_compat as compat
-
     eqns = compat.open_jaxpr(found.flat).eqns
     for i, eqn in enumerate(eqns):
         steps = [s for s in found.program.steps if i in s.equations]
@@ -105,6 +104,28 @@ def test_chains_join_the_product_that_reads_them_as_a_value():
     assert ops(found) == ["exp", "dot_general"]
     assert not found.steps[1].fusible
     assert (found.steps[1].flops, found.steps[1].dtype) == (2 * 64 * 32 * 32, "float32")
+
+
+def test_a_transposed_product_is_what_exists():
+    """A weight gradient, and not what a barrier would leave XLA to transpose behind it."""
+    found = captured(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()), W, jnp.ones((64, 32)))
+    step = found.program.steps[-1]
+    names = [compat.open_jaxpr(found.flat).eqns[i].primitive.name for i in step.equations]
+    assert names == ["dot_general", "transpose"] and step.epilogue_nbytes == 0
+    heads = lambda x, w: jnp.einsum("nij,njk->nki", x, w) @ w  # of a batch it is a kernel's work
+    cube = jax.ShapeDtypeStruct((4, 8, 8), "float32")
+    found = program(heads, cube, cube)
+    assert len(found.steps[0].equations) == 1
+
+
+def test_a_slice_of_a_stack_costs_its_own_bytes():
+    stack, x = jax.ShapeDtypeStruct((8, 32, 32), "float32"), X
+    [cast, _] = program(lambda w, x: x @ w[3].astype("bfloat16"), stack, x).steps
+    assert cast.nbytes == 32 * 32 * (4 + 2)
+    [every_second] = program(lambda w: 2 * w[:, :, ::2], stack).steps
+    assert every_second.nbytes == 8 * 32 * (32 + 16) * 4
+    [rows] = program(lambda w, i: 2 * w[i], stack, jax.ShapeDtypeStruct((2,), "int32")).steps
+    assert rows.nbytes < 5 * 32 * 32 * 4
 
 
 def test_views_cost_nothing():

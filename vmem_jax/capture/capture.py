@@ -383,7 +383,7 @@ def _step(
     own_nbytes = workspace(root) if body is None else body_nbytes(body)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
-    has_epilogue = _has_epilogue(kernel, root)
+    has_epilogue = _has_epilogue(kernel, eqns)
     boundary = root.primitive.name in (BEGIN, END)
     if boundary:  # its results are its operands
         outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
@@ -439,5 +439,9 @@ def _layer_of_loop(body: Program | None) -> str:
     return ", ".join(names)
 
 
-def _has_epilogue(kernel: Kernel, root: compat.JaxprEqn) -> bool:
-    return class_of(root) is Class.HEAVY and kernel.writes != tuple(root.outvars)
+def _has_epilogue(kernel: Kernel, eqns: Sequence[compat.JaxprEqn]) -> bool:
+    root = eqns[kernel.root]
+    if class_of(root) is not Class.HEAVY or kernel.writes == tuple(root.outvars):
+        return False
+    behind = [eqns[i] for i in kernel.equations if i > kernel.root]
+    return any(class_of(eqn) is not Class.VIEW for eqn in behind)

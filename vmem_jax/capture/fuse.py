@@ -138,13 +138,17 @@ class _Fuser:
     def _epilogue(self, i: int) -> list[int]:
         """The equations behind heavy equation `i` that its kernel computes before it writes.
 
-        cuDNN's forward convolutions and cuBLASLt's products take a bias, a tensor to add and a
-        ReLU; XLA uses that where nothing else reads what is in between.
+        A transpose of a product is the product with its operands exchanged. cuDNN's forward
+        convolutions and cuBLASLt's products take a bias, a tensor to add and a ReLU; XLA uses that
+        where nothing else reads what is in between.
         """
         eqn = self.eqns[i]
         chain: list[int] = []
         if self.classes[i] is not Class.HEAVY or not eqn.invars:
             return chain
+        if (turned := self._transposed(i)) is not None:
+            self.absorbed[turned] = i
+            return [turned]
         if not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
             return chain
         out = eqn.outvars[0]
@@ -160,6 +164,28 @@ class _Fuser:
             if name == "max":
                 break
         return chain
+
+    def _transposed(self, i: int) -> int | None:
+        """The transpose that is all that reads a matrix product, if the product with its operands
+        exchanged has the same layout: a weight gradient, as JAX writes it.
+
+        What exists is the transposed value. A barrier over the other one would leave XLA to transpose
+        the update and the optimiser state that are made of it.
+        """
+        eqn = self.eqns[i]
+        if eqn.primitive.name != "dot_general":
+            return None
+        out = eqn.outvars[0]
+        if out in self.outputs or self.uses.get(out) != 1:
+            return None
+        reader = self.eqns[self.reader[out]]
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        left = len(eqn.invars[0].aval.shape) - len(contracted) - len(batch)
+        exchanged = (*range(left, len(out.aval.shape)), *range(left))
+        is_exchange = reader.primitive.name == "transpose" and not batch
+        if is_exchange and tuple(reader.params["permutation"]) == exchanged:
+            return self.reader[out]
+        return None
 
     def _source_equation(self, atom: Atom) -> JaxprEqn | None:
         source = self._source(atom)

@@ -40,7 +40,7 @@ def _read(v: Var, own: Sequence[JaxprEqn], size: Callable[[Var], int]) -> int:
             if a is not v:
                 continue
             name = eqn.primitive.name
-            if place == 0 and name == "dynamic_slice":
+            if place == 0 and (name in ("dynamic_slice", "gather") or _is_cut_in_rows(eqn)):
                 total += size(v) * nbytes(eqn.outvars[0].aval) // max(nbytes(v.aval), 1)
             elif place == 0 and name == "dynamic_update_slice":
                 pass
@@ -49,6 +49,15 @@ def _read(v: Var, own: Sequence[JaxprEqn], size: Callable[[Var], int]) -> int:
             else:
                 return size(v)
     return min(total, size(v))
+
+
+def _is_cut_in_rows(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is a slice that leaves what it skips of its operand unread: the layer of a stack,
+    but not every second column."""
+    if eqn.primitive.name != "slice":
+        return False
+    strides = eqn.params["strides"]
+    return strides is None or strides[-1:] in ((), (1,))
 
 
 def _is_read(v: Var, own: Sequence[JaxprEqn]) -> bool:

@@ -23,14 +23,14 @@ from typing import Any
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import simulate
-
-_SCALARS = 4096
-"""Steps that move fewer bytes are free: learning rates, bias corrections, counters."""
+from vmem_jax.policy.update_groups import SCALARS, update_ranks
 
 
 def canonical_order(program: Program) -> tuple[int, ...]:
-    """Returns the traced order with residual-only work sunk and freeing work hoisted."""
-    return tuple(_hoist(program, _sink(program, list(range(len(program.steps))))))
+    """Returns the traced order with residual-only work sunk, freeing work hoisted, and the steps that
+    update one weight together."""
+    order = _hoist(program, _sink(program, list(range(len(program.steps)))))
+    return ranked_order(program, update_ranks(program, order))
 
 
 def lower_order(
@@ -130,7 +130,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
         if boundary is not None:
             ahead.append(boundary)  # nothing leaves the loop over sub-batches
-        scalars = bool(program.hosted) and step.pure and step.nbytes < _SCALARS
+        scalars = bool(program.hosted) and step.pure and step.nbytes < SCALARS
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
         moves = (dying > made or update or scalars) and not blocked and not step.is_boundary
         ordered.insert(s, ahead if moves else None)
