@@ -1,9 +1,11 @@
-"""Fills docs/papers.md, and draws its figures, from the rows in benchmarks/results/.
+"""Makes the tables of docs/papers.md and docs/benchmarks.md, all of docs/rows/, and the figures.
 
     python benchmarks/pages.py
 
-Prose is by hand. Between `<!-- rows: NAME -->` and `<!-- end -->` stands what the rows of that table
-of benchmarks/tables/ say, beside the paper's own figures. A cell without a row is empty.
+Everything comes from the rows in benchmarks/results/. The prose of docs/papers.md and
+docs/benchmarks.md is written by hand; the tables stand between `<!-- rows: NAME -->` and
+`<!-- end -->`. docs/rows/ has every row, beside the papers' own figures. A cell without a row is
+empty.
 """
 
 from __future__ import annotations
@@ -11,26 +13,27 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import manifest
+import measured
 import plots
 import records
 from absl import app
+from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
+from summaries import summary
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/papers.md"
-FIGURES = ROOT / "docs/figures"
+DOCS = ROOT / "docs"
+FIGURES = DOCS / "figures"
 RESULTS = Path(__file__).parent / "results"
 BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
-GIB = 2**30
 Rows = Mapping[Case, Record]
 
 
@@ -59,86 +62,7 @@ def kernels(folder: Path = RESULTS) -> list[dict]:
     return list(last.values())
 
 
-# -- cells
-
-
-def value_of(row: Record, quantity: str) -> float | None:
-    """A quantity of a row in the unit of its table: GiB, ms, or a count; None where it has none.
-
-    The least of a policy is what it compiled to, also where no plan was found for just that.
-    """
-    if row.outcome != "ok":
-        least = row.asked == "least" and row.lowest_compiled and quantity in ("need", "batch")
-        return row.lowest / GIB if least and row.lowest else None
-    if quantity == "seconds":
-        return 1e3 * statistics.median(row.step_seconds) if row.step_seconds else None
-    if quantity == "predicted_seconds":
-        return None if row.predicted_seconds is None else 1e3 * row.predicted_seconds
-    value = getattr(row, "need" if quantity == "batch" else quantity)
-    if value is None:
-        return None
-    return value / GIB if quantity in ("need", "batch") or quantity.endswith("nbytes") else value
-
-
-def cell(row: Record | None, quantity: str) -> str:
-    """A quantity for people: what was predicted in italics, failures in words; behind a measured time
-    its ratio to plain jit's of the same process."""
-    if row is None:
-        return ""
-    value = value_of(row, quantity)
-    if value is None and row.outcome != "ok":
-        return failure(row)
-    if value is None and quantity == "seconds":
-        predicted = value_of(row, "predicted_seconds")
-        return "" if predicted is None else f"*{number(predicted)}*"
-    if value is None:
-        return ""
-    if quantity == "seconds" and row.plain_seconds:
-        return f"{number(value)} ({value / 1e3 / row.plain_seconds:.3f})"
-    return f"*{number(value)}*" if quantity == "average_nbytes" else number(value)
-
-
-def failure(row: Record) -> str:
-    if row.lowest is not None:
-        how = "" if row.lowest_compiled else ", predicted"
-        return f"fails ({number(row.lowest / GIB)} GiB{how})"
-    if row.outcome.startswith("time limit"):
-        return "fails (time)"
-    if "RESOURCE_EXHAUSTED" in row.outcome:
-        return "fails (memory)"
-    return f"fails ({row.outcome.partition(':')[0]})"
-
-
-def number(value: float) -> str:
-    """Two decimals, more below 1, none from 100 on."""
-    if isinstance(value, int) or value == 0:
-        return f"{int(value):,}"
-    return f"{value:,.{0 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3}f}"
-
-
-def as_printed(value: float | str) -> str:
-    """Every digit that there is."""
-    return value if isinstance(value, str) else f"{value:,}"
-
-
-TITLES = {
-    "need": "compiled peak, GiB",
-    "batch": "compiled peak, GiB",
-    "average_nbytes": "average memory, GiB, predicted",
-    "moved_nbytes": "moved each way, GiB",
-    "pinned_nbytes": "pinned host memory, GiB",
-    "seconds": "time of a step, ms, measured (of plain's in the same process); *predicted*",
-    "divided": "convolutions in micro-batches",
-}
-"""What a quantity of a Record is called over its table."""
-
-
 # -- tables in Markdown
-
-
-def grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *("---:" for _ in header[1:])]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
 def pivot(table: Table, rows: Rows, dtype: str, quantity: str) -> str:
@@ -247,7 +171,7 @@ def of_kernels(prefix: str, rows: Sequence[dict]) -> str:
 
 
 def block(table: Table, rows: Rows) -> str:
-    """What stands on the page for `table`."""
+    """All rows of `table`, beside the paper's figures: its section of docs/rows/papers.md."""
     parts = [published(table)]
     if table.computed:
         parts.append(of_cells(calculated(table)))
@@ -257,30 +181,70 @@ def block(table: Table, rows: Rows) -> str:
         quantities: Iterable[str] = (q for q in table.compares if q in TITLES)
         parts += [pivot(table, rows, dtype, quantity) for quantity in quantities]
     if table.plot and (FIGURES / f"{table.name}.svg").exists():
-        parts.append(f"\n![{table.paper}, {table.item}](figures/{table.name}.svg)\n")
+        parts.append(f"\n![{table.paper}, {table.item}](../figures/{table.name}.svg)\n")
     again = f"python benchmarks/papers.py --table={table.name} --out=rows.jsonl"
-    parts.append(f"\n{count(table, rows)}`{again}`\n\n")
-    return "".join(parts)
+    title = f"\n## {table.paper}, {table.item}: {table.title} {{ #{table.name} }}\n"
+    setup = f"\nThe paper: {table.setup}. {count(table, rows)}Run on a GPU: `{again}`\n"
+    return title + setup + "".join(parts)
+
+
+def short(table: Table, rows: Rows) -> str:
+    """What stands in docs/papers.md: what is calculated if that is short, or the best rows and those
+    that fail; and a link to all rows."""
+    parts = []
+    if table.computed and len(cells := calculated(table)) <= SHORT:
+        parts.append(of_cells(cells))
+    if table.layers and "kernels" in table.compares[-1]:
+        parts.append(of_kernels(table.layers, kernels()))
+    parts.append(summary(table, rows))
+    return "".join(parts) + f"\n[All rows](rows/papers.md#{table.name})\n\n"
+
+
+SHORT = 30
+"""Calculated cells that docs/papers.md shows."""
 
 
 def count(table: Table, rows: Rows) -> str:
     """How many of the rows are there, so that an empty cell is not taken for a zero."""
     if not (table.cases and table.runs):
-        return "Again: "
+        return ""
     own = [rows[case] for case in table.cases if case in rows]
     ran = sum(not row.device for row in own)
     idle = sum(case not in rows and bool(unneeded(table, case, rows)) for case in table.cases)
-    text = (
-        f"{len(own)} of {len(table.cases) - idle} rows are there, {ran} of them ran on the card. "
-    )
+    text = f"{len(own)} of {len(table.cases) - idle} rows exist; {ran} ran on the card. "
     if idle:
-        text += f"{idle} more would say nothing, since plain `jax.jit` meets their budget. "
-    return text + "All of them, on a GPU: "
+        text += f"{idle} more are left out because plain `jax.jit` meets their budget. "
+    return text
 
 
 def filled(text: str, make: Callable[[str], str]) -> str:
     """`text` with what `make` gives for each name between its comments."""
     return BLOCK.sub(lambda match: f"{match[1]}{make(match[2])}{match[4]}", text)
+
+
+def pages() -> dict[str, str]:
+    """The pages below docs/ that hold tables, and their text."""
+    rows, texts = all_rows(), {}
+    tables = {name: manifest.load(name) for name in manifest.names()}
+    prose = {name: (DOCS / name).read_text() for name in ("papers.md", "benchmarks.md")}
+    texts["papers.md"] = filled(prose["papers.md"], lambda name: short(tables[name], rows))
+    texts["benchmarks.md"] = filled(prose["benchmarks.md"], measured.table)
+    order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
+    texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
+    texts["rows/benchmarks.md"] = OF_BENCHMARKS + measured.every_row()
+    return texts
+
+
+OF_PAPERS = """# Data: the papers' tables
+
+All rows behind [the papers' tables](../papers.md), which says how to read them. This page is
+generated by `python benchmarks/pages.py`.
+"""
+OF_BENCHMARKS = """# Data: benchmarks
+
+All rows behind [the benchmarks](../benchmarks.md). This page is generated by `python
+benchmarks/pages.py`.
+"""
 
 
 def main(argv: list[str]) -> None:
@@ -291,7 +255,9 @@ def main(argv: list[str]) -> None:
     for table in map(manifest.load, manifest.names()):
         if table.plot:
             plots.draw(table, rows, value_of, FIGURES / f"{table.name}.svg")
-    PAGE.write_text(filled(PAGE.read_text(), lambda name: block(manifest.load(name), rows)))
+    for name, text in pages().items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(text)
 
 
 if __name__ == "__main__":

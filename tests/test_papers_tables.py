@@ -15,17 +15,21 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import cells  # noqa: E402
 import computed  # noqa: E402
 import manifest  # noqa: E402
+import measured  # noqa: E402
 import pages  # noqa: E402
 import plots  # noqa: E402
 import records  # noqa: E402
+import summaries  # noqa: E402
 import variants  # noqa: E402
 from records import LEAST_OF  # noqa: E402
 
 from vmem_jax.models import build_network  # noqa: E402
 
 TABLES = {name: manifest.load(name) for name in manifest.names()}
+PAGES = pages.pages()
 
 WANTED = """
 vdnn_fig11 vdnn_fig12 vdnn_fig14 vdnn_fig15
@@ -171,11 +175,14 @@ def test_a_page_says_what_is_measured_predicted_failed_and_not_there():
     assert found["vdnn, at 35%"] == ["fails (6.00 GiB)", ""]
     assert len(found) == 6  # the header and its rule
     assert "4 of 120 rows" in pages.block(TABLES["modnn_fig8"], ROWS)
+    short = summaries.summary(TABLES["modnn_fig8"], ROWS)
+    assert "| `auto@0.35` | 0.81 |" in short and "| `vdnn@0.35` | fails (6.00 GiB) |" in short
+    assert "modnn@0.35" not in short  # predicted alone
     assert pages.pivot(TABLES["modnn_fig8"], {}, "bfloat16", "seconds") == ""
     least = row(variant="vdnn", asked="least", outcome="BudgetError: no", lowest=6 * GIB)
-    assert pages.cell(least, "need") == "fails (6.00 GiB, predicted)"
+    assert cells.cell(least, "need") == "fails (6.00 GiB, predicted)"
     least = dataclasses.replace(least, lowest_compiled=True)
-    assert pages.cell(least, "need") == "6.00"
+    assert cells.cell(least, "need") == "6.00"
 
 
 def test_what_ran_takes_the_place_of_what_was_compiled(tmp_path):
@@ -187,26 +194,47 @@ def test_what_ran_takes_the_place_of_what_was_compiled(tmp_path):
         records.write(tmp_path / name, ran)
         assert pages.all_rows(tmp_path) == ROWS
         (tmp_path / name).unlink()
-    assert pages.count(TABLES["modnn_fig8"], ROWS).startswith("4 of 120 rows are there, 2 of them")
+    assert pages.count(TABLES["modnn_fig8"], ROWS).startswith("4 of 120 rows exist; 2 ran")
 
 
 @pytest.mark.parametrize("name", ["modnn_fig8", "vdnn_fig11"])
 def test_the_same_rows_draw_the_same_picture(name, tmp_path):
     paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for path in paths:
-        assert plots.draw(TABLES[name], ROWS, pages.value_of, path)
+        assert plots.draw(TABLES[name], ROWS, cells.value_of, path)
     text = paths[0].read_text()
     assert text == paths[1].read_text()
     assert "vgg16 (256)" in text and "dc:date" not in text and len(text) < 40_000
     plain = {case: r for case, r in ROWS.items() if r.variant == "plain"}
-    assert plain and not plots.draw(TABLES[name], plain, pages.value_of, paths[0])  # no comparison
-    assert not paths[0].exists() and not plots.draw(TABLES[name], {}, pages.value_of, paths[0])
+    assert plain and not plots.draw(TABLES[name], plain, cells.value_of, paths[0])  # no comparison
+    assert not paths[0].exists() and not plots.draw(TABLES[name], {}, cells.value_of, paths[0])
 
 
-def test_the_page_is_what_the_rows_say():
-    rows, text = pages.all_rows(), pages.PAGE.read_text()
-    assert pages.filled(text, lambda name: pages.block(TABLES[name], rows)) == text
-    assert set(name for _, name, *_ in pages.BLOCK.findall(text)) == set(TABLES)
+@pytest.mark.parametrize(
+    "name", ["papers.md", "benchmarks.md", "rows/papers.md", "rows/benchmarks.md"]
+)
+def test_the_page_is_what_the_rows_say(name):
+    assert PAGES[name] == (pages.DOCS / name).read_text(), "run `python benchmarks/pages.py`"
+
+
+def test_every_table_stands_on_a_page_and_is_linked_to_its_rows():
+    named = lambda page: [name for _, name, *_ in pages.BLOCK.findall(PAGES[page])]
+    assert sorted(named("papers.md")) == sorted(TABLES)
+    assert sorted(named("benchmarks.md")) == sorted(measured.TABLES)
+    for name in TABLES:
+        assert f"(rows/papers.md#{name})" in PAGES["papers.md"]
+        assert f"{{ #{name} }}" in PAGES["rows/papers.md"]
+
+
+def test_a_row_is_compared_with_plain_of_its_own_process(tmp_path, monkeypatch):
+    plain = row(variant="plain", need=8 * GIB, step_seconds=(2.0, 2.0))
+    auto = row(variant="auto", asked="0.5", budget=0.5, need=4 * GIB, step_seconds=(3.0,))
+    again = dataclasses.replace(plain, step_seconds=(6.0,))
+    records.write(tmp_path / "some.jsonl", [plain, auto, again, auto])
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    first, last = measured.compared("some")
+    assert (first.ratio, last.ratio, last.share) == ("1.500", "0.500", "50%")
+    assert measured.latest([first, last]) == [last]
 
 
 def test_what_takes_too_long_is_a_row_and_is_not_run_again(tmp_path):

@@ -1,0 +1,295 @@
+"""The tables of docs/benchmarks.md, from rows that `run.py` and its sisters wrote.
+
+Each is a function in TABLES. A row is compared with the plain row before it in its file, which ran in
+the same process; of rows of one step, variant and budget the last stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import records
+from cells import failure, grid, number
+from records import Record
+
+RESULTS = Path(__file__).parent / "results"
+GIB, MIB = 2**30, 2**20
+
+STEPS = ("h200_recompute", "h200_transfers", "h200_convolutions", "h200_sub_batches")
+"""Files whose rows are training steps, timed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A row and plain jit's of the same process."""
+
+    row: Record
+    plain: Record
+
+    @property
+    def step(self) -> str:
+        row = self.row
+        strict = (
+            {"highest": " strict", "": " TF32"}[row.precision] if row.dtype == "float32" else ""
+        )
+        return f"{row.model}({row.batch}) {row.dtype}{strict}"
+
+    @property
+    def how(self) -> str:
+        return f"`{self.row.variant}`"
+
+    @property
+    def asked(self) -> str:
+        row = self.row
+        return row.asked if "B" in row.asked else f"{row.budget:.0%}" if row.budget else ""
+
+    @property
+    def ratio(self) -> str:
+        if self.row.outcome != "ok":
+            return failure(self.row)
+        own, plain = (statistics.median(each.step_seconds) for each in (self.row, self.plain))
+        return f"{own / plain:.3f}"
+
+    @property
+    def peak(self) -> str:
+        return number(self.row.need / GIB) if self.row.need else ""
+
+    @property
+    def share(self) -> str:
+        return f"{self.row.need / self.plain.need:.0%}" if self.row.need and self.plain.need else ""
+
+    @property
+    def moved(self) -> str:
+        return number((self.row.moved_nbytes or 0) / GIB)
+
+    @property
+    def predicted(self) -> str:
+        return number(1e3 * self.row.predicted_seconds) if self.row.predicted_seconds else ""
+
+    @property
+    def ms(self) -> str:
+        steps = self.row.step_seconds
+        return number(1e3 * statistics.median(steps)) if steps else ""
+
+
+def compared(name: str) -> list[Compared]:
+    """The rows of a file beside plain jit's, in its order."""
+    plains: dict[tuple, Record] = {}
+    found = []
+    for row in records.read(RESULTS / f"{name}.jsonl"):
+        key = row.model, row.batch, row.dtype, row.precision
+        if row.variant == "plain":
+            plains[key] = row
+        elif not row.variant.endswith("without its transfers"):
+            found.append(Compared(row, plains[key]))
+    return found
+
+
+def latest(rows: Iterable[Compared]) -> list[Compared]:
+    """The last row of each step, variant and budget, by step."""
+    last = {(each.step, each.row.variant, each.asked): each for each in rows}
+    steps = list(dict.fromkeys(step for step, *_ in last))
+    return sorted(last.values(), key=lambda each: steps.index(each.step))
+
+
+def lines_of(rows: Iterable[Compared], *columns: str) -> str:
+    """A grid with these columns: what COLUMNS calls them."""
+    shown = ("step", "how", "asked", "ratio", "peak", "share", *columns)
+    return "\n" + grid(
+        [COLUMNS[name] for name in shown],
+        ([_column(each, name) for name in shown] for each in rows),
+    )
+
+
+COLUMNS = {
+    "step": "step (batch)",
+    "how": "variant",
+    "asked": "budget",
+    "ms": "ms",
+    "ratio": "time / plain",
+    "peak": "peak, GiB",
+    "share": "of plain",
+    "moved": "moved, GiB",
+    "sub_batches": "sub-batches",
+    "divided": "by cuDNN",
+    "recomputed": "recomputed",
+    "compressed": "compressed",
+    "predicted": "ms predicted",
+    "compiles": "compiles",
+    "commit": "commit",
+}
+
+
+def _column(each: Compared, name: str) -> str:
+    own = getattr(each, name, None)
+    if own is None:
+        value = getattr(each.row, name)
+        own = "" if value is None else value[:7] if name == "commit" else str(value)
+    return own
+
+
+# -- the tables
+
+
+def recompute() -> str:
+    return lines_of(compared("h200_recompute"))
+
+
+def transfers() -> str:
+    """Plans that may move beside plans that may not, at the tightest budgets of each network."""
+    wanted = {"33%", "20%", "35%", "25%", "30%"}
+    rows = [each for each in latest(compared("h200_transfers")) if each.asked in wanted]
+    variants = ("auto", "auto:recompute", "auto:offload")
+    return lines_of([each for each in rows if each.row.variant in variants], "moved", "predicted")
+
+
+def transports() -> str:
+    rows = latest(compared("h200_transfers"))
+    return lines_of([each for each in rows if each.row.variant.count(":") > 1], "moved")
+
+
+def compression() -> str:
+    """Plans that may compress beside plans that may only move."""
+    rows = latest(compared("h200_transfers"))
+    budgets = {each.asked for each in rows if each.row.compressed}
+    variants = ("auto:offload", "auto:offload+compress")
+    chosen = [e for e in rows if e.row.variant in variants and e.asked in budgets]
+    return lines_of(sorted(chosen, key=lambda each: each.asked), "moved", "compressed")
+
+
+def convolutions() -> str:
+    """Plans with and without cuDNN's configurations; equal ones are left out."""
+    rows = latest(compared("h200_convolutions"))
+    changed = {(e.step, e.asked) for e in rows if e.row.divided or e.row.outcome != "ok"}
+    return lines_of([each for each in rows if (each.step, each.asked) in changed], "divided")
+
+
+def sub_batches() -> str:
+    return lines_of(compared("h200_sub_batches"), "sub_batches")
+
+
+def loops() -> str:
+    names = {"plain": "plain `jax.jit`", "checkpoint": "`jax.checkpoint` of each layer"}
+    names["dots"] = "`dots_with_no_batch_dims_saveable`"
+    lines = [
+        [
+            names.get(row["way"], f'`budget="{row["way"]}"`'),
+            number(row["gib"]),
+            f"{row['ms']:.1f}",
+            f"{row['of_plain']:.3f}",
+            f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "",
+        ]
+        for row in _json("loops_h200")
+    ]
+    return "\n" + grid([" ", "GiB", "ms", "time / plain", "ms predicted"], lines)
+
+
+def cache() -> str:
+    lines = [
+        [
+            f"{row['cache_nbytes'] / row['moved_nbytes']:.0%}",
+            f"{row['step_seconds'] / row['keeping_seconds']:.2f}",
+            f"{row['hits']:.0f}",
+            f"{row['misses']:.0f}",
+            number(row["link_nbytes"] / GIB),
+        ]
+        for row in _json("h200_cache")
+    ]
+    header = [
+        "cache, of what moves",
+        "time / nothing moved",
+        "hits",
+        "misses",
+        "over the link, GiB",
+    ]
+    return "\n" + grid(header, lines)
+
+
+def zero_values() -> str:
+    rates = lambda row: [f"{row['bytes_per_second'][k] / 1e9:,.0f}" for k in _KERNELS]
+    lines = [
+        [f"{row['density']:.2g}", f"{row['compressed_nbytes'] / row['nbytes']:.0%}", *rates(row)]
+        for row in _json("h200_zero_values")
+        if row["dtype"] == "bfloat16"
+    ]
+    return "\n" + grid(["density", "of its bytes", *_KERNELS], lines)
+
+
+_KERNELS = ("compress", "decompress", "copy")
+
+
+def largest() -> str:
+    """The largest batch that compiled to 12 GiB, and the smallest that did not."""
+    rows = records.read(RESULTS / "largest_h200_compiled.jsonl")
+    lines = []
+    for model, variant in dict.fromkeys((row.model, row.variant) for row in rows):
+        own = [row for row in rows if (row.model, row.variant) == (model, variant)]
+        fits = max((row for row in own if row.outcome == "ok"), key=lambda row: row.batch)
+        over = [row for row in own if row.outcome != "ok" and row.batch > fits.batch]
+        first = min(over, key=lambda row: row.batch) if over else None
+        lines.append(
+            [
+                model,
+                f"`{variant}`",
+                f"{fits.batch:,}",
+                number((fits.need or 0) / GIB),
+                "" if first is None else f"{first.batch:,} {failure(first)}",
+            ]
+        )
+    return "\n" + grid(["network", "variant", "batch", "peak, GiB", "the next"], lines)
+
+
+def planning() -> str:
+    """What finding a plan takes, over the recorded decisions."""
+    rows = _json("decisions_h200")
+    lines = []
+    for name, key in {
+        "plans made": "plans",
+        "compiles": "compiles",
+        "planning, CPU s": "planning_seconds",
+        "XLA, CPU s": "compile_seconds",
+    }.items():
+        values = [row[key] for row in rows if row["outcome"] != "TechniqueError"]
+        lines.append([name, f"{statistics.median(values):.3g}", f"{max(values):.3g}"])
+    return "\n" + grid([f"of {len(rows)} cases", "median", "largest"], lines)
+
+
+def _json(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made
+    for made in (
+        recompute,
+        loops,
+        transfers,
+        transports,
+        cache,
+        sub_batches,
+        convolutions,
+        compression,
+        zero_values,
+        largest,
+        planning,
+    )
+}
+
+
+def table(name: str) -> str:
+    """What stands between the comments of that name."""
+    return TABLES[name]() + "\n"
+
+
+def every_row() -> str:
+    """All rows of training steps, by file."""
+    more = ("ms", "sub_batches", "divided", "recomputed", "compressed", "moved", "predicted")
+    return "".join(
+        f"\n## {name}.jsonl\n{lines_of(compared(name), *more, 'compiles', 'commit')}"
+        for name in STEPS
+    )
