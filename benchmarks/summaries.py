@@ -49,7 +49,9 @@ def _of_dtype(table: Table, rows: Rows, dtype: str, quantity: str) -> str:
         return ""
     cases = [c for c in _with_plain(table) if c.dtype == dtype and c in rows]
     if quantity == "seconds":  # what was only compiled took no time
-        cases = [c for c in cases if rows[c].step_seconds or not rows[c].device]
+        timed = {c.network for c in cases if rows[c].step_seconds and c.variant != "plain"}
+        some = lambda c: rows[c].step_seconds or rows[c].outcome != "ok"
+        cases = [c for c in cases if c.network in timed and some(c)]
     of = {n: [c for c in cases if c.network == n] for n in dict.fromkeys(c.network for c in cases)}
     of = {n: own for n, own in of.items() if any(c.variant != "plain" for c in own)}
     if not of:
