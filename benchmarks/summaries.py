@@ -35,13 +35,15 @@ Rows = Mapping[Case, Record]
 
 
 def summary(table: Table, rows: Rows) -> str:
-    """Markdown for docs/papers.md: of each dtype the table's first quantity, times if it has any; ""
-    for a table without rows of steps."""
+    """Markdown for docs/papers.md: the table's first quantity, times if it has any; "" for a table
+    without rows of steps. Peaks of a table with many variants are shown for its first dtype."""
     if not (table.cases and table.runs):
         return ""
     dtypes = dict.fromkeys(case.dtype for case in table.cases)
     quantity = "seconds" if "seconds" in table.compares else table.compares[0]
-    return "".join(_of_dtype(table, rows, dtype, quantity) for dtype in dtypes)
+    found = [text for dtype in dtypes if (text := _of_dtype(table, rows, dtype, quantity))]
+    many = len({case.how for case in table.cases}) > FEW
+    return "".join(found[:1] if many and quantity != "seconds" else found)
 
 
 def _of_dtype(table: Table, rows: Rows, dtype: str, quantity: str) -> str:
