@@ -421,6 +421,7 @@ def _step(
         compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in compared),
         body=() if body is None else body.steps,
         length=root.params["length"] if root.primitive.name == "scan" else 1,
+        batched=root.primitive.name == "dot_general" and any(root.params["dimension_numbers"][1]),
     )
 
 

@@ -20,6 +20,9 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 _MOST_VISITS = 500
 """Fusible equations looked at for one kernel; beyond it a value exists. XLA's fusions end too."""
 
+_STREAM_READS = 2
+"""So many readers of a sum make it a stream: a norm, and the next sum."""
+
 _EPOCHS_PER_PASS = 8
 """Holding a value over so many heavy kernels counts as much as reading it once."""
 
@@ -293,11 +296,34 @@ class _Walk:
         )
         if v in fuser.exists:
             choice = (compute, False) if compute < read else (read, True)
+        elif self._joins(v):  # it is written once, and then read in place of its operands
+            operands = sum(nbytes(a.aval) for a in fuser.eqns[i].invars if isinstance(a, Var))
+            read += (size + operands) / fuser.uses[v]
+            choice = (compute, False) if compute <= read else (read, True)
         else:  # somebody has to compute and write it first
             read += size + compute / max(fuser.uses[v], 1)
             choice = (compute, False) if compute <= read else (read, True)
         self.costs[v] = choice
         return choice
+
+    def _joins(self, v: Var) -> bool:
+        """Whether `v` is read several times, and computing it reads two values as large as itself or
+        more: a residual stream behind what is added to it."""
+        if self.fuser.uses.get(v, 0) < _STREAM_READS:
+            return False
+        found: set[Var] = set()
+        stack, seen = [v], {v}
+        while stack and len(found) < 2 and len(seen) < _MOST_VISITS:
+            for a in self.fuser.eqns[self.fuser.maker[stack.pop()]].invars:
+                if not isinstance(a, Var) or a in seen:
+                    continue
+                seen.add(a)
+                if self._cost(a, 0)[1]:
+                    if nbytes(a.aval) >= nbytes(v.aval):
+                        found.add(a)
+                else:
+                    stack.append(a)
+        return len(found) > 1
 
 
 def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]) -> list[Kernel]:

@@ -89,6 +89,7 @@ class Step:
       times: how often it runs: once for each sub-batch.
       body: of a loop: the steps of one iteration.
       length: of a loop: its iterations.
+      batched: whether it is a matrix product with batch dimensions.
       compared: writes of a library kernel's epilogue that a comparison reads, the mask of a clamp: a
         barrier stands between the two.
     """
@@ -114,6 +115,7 @@ class Step:
     body: tuple[Step, ...] = ()
     length: int = 1
     compared: tuple[int, ...] = ()
+    batched: bool = False
 
     @property
     def is_boundary(self) -> bool:

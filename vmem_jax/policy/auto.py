@@ -3,8 +3,9 @@
 Greedy on the exact simulation: while the peak is over the budget, drop, among the values that lie
 idle across it, those that cost the fewest seconds a byte to make again, given what is dropped
 already. Dropped neighbours come back together, so a stretch of them may hold no more than a share of
-the free memory; several shares are tried. What is still over the
-budget is left to the executor's limit (policy `recompute`). At the end each dropped value is
+the free memory; several shares are tried. What is still over the budget is left to the executor's
+limit (policy `recompute`). The usual checkpoint policies (`standard`) are starts as well, so no plan
+is slower than the best of them whose peak is within the budget. At the end each dropped value is
 offered back, dearest first. Where few values can be dropped at all, every choice is tried instead.
 
 Where values can be moved, the same search runs again after moving what hides under compute
@@ -45,6 +46,7 @@ from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_move
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.recompute_chains import Stretches
+from vmem_jax.policy.standard import standard_choices
 from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.transfer_schedule import rank, schedule_transfers
 from vmem_jax.policy.vdnn import VDNN
@@ -161,6 +163,9 @@ class Auto(AbstractPolicy):
                 if proven and self.spared(program):
                     break
             if not proven:
+                for choice in standard_choices(recomputation):
+                    usual = _under_limit(recomputation, linkless, choice.drops, budget)
+                    best = _better(best, usual, budget)
                 found = {share: attempt((), share) for share in shares}
                 shares = sorted(shares, key=lambda share: rank(found[share], budget))
                 best = _better(best, found[shares[0]], budget)

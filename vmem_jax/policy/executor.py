@@ -105,7 +105,8 @@ class Execution:
             if self._evictions is not None:
                 self._evictions.used(b)
             if following >= len(self._uses[b]):
-                self._free(b)
+                if b not in self._recomputation.pinned:
+                    self._free(b)
             elif b in self._leaving:
                 self._leave(b, following)
 
@@ -178,6 +179,8 @@ class Execution:
     def _free_unneeded(self, b: int, held: set[int]) -> None:
         """Frees what a burst made for itself: nothing in the base order reads it any more."""
         done = self._next[b] >= len(self._uses[b]) or self._next[b] == 0
+        if b in self._recomputation.pinned:
+            return
         if (done or b in self._forget) and b not in held and not self._program.is_resident[b]:
             self._free(b)
 

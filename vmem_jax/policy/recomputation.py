@@ -10,6 +10,9 @@ from vmem_jax.core.program import Program
 Drop = tuple[int, int]
 """(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
 
+PINNED = 64
+"""Bytes of a value that is kept rather than made again of nothing."""
+
 _DEEPEST = 200
 """A value behind more dead producers than this is not worth making again."""
 
@@ -21,6 +24,9 @@ class Recomputation:
     Attributes:
       program, base: of which, and in which order everything first runs.
       uses: for every buffer the positions in the base order that write or read it.
+      pinned: small values that are made of nothing, such as the key of a number. They are there from
+        their making to the end, since a compiler merges what would make them again with what made
+        them first. What is made of them may be made again.
       touched: for every step what it reads and writes but for arguments and outputs.
     """
 
@@ -37,6 +43,13 @@ class Recomputation:
             tuple(b for b in (*step.reads, *step.writes) if not resident[b])
             for step in program.steps
         ]
+        self.pinned = frozenset(
+            w
+            for step in program.steps
+            if step.pure and not step.reads
+            for w in step.writes
+            if program.buffers[w].nbytes <= PINNED and not resident[w]
+        )
         self._known: dict[tuple[int, int], bool] = {}
 
     def idle(self) -> list[Drop]:
@@ -71,6 +84,8 @@ class Recomputation:
             if program.is_resident[r]:
                 if self._gone_after.get(r, need) < need:
                     return False
-            elif self.uses[r][-1] < need and not self.may_drop(r, need, depth + 1):
+            elif r in self.pinned or self.uses[r][-1] >= need:
+                continue
+            elif not self.may_drop(r, need, depth + 1):
                 return False
         return True
