@@ -1,1 +1,1 @@
-"""What users call."""
+"""The functions and classes that users call."""

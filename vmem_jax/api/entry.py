@@ -1,4 +1,4 @@
-"""What `jit` keeps for one set of shapes: the step as traced, and as planned and proved."""
+"""The entry that `jit` caches for one set of shapes: the step as traced, planned and compiled."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vmem_jax.tracing.traced import TracedStep
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """A step for one set of shapes: planned, compiled, proved.
+    """A step for one set of shapes, planned and compiled within its budget.
 
     Attributes:
       traced: the form of the step that runs.
-      budget: bytes that it was proved against; None for a given plan without a budget.
-      plain_need: bytes that plain jit needs, where that was compiled.
-      costs: what its plan was made from.
-      attempts: every plan that was compiled; the last is the one that runs.
-      policy: that planned it.
-      log: what the search did.
-      tuner: what runs it instead while its first calls are timed (`tune=True`).
-      tuning: what that gave.
+      budget: bytes; None for a given plan without a budget.
+      plain_need: bytes that plain jit needs; None if plain jit was not compiled.
+      costs: the predicted seconds that the plan was made from.
+      attempts: every plan that was compiled; the last one runs.
+      policy: the policy that made the plan.
+      log: the events of the search.
+      tuner: runs the step while its first calls are timed (`tune=True`).
+      tuning: the result of that; None before it is known.
     """
 
     traced: TracedStep

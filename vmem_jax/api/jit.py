@@ -1,4 +1,4 @@
-"""jit: what users call. trace → capture → plan → rewrite → compile → prove → run."""
+"""jit: the function that users call. trace → capture → plan → rewrite → compile → check → run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def jit(
     profile: bool | None = None,
     tune: bool = False,
 ) -> Any:
-    """`jax.jit` inside a memory budget: the same results, and a proof that it fits.
+    """`jax.jit` inside a memory budget. The compiler confirms that the step fits before it runs.
 
     Args:
       fun: a training step, or any function: raw JAX, Flax (Linen, NNX), Equinox, Optax. Without it
@@ -69,46 +69,46 @@ def jit(
         temporaries), per device: bytes, `"12GiB"`, a fraction of plain jit's compiled need
         (`0.5`), or `"device"` (what is free now).
       policy: one of `POLICIES`, by name or as an instance with its options. "keep" leaves the
-        program untouched. What a policy cannot do without (`needs`) is asked for by choosing it.
-      allow: the techniques that a plan may use: "order" (exact residuals), "recompute", "offload" (to
-        pinned host memory, while other work runs), "stream" (arguments in pinned host memory come
-        when they are read, and what replaces them in the state is returned there), "workspace"
-        (convolutions in micro-batches, so that they take less). By default all that are of use here:
-        "offload" and "workspace" on a GPU with measured times (`profile`); without those, "offload"
-        where no plan fits that moves nothing. "sub_batches": the batch runs in parts, one after
-        another. "compress", only if it is named: what waits for the backward pass does so without
-        its zeros, over the link and in host memory.
-      host_budget: the most pinned host memory that the step may take: bytes or `"64GiB"`.
-      transport: what carries the bytes: "ffi" (the native extension, with an arena and
-        counters), "memory_kinds" (XLA's own copies; on a CPU they are none), or "auto": the
-        extension where it was built for the device, else XLA's own copies on a GPU.
-      plan: a plan made before, for exactly this step; nothing is planned then.
+        program untouched. Choosing a policy also allows the techniques that it `needs`.
+      allow: the techniques that a plan may use. "order": other orders and exact residuals.
+        "recompute": values are dropped and computed again. "offload": values wait in pinned host
+        memory. "stream": arguments in pinned host memory are fetched when they are read, and the
+        results that replace them return there. "workspace": convolutions run in micro-batches, with
+        smaller workspaces. "sub_batches": the batch runs in parts, one after another. "compress":
+        values wait without their zeros. By default all but "compress"; "offload" and "workspace"
+        need a GPU with measured times (`profile`), and "offload" without them is used only where
+        nothing else fits.
+      host_budget: the most pinned host memory that the step may use: bytes or `"64GiB"`.
+      transport: how bytes move: "ffi" (the native extension, with an arena and counters),
+        "memory_kinds" (XLA's own copies; no effect on a CPU), or "auto": the extension if it was
+        built for the device, else XLA's own copies on a GPU.
+      plan: a plan made before, for exactly this step. Nothing is planned then.
       donate_argnums, donate_argnames, static_argnums, static_argnames, compiler_options: as in
         `jax.jit`.
       batch_argnums, batch_argnames: the arguments that hold the batch, along the first dimensions of
         their arrays. By default those that are neither donated nor returned and whose first
         dimensions agree.
-      sub_batches: in how many parts the batch runs, one after another; 1 for as a whole. By default
-        as many as are predicted to be fastest within the budget (policy "auto").
-      density: with "compress", what share of the values behind ReLUs and masks is not zero, from 0
-        to 1. By default the zeros of all large residuals are counted, on the arguments of the first
+      sub_batches: the number of parts in which the batch runs, one after another; 1 keeps it whole.
+        By default the number that is predicted to be fastest within the budget (policy "auto").
+      density: with "compress", the share of elements behind ReLUs and masks that is not zero, from 0
+        to 1. By default the zeros of all large residuals are counted on the arguments of the first
         call.
-      machine: what to estimate time with (default: the device's, from its name, and what
-        `vmem-jax profile` or `profile=True` measured on it before).
-      profile: `True` times the distinct steps on the device on the first call, as far as that was
-        not done before: up to 90 s; on a GPU with our extension also what cuDNN has for the step's
-        convolutions, up to 90 s more. `False` ignores what was measured, too. By default nothing is
-        timed, and what was is used.
-      tune: time some of the first calls for each set of shapes, which makes those wait for their
-        results. Where that differs from the prediction by more than 5 %, plan once more from the
-        measurement, compile, time that too, and keep the faster. Without it no call waits.
+      machine: the rates for predicted times. By default those of the device, by its name and by what
+        `vmem-jax profile` or `profile=True` measured on it.
+      profile: `True` times the distinct steps on the device in the first call, if they were not timed
+        before (up to 90 s); on a GPU with the extension also cuDNN's plans for the step's
+        convolutions (up to 90 s more). `None` times nothing and uses what was measured; `False`
+        ignores that too.
+      tune: time some of the first calls for each set of shapes; these wait for their results. If the
+        median differs from the prediction by more than 5 %, plan once more from the measurement,
+        compile and time that plan, and keep the faster one.
 
     Returns:
       A `BudgetedStep`, called like `fun`.
 
     Raises:
-      ValueError, TypeError: an argument makes no sense.
-      BudgetError: on the first call, if no plan fits. Nothing over the budget is ever run.
+      ValueError, TypeError: an argument is invalid.
+      BudgetError: in the first call, if no plan fits. Nothing over the budget ever runs.
     """
     if fun is None:
         return functools.partial(
@@ -173,7 +173,7 @@ def jit(
 
 
 def _config() -> Hashable:
-    """What of JAX's configuration a traced step depends on."""
+    """The part of JAX's configuration that a traced step depends on."""
     config: Any = jax.config
     return (
         config.jax_enable_x64,
@@ -238,16 +238,16 @@ class BudgetedStep:
         return out
 
     def plan(self, *args: Any, target: str | None = None, **kwargs: Any) -> Plan:
-        """The plan for these arguments (arrays, or `jax.ShapeDtypeStruct`s), compiled and proved.
+        """The plan for these arguments (arrays, or `jax.ShapeDtypeStruct`s), compiled and checked.
 
         Args:
-          target: a card that is not there, "h200": plan for it and prove it with XLA:GPU's own
-            compiler, on any machine with `vmem_jax[gpu-compile]`.
+          target: the name of a card, "h200", to plan and compile for without having it. Needs
+            `vmem_jax[gpu-compile]`.
         """
         return self._entry_for(args, kwargs, target).best.plan
 
     def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
-        """What was decided and what it costs, for people: print it. Compiles plain jit to compare."""
+        """A report of what was decided and what it costs; print it. Compiles plain jit to compare."""
         entry = self._entry_for(args, kwargs, target)
         plain = entry.plain_need
         if plain is None:
@@ -269,7 +269,7 @@ class BudgetedStep:
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """As `jax.jit(fun).lower(*args)`; `.compile()` gives the planned and proved step."""
+        """As `jax.jit(fun).lower(*args)`; `.compile()` returns the planned and checked step."""
         call = frameworks.prepare(self._settings.signature, args, kwargs)
         planned = lambda target: self._entry_for(args, kwargs, target)
         return Lowered(self._settings, call, planned)

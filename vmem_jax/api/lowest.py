@@ -1,4 +1,4 @@
-"""lowest: the minimum peak that a step can be brought to."""
+"""lowest: the minimum peak of a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Lowest(NamedTuple):
     """The minimum peak of a step.
 
     Attributes:
-      nbytes: that the compiled step needs, by the compiler's figure; `jit(budget=nbytes)` meets it.
-      plan: that reaches it, for `jit(plan=plan)`.
-      seconds: that the plan is predicted to take.
+      nbytes: bytes that the compiled step needs; `jit(budget=nbytes)` meets it.
+      plan: the plan that reaches it, for `jit(plan=plan)`.
+      seconds: the predicted seconds of that plan.
     """
 
     nbytes: int

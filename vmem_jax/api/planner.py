@@ -1,4 +1,4 @@
-"""planner: plans, compiles and proves a traced step, by the settings of `jit`."""
+"""planner: plans and compiles a traced step by the settings of `jit`."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _PARTS_DO_NOT = "its batch runs in sub-batches, which do not compress"
 
 
 def plan_step(step: StepContext) -> CompiledStep:
-    """The step planned, compiled and proved.
+    """The fastest plan of `step` that the search finds, compiled within the budget.
 
     Raises:
       BudgetError: no plan fits.
-      PlanError: the given one is for another step, or does not fit.
-      TechniqueError: a technique that is required cannot be used.
+      PlanError: the given plan is for another step, or does not fit.
+      TechniqueError: a required technique cannot be used.
     """
     if step.settings.plan is not None:
         return _by_given(step, step.settings.plan)
@@ -83,7 +83,7 @@ def plan_step(step: StepContext) -> CompiledStep:
 
 
 def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
-    """(the budget in bytes, plain jit's need where that had to be compiled)."""
+    """(the budget in bytes, plain jit's need in bytes or None if it was not compiled)."""
     budget, traced = step.settings.budget, step.traced
     if isinstance(budget, float):
         plain_need = need_nbytes(step.plain)
@@ -93,7 +93,7 @@ def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
 
 
 def _check_techniques(step: StepContext, log: SearchLog) -> None:
-    """Logs the techniques that are allowed and cannot be used.
+    """Logs the allowed techniques that the step cannot use.
 
     Raises:
       TechniqueError: one of them is required.
@@ -108,14 +108,18 @@ def _check_techniques(step: StepContext, log: SearchLog) -> None:
             log.add(What.SKIPPED, name, why=why)
 
 
-# -- what the search chooses from
+# -- the variants that the search chooses from
 
 
 def _groups(
     step: StepContext, budget: int | None, log: SearchLog, proved: Sequence[tuple[Plan, int]]
 ) -> list[list[Family]]:
-    """The families of `step`: its own policy's, with those that may replace it; then the same where
-    values may move after all; then the policies that are asked where nothing of that fits."""
+    """The groups of families, in the order in which the search tries them.
+
+    First the chosen policy, with the policies that may replace it where these are faster; then the
+    chosen policy with transfers, if it had none; then the policies that replace it only where nothing
+    else fits.
+    """
     settings = step.settings
     parts = parts_of(step)
     make = lambda context, count: _variant(context, settings.policy, count)
@@ -161,7 +165,7 @@ def _groups(
 def _of_loops(
     context: StepContext, proved: Sequence[tuple[Plan, int]], moves: bool | None = None
 ) -> Family:
-    """A step whose loops stack other values, by its own policy."""
+    """The family of a step whose loops stack other values, planned by the chosen policy."""
     settings = context.settings
     make = functools.partial(_variant, context, settings.policy, moves=moves)
     counts, margin = parts_of(context).counts, PARAMS.loop_margin
@@ -169,7 +173,7 @@ def _of_loops(
 
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:
-    """The step by another policy, which moves wherever it can."""
+    """The family of `step` planned by another policy, which may move values wherever possible."""
     counts = parts_of(step).counts
     counts = [n for n in counts if n == 1 or policy.splitting is not Splitting.WHOLE]
     make = functools.partial(_variant, step, policy, moves=bool(step.transport))
@@ -187,7 +191,7 @@ def _variant(
     """`step` in `count` sub-batches by `policy`.
 
     Args:
-      moves: whether it may move values; by default where that is of use.
+      moves: whether plans may move values; by default unless `step.immovable` says otherwise.
     """
     moves = not step.immovable if moves is None else moves
     traced = step.traced if count == 1 else parts_of(step, count).into(count)
@@ -283,8 +287,8 @@ def _warn_if_slow(step: StepContext, best: Attempt, budget: int | None) -> None:
 
 
 def _budget_for(variant: Variant, seconds: float, budget: int) -> int | None:
-    """About the lowest budget at which `variant` is predicted to take at most `seconds`; None where
-    it takes longer whatever the budget."""
+    """About the lowest budget, in bytes, at which `variant` is predicted to take at most `seconds`;
+    None if no budget is enough."""
     free = variant.policy.plan(variant.program, variant.costs, None)
     if isinstance(free, Infeasible) or free.predicted_seconds > seconds:
         return None

@@ -49,10 +49,10 @@ class Lowered:
         self._settings, self._call, self._planned = settings, call, planned
 
     def compile(self, target: str | None = None) -> Compiled:
-        """The planned step, compiled and proved. Raises BudgetError if none fits.
+        """The planned and compiled step. Raises BudgetError if none fits.
 
         Args:
-          target: a card that is not there, "h200": its figures can be read, it cannot be called.
+          target: the name of a card to compile for without having it; the result cannot be called.
         """
         entry = self._planned(target)
         return Compiled(self._settings, self._call, entry, runs=target is None)
@@ -78,8 +78,8 @@ class Compiled:
         """Runs the step.
 
         Raises:
-          TypeError: the arguments are not those that it was compiled for.
-          ValueError: it was compiled for a card that is not there.
+          TypeError: the step was compiled for other arguments.
+          ValueError: the step was compiled for a `target`.
         """
         name = self._settings.name
         if not self._runs:
@@ -131,13 +131,13 @@ class Compiled:
 
     @property
     def compression(self) -> Store | None:
-        """What became of the values that wait compressed: its counters tell the density of each on
-        every device, and what found no room. None where nothing is compressed."""
+        """The store of the compressed values, with counters of their density and overflow on every
+        device; None if nothing is compressed."""
         return getattr(self._entry.best.compiled, "store", None)
 
     @property
     def transport(self) -> str | None:
-        """What carries the plan's transfers, "ffi" or "memory_kinds"; None without transfers."""
+        """The name of the plan's transport, "ffi" or "memory_kinds"; None without transfers."""
         transport = self._entry.best.transport
         return None if transport is None else transport.name
 
@@ -161,7 +161,7 @@ class Compiled:
 
     @property
     def timeline(self) -> Timeline:
-        """What running the plan is predicted to be."""
+        """The predicted execution of the plan."""
         program = self._entry.traced.captured.program
         return simulate_plan(program, self.plan, self._entry.costs)
 

@@ -35,11 +35,11 @@ _clock = time.perf_counter
 
 
 class Tuner:
-    """Runs an entry while its first calls are timed; hands the entry that it comes to back, once.
+    """Runs an entry while its first calls are timed, then passes the final entry to `settle`, once.
 
-    A timed call is blocked: it waits for its arguments before and for its results after. At most one
-    other plan is made, and only what is measured to be faster stays. What goes wrong in here is
-    logged, and the first plan goes on.
+    A timed call waits for its arguments before and for its results after. At most one other plan is
+    made, and the plan that is measured to be faster stays. Errors of tuning are logged, and the
+    first plan stays.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ def tuned(
     host_budget: int | None,
     settle: Callable[[CompiledStep], None],
 ) -> CompiledStep:
-    """`entry` with a tuner, which gives `settle` what replaces it in the end."""
+    """`entry` with a tuner, which passes the entry that replaces it to `settle`."""
     again = lambda entry, costs: replan(entry, costs, compile_plan, host_budget)
     return dataclasses.replace(entry, tuner=Tuner(name, entry, again, settle))
 
@@ -155,7 +155,7 @@ def replan(
     compile_plan: Callable[[Plan], Any],
     host_budget: int | None,
 ) -> Attempt | None:
-    """The proved plan of the same policy by `costs`; None where it is not another, faster one.
+    """A compiled plan by the same policy with `costs`; None unless it differs and is faster.
 
     Args:
       compile_plan: for plans that no attempt of `entry` has.

@@ -1,1 +1,1 @@
-"""The search: of all forms of a step and all their plans, the fastest that compiles to the budget."""
+"""The search for the fastest plan, of any form of a step, that compiles to the budget."""

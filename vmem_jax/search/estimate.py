@@ -1,7 +1,7 @@
-"""estimate: a plan that fits as XLA's heap will hold it, found before anything is compiled.
+"""estimate: finds a plan that is predicted to fit on XLA's heap, before anything is compiled.
 
-A policy plans for the bytes that are live at once, and the heap takes more, another share of each
-plan (`core.heap`). So a plan is made again, for less, until its heap is within the budget.
+A policy plans for the bytes that are live at once. The heap needs more, by a share that differs
+between plans (`core.heap`). So the policy plans again for less until the heap is within the budget.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vmem_jax.search.variant import Variant
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A plan, and what it is predicted to need.
+    """A plan and its predicted need.
 
     Attributes:
-      plan: its `budget` is what it was planned for, at or below what it is to fit in.
-      need: bytes, with XLA's heap.
-      seconds: that planning took.
+      plan: its `budget` is the goal of the policy, at or below the budget that it must fit.
+      need: predicted bytes, with XLA's heap.
+      seconds: the seconds that planning took.
       is_lowest: whether the policy has no plan with a lower peak.
     """
 
@@ -39,7 +39,7 @@ class Estimate:
 
 
 def planned(variant: Variant, goal: int | None, log: SearchLog) -> Estimate | Infeasible:
-    """What the policy plans for `goal` bytes live at once, and what the heap takes for it."""
+    """The policy's plan for `goal` live bytes, with its need on the heap; or why there is none."""
     start = time.perf_counter()
     plan = variant.policy.plan(variant.program, variant.costs, goal)
     log.plans += 1
@@ -64,25 +64,25 @@ def estimate(
     log: SearchLog,
     before: Estimate | None = None,
 ) -> Estimate | Infeasible:
-    """The fastest of some plans that are predicted to need at most `goal` bytes on XLA's heap, or the
-    one of the smallest need.
+    """The fastest of several plans that are predicted to need at most `goal` bytes on XLA's heap. If
+    none does, the plan with the smallest need.
 
-    What the heap takes beside what is live is taken off what is planned for, until it fits or nothing
-    lower can be planned; then half of it is given back, since another plan may lose less.
+    The excess of the heap over the live bytes is subtracted from the policy's goal until a plan fits
+    or nothing lower can be planned. Then the goal is bisected, since another plan may lose less.
 
     Args:
-      before: a plan that compiled to too much: what the heap takes of it is taken off at once.
+      before: a plan that compiled to too much; its excess is subtracted in the first round.
 
     Returns:
-      Infeasible where the policy has no plan with so little live at once, and names none either.
+      Infeasible if the policy has no plan with so few live bytes and names no lowest plan.
     """
     if goal is None:
         return planned(variant, None, log)
     tolerance = 1 + params.plan_tolerance_of(len(variant.program.steps))
     floor = variant.program.resident_nbytes + 1  # what is planned for below it has no other plan
-    target = goal  # what is planned for
-    over: int | None = None  # planned for, and at last too much
-    within: int | None = None  # planned for, and little enough
+    target = goal  # the policy's goal, in live bytes
+    over: int | None = None  # a goal whose plan needs too much
+    within: int | None = None  # a goal whose plan fits
     fits = fails = None
     if before is not None:
         target = max(goal - (before.need - before.plan.predicted_peak), floor)

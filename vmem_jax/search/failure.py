@@ -1,4 +1,4 @@
-"""failure: the error where nothing fits."""
+"""failure: the BudgetError of a search in which no plan fits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vmem_jax.search.search import Found
 
 
 def budget_error(policy: str, budget: int, found: Found, hints: Sequence[str] = ()) -> BudgetError:
-    """The error for `found`, which does not fit: the minimum peak, where it stands, what helps.
+    """The error for `found`, which does not fit: the minimum peak, where it is, and what helps.
 
     Args:
-      policy: the name of the one that was asked for.
+      policy: the name of the policy that the user chose.
       budget: bytes.
-      hints: what else may help, the best first; said where nothing more specific is.
+      hints: advice, the best first; used unless there is something more specific to say.
     """
     if found.best is None:
         assert found.failure is not None, "nothing was compiled, so the policies said why"

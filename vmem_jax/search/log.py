@@ -1,4 +1,4 @@
-"""What a search did, line by line: read by `explain`, by errors and by tests."""
+"""The events of a search, line by line, for `explain`, errors and tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from absl import logging
 class What(enum.StrEnum):
     """What happened to a variant.
 
-    PLANNED: a plan that is predicted to fit was made.
-    OVER: no plan is predicted to fit; the lowest is known.
-    COMPILED: a plan was compiled, and fits.
-    MISSED: a plan was compiled, and needs more than the budget.
+    PLANNED: a plan was made that is predicted to fit.
+    OVER: no plan is predicted to fit.
+    COMPILED: a plan was compiled and fits.
+    MISSED: a plan was compiled and needs more than the budget.
     DROPPED: it cannot be planned, compiled or run here.
-    SKIPPED: a technique that is allowed is of no use to this step.
-    PRUNED: nothing that it can give would be better than what is there.
+    SKIPPED: an allowed technique is of no use to this step.
+    PRUNED: no plan of it can be faster than the best one by the tolerance.
     """
 
     PLANNED = enum.auto()
@@ -35,10 +35,10 @@ class Line:
 
     Attributes:
       what: what happened.
-      variant: to which variant, or technique.
-      seconds: predicted seconds of one step; 0 where there is no plan.
-      nbytes: bytes that the plan is predicted to need, or that it compiled to; 0 where neither.
-      why: for people.
+      variant: the name of the variant, or of the technique.
+      seconds: predicted seconds of one step; 0 without a plan.
+      nbytes: the need of the plan in bytes, compiled or else predicted; 0 if unknown.
+      why: the reason, for people.
     """
 
     what: What

@@ -1,7 +1,7 @@
-"""memory: what plans of a program were found to need, for later searches of the same process.
+"""memory: the compiled needs of a program's plans, for later searches of the same process.
 
-A plan that was compiled is a candidate for every budget that it fits, so the minimum peak that an
-error names is met when it is asked for, and a larger budget never ends in a slower plan.
+Every compiled plan is a candidate for each budget that it fits. So the minimum peak that an error
+names is met when it is asked for, and a larger budget never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 
 _PROGRAMS = 64
-"""Programs that are remembered; the one that was not asked for the longest is forgotten first."""
+"""Programs that are remembered; the least recently used one is forgotten first."""
 
 _PLANS = 16
-"""Plans of each: the lowest and the latest."""
+"""Plans of each program: the one with the lowest need and the latest ones."""
 
 _known: collections.OrderedDict[Hashable, dict[Plan, int]] = collections.OrderedDict()
 _lock = threading.Lock()
 
 
 def key_of(program: Program, options: object) -> Hashable:
-    """What distinguishes a program, and how it is planned and compiled, from others."""
+    """The key of a program together with the options by which it is planned and compiled."""
     return program.fingerprint, repr(options)
 
 
 def proved(key: Hashable) -> list[tuple[Plan, int]]:
-    """The plans of `key` that were compiled, and the bytes that they need."""
+    """The compiled plans of `key`, with their needs in bytes."""
     with _lock:
         if key in _known:
             _known.move_to_end(key)
@@ -37,7 +37,7 @@ def proved(key: Hashable) -> list[tuple[Plan, int]]:
 
 
 def keep(key: Hashable, plans: Iterable[tuple[Plan, int]]) -> None:
-    """Remembers that `plans` need so many bytes."""
+    """Remembers the needs of `plans`, in bytes."""
     with _lock:
         known = _known.setdefault(key, {})
         known.update(plans)

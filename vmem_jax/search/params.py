@@ -1,4 +1,4 @@
-"""Every number that the search depends on."""
+"""The constants of the search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class SearchParams:
-    """How much the search does, and how far it trusts what is predicted.
+    """How much the search does, and how far it trusts predictions.
 
     Attributes:
       max_compiles: plans that are compiled in all, whatever their variant. Compiling plain jit, where
@@ -15,38 +15,38 @@ class SearchParams:
         step, so eight are minutes; one or two are typical.
       reserved_compiles: of `max_compiles`, those left for the minimum peak while nothing fits.
       compiles_per_variant: of `max_compiles`, those of one variant before the next has its turn.
-        The fifth plan that is made from the excess of the one before gains nothing that the fourth
-        did not (docs/benchmarks.md).
-      plans_per_estimate: plans of one variant that are made before one of them is compiled. The heap
-        takes a share of each plan's own (`core.heap`), so what is planned for is bisected.
-      time_tolerance: a variant is compiled beside one that fits only if it is predicted to take less
-        by this share, and another system's plan replaces `auto`'s only then. Predicted seconds are
-        off by 3.4 % in the median (docs/papers.md).
-      near: where no plan of a group of families is predicted to fit, the lowest is compiled before
-        the next group is tried if it is predicted to need at most this many times the budget.
-        Predicted peaks are off by 2.8 % in the median (docs/papers.md), but SuperNeurons' plan for
-        OverFeat(128) in strict float32 compiled to 17 % less than was predicted.
-      plan_tolerance: a plan that fits is good enough where it takes at most this share longer than
-        one that does not; for programs of more than `long_steps` steps in proportion to their length,
-        up to ten times as much, since each plan takes as much longer to make.
+        A fifth plan gained nothing over the fourth.
+      plans_per_estimate: plans of one variant that are made before one of them is compiled. The
+        heap's excess differs between plans (`core.heap`), so the goal is bisected.
+      time_tolerance: once a plan fits, another variant is compiled only if it is predicted to be
+        faster by this share; another system's plan replaces `auto`'s by the same rule. Predicted
+        seconds are off by 3.4 % in the median (docs/papers.md).
+      near: if no plan of a group of families is predicted to fit, the lowest one is compiled before
+        the next group is tried, provided that its predicted need is at most this many times the
+        budget. Predicted peaks are off by 2.8 % in the median (docs/papers.md), but SuperNeurons'
+        plan for OverFeat(128) in strict float32 compiled to 17 % less than predicted.
+      plan_tolerance: bisection ends with a plan that fits if it takes at most this share longer than
+        one that does not fit. For programs of more than `long_steps` steps the share grows with the
+        length, up to ten times, since each plan takes longer to make.
       long_steps: see `plan_tolerance`.
-      memory_step: share of the budget that is taken off once more for each further plan of a variant
-        that compiled to too much: freeing other values moves the peak.
-      loop_margin: share of the budget by which a plan for a step whose loops stack other values may
-        be predicted to need more and is compiled all the same: a decoder of 1.1 billion weights was
-        predicted to need 4 % more than it compiled to.
-      untouched: the untouched program, whose order is XLA's own and not known, is compiled where
-        nothing else fits and it is predicted to need at most this many times the budget;
-      untouched_lower: or this many times the lowest that was reached, so that no error names more
-        than plain jit needs.
-      far: where the plan with the lowest predicted peak compiles to this many times the prediction,
-        it does not tell how low others get: it recomputes nearly everything, and each fence of it
-        costs. Then plans for `less_extreme` times its peak are compiled as well.
+      memory_step: share of the budget by which the goal is lowered further after each plan that
+        compiled to too much, since freeing other values moves the peak.
+      loop_margin: share of the budget by which the predicted need of a step whose loops stack other
+        values may exceed the budget. A decoder of 1.1 billion parameters was predicted to need 4 %
+        more than it compiled to.
+      untouched: if nothing else fits, the untouched program is compiled, provided that its predicted
+        need is at most this many times the budget. Its order is XLA's own and not known;
+      untouched_lower: or this many times the lowest compiled need, so that no error names more than
+        plain jit needs.
+      far: if the plan with the lowest predicted peak compiles to this many times the prediction,
+        plans for `less_extreme` times its peak are compiled too. Such a plan recomputes nearly
+        everything, and its fences cost memory.
       less_extreme: see `far`.
-      same: where one more lowest plan comes to this share of the one before, no more are tried.
-      slow, bearable: a plan that is predicted to take `slow` times plain's seconds is worth a
-        warning, which names the budget at which it would be `bearable` times; that is looked for in
-        `looks` plans.
+      same: if a further lowest plan compiles to more than this share of the one before, no more are
+        tried.
+      slow, bearable: a plan that is predicted to take `slow` times plain's seconds gives a warning,
+        which names the budget at which it would take `bearable` times; `looks` plans are made to find
+        that budget.
     """
 
     max_compiles: int = 8

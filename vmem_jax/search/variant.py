@@ -15,14 +15,15 @@ from vmem_jax.policy.base import AbstractPolicy, Splitting
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """One form of a step: what plans it, and what compiles its plans.
+    """One form of a step, with the functions that plan and compile it.
 
     Attributes:
       name: for people, "auto in 4 sub-batches".
-      program, policy, costs: what plans are made from.
+      program, policy, costs: the arguments of planning.
       compile_plan: Plan -> compiled step.
-      learn: (costs, compiled step) -> costs with what that step shows of XLA's own convolutions.
-      origin: the traced step of this form, for whoever runs the plan.
+      learn: (costs, compiled step) -> costs, corrected by the workspaces of XLA's own convolutions
+        that the compiled step shows.
+      origin: the traced step of this form.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Variant:
     origin: Any = None
 
     def lower_bound(self, budget: int | None = None) -> float:
-        """Seconds that no plan of it goes below, within `budget` bytes."""
+        """A lower bound of the seconds of its plans within `budget` bytes."""
         if budget not in self._bounds:  # a linear program, which several families ask for
             found = self.policy.lower_bound_seconds(self.program, self.costs, budget)
             self._bounds[budget] = found
@@ -46,7 +47,7 @@ class Variant:
 
     @functools.cached_property
     def without_transfers(self) -> Variant:
-        """The same where nothing moves and every convolution is XLA's own."""
+        """This variant without transfers and with XLA's own convolutions."""
         own = {s: configurations[:1] for s, configurations in self.costs.convolutions.items()}
         costs = dataclasses.replace(self.costs, link=None, convolutions=own)
         return dataclasses.replace(self, name=f"{self.name}, without transfers", costs=costs)
@@ -54,17 +55,17 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """Variants that differ in the number of sub-batches alone; each is made when it is looked at.
+    """Variants that differ only in the number of sub-batches. Each is made when the search needs it.
 
     Attributes:
-      counts: numbers of sub-batches, in rising order. With more of them no step gets faster.
-      make: the variant with so many.
-      splitting: which of those that fit is wanted.
-      must_gain: share of the time by which it must be faster than other families.
-      bounded_by: the variant of another family, with so many sub-batches, whose lower bounds hold
-        for this one, too; by default its own do.
-      margin: share of the budget by which the first plan of a variant may be predicted to need more.
-      proved: plans of this family that were compiled before, and the bytes that they need.
+      counts: numbers of sub-batches, in rising order. No step is faster with more of them.
+      make: count -> variant.
+      splitting: which count is wanted among those that fit.
+      must_gain: share of the time by which this family must be faster than others.
+      bounded_by: count -> a variant of another family whose lower bounds hold for this one too; None
+        for its own.
+      margin: share of the budget by which the predicted need of a first plan may exceed the budget.
+      proved: plans of this family that were compiled before, with their needs in bytes.
     """
 
     counts: Sequence[int]
