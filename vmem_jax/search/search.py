@@ -1,18 +1,22 @@
 """The best-first search: the fastest plan, of any variant, that compiles to the budget.
 
-Each candidate is a variant in one of three states: bounded (seconds that no plan of it goes below),
-then planned (a plan that is predicted to fit, and its seconds), then compiled. A queue holds them
-by their seconds, and the first is taken one stage further. So a plan that is compiled is the
-fastest but for what is ahead of it in the queue, and once nothing there can be faster by the
-tolerance, it is the result. A plan that compiles to too much goes back with a lower goal: its
-variant needs more than predicted.
+A candidate is a variant in one of three states:
 
-Families are tried in groups: those of the second only where no variant of the first fits, and so
-on. Where nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler
-may use less than predicted, and it shows the true minimum peak.
+- bounded: a lower bound of the seconds of its plans is known;
+- planned: a plan is known that is predicted to fit, with its seconds;
+- compiled.
 
-Best-first search with bounds: Land and Doig, "An automatic method of solving discrete programming
-problems", Econometrica 28 (1960), as branch and bound has it.
+A queue orders candidates by their seconds. The search takes the first one and advances it by one
+state. When a plan compiles to the budget, it is the incumbent, and the search ends when no candidate
+in the queue can be faster by the tolerance. When a plan compiles to too much, its variant needs more
+than predicted, and the candidate returns to the queue with a lower goal.
+
+Families are tried in groups; a group is tried only if no variant of the groups before it fits. If
+nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler may need
+less than predicted, and it shows the true minimum peak.
+
+This is best-first branch and bound: Land and Doig, "An automatic method of solving discrete
+programming problems", Econometrica 28 (1960).
 """
 
 from __future__ import annotations
@@ -40,17 +44,17 @@ from vmem_jax.search.variant import Family, Variant
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Attempt:
-    """One plan and what it compiled to.
+    """A plan that was compiled.
 
     Attributes:
-      variant: of which it is a plan.
-      plan: its `budget` is the user's.
-      compiled: the compiled step; None once another plan is taken.
+      variant: the variant of the plan.
+      plan: the plan; its `budget` is the user's.
+      compiled: the compiled step; None once another plan is chosen.
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
-      predicted_need: bytes that this was predicted to be, with XLA's heap.
-      costs: what the plan was made from, with what its compiled step shows.
-      plan_seconds: seconds that planning took.
-      excess: bytes of `need` beside what would be predicted with `costs`.
+      predicted_need: the prediction of `need`, with XLA's heap.
+      costs: the costs that the plan was made from, corrected by what the compiled step shows.
+      plan_seconds: the seconds that planning took.
+      excess: `need` minus the prediction with `costs`, in bytes; at least 0.
     """
 
     variant: Variant
@@ -64,20 +68,20 @@ class Attempt:
 
     @property
     def transport(self) -> Any:
-        """What carries the plan's transfers, an `AbstractTransport`; None if it has none."""
+        """The `AbstractTransport` of the plan's transfers; None if it has none."""
         return getattr(self.compiled, "transport", None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search ends with.
+    """The result of a search.
 
     Attributes:
-      best: the attempt to run; where nothing fits, the one of the smallest need, or None where
-        nothing was compiled.
-      fits: whether that is within the budget.
-      attempts: all that were compiled, `best` last; of the others the compiled steps are let go.
-      failure: the lowest of what policies said, where nothing was compiled.
+      best: the attempt to run. If nothing fits, the one with the smallest need; None if nothing was
+        compiled.
+      fits: whether `best` is within the budget.
+      attempts: all attempts, `best` last; only `best` keeps its compiled step.
+      failure: if nothing was compiled, the lowest `Infeasible` of all policies.
     """
 
     best: Attempt | None
@@ -89,8 +93,8 @@ class Found:
 def need_nbytes(compiled: Any) -> int:
     """Bytes of device memory that a compiled step needs.
 
-    `peak_memory_in_bytes` is not used: it counts host buffers on some backends and leaves the
-    temporaries out on the CPU.
+    `peak_memory_in_bytes` is not used: on some backends it counts host buffers, and on the CPU it
+    omits the temporaries.
     """
     stats = compiled.memory_analysis()
     return (
@@ -113,13 +117,13 @@ def search(
     """The fastest plan by prediction that compiles to at most `budget` bytes.
 
     Args:
-      groups: families; a group is tried only where nothing of those before it fits.
+      groups: families; a group is tried only if nothing of the groups before it fits.
       budget: bytes, or None for no limit.
-      untouched: the step as plain jit runs it, where that may be taken.
-      plain_need: bytes that it needs, where it was compiled.
+      untouched: the step as plain jit runs it, if the search may choose that.
+      plain_need: its need in bytes, if it was compiled.
 
     Raises:
-      HostMemoryError: nothing fits but what parks more in host memory than it may.
+      HostMemoryError: every plan that fits parks more in host memory than is allowed.
       VmemError: nothing could be planned or compiled; the first reason.
     """
     found = _Search(budget, untouched, plain_need, params or SearchParams(), log or SearchLog())
@@ -128,15 +132,17 @@ def search(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A variant and how far it is known.
+    """A variant with what is known of it.
 
     Attributes:
-      family, count: which it is; `variant` is None until it is looked at.
-      seconds: that no plan of it goes below, or that its plan is predicted to take.
+      family, count: the variant's family and number of sub-batches.
+      variant: the variant; None until it is bounded.
+      seconds: the lower bound of its plans, or the predicted seconds of its plan.
+      is_bounded: whether the variant was made and bounded.
       estimate: its plan, once there is one.
-      goal: bytes that it is predicted to need at the most.
+      goal: the most bytes that its plan may be predicted to need.
       misses: its plans that compiled to too much.
-      is_proved: the need of its plan is known, since it was compiled before.
+      is_proved: whether its plan was compiled before, so that its need is known.
     """
 
     family: Family
@@ -151,14 +157,14 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The first in the queue has the lowest: by seconds, and the fewest sub-batches of those
-        that take as long. A family that must gain stands as far behind."""
+        """The key of the queue: seconds, then the number of sub-batches. The seconds of a family that
+        must be faster by a share are raised by that share."""
         return self.seconds / (1 - self.family.must_gain), self.count
 
     @property
     def expected(self) -> float:
-        """Bytes that its plan is expected to compile to: what is predicted, and by how much the last
-        plan of the variant went over its prediction."""
+        """The expected need of its plan in bytes: the prediction plus the excess of the variant's
+        last compiled plan."""
         if self.estimate is None:
             return math.inf
         return self.estimate.need + (self.misses[-1].excess if self.misses else 0)
@@ -235,26 +241,26 @@ class _Search:
         heapq.heappush(self.queue, (candidate.rank, self.order, candidate))
 
     def _open(self, family: Family, count: int, seconds: float) -> None:
-        """The variant of `family` in `count` sub-batches, once; it takes no less than `seconds`."""
+        """Queues the variant of `family` in `count` sub-batches, once; its bound is `seconds`."""
         if (family, count) not in self.opened:
             self.opened.add((family, count))
             goal = None if self.budget is None else int((1 + family.margin) * self.budget)
             self._push(_Candidate(family, count, seconds=seconds, goal=goal))
 
     def _open_next(self, candidate: _Candidate, seconds: float) -> None:
-        """The same with the next number of sub-batches, where there may be several."""
+        """Queues the variant of the same family with the next number of sub-batches, if any."""
         family = candidate.family
         later = [count for count in family.counts if count > candidate.count]
         if later and family.splitting is not Splitting.WHOLE:
             self._open(family, later[0], seconds)
 
     def _give_up(self, candidate: _Candidate) -> None:
-        """Its plan is not compiled as long as anything is predicted to fit."""
+        """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
         self.over.append(candidate)
         self._open_next_of_fewest(candidate)
 
     def _open_next_of_fewest(self, candidate: _Candidate) -> None:
-        """Where the fewest sub-batches are wanted, the next number is looked at only now."""
+        """Queues the next number of sub-batches of a family that wants the fewest that fit."""
         if candidate.family.splitting is Splitting.FEWEST:
             seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
             self._open_next(candidate, seconds)
@@ -262,7 +268,7 @@ class _Search:
     # -- the stages
 
     def _advance(self, candidate: _Candidate) -> None:
-        """Takes a candidate one stage further, unless nothing that it gives would be better."""
+        """Advances a candidate by one state, unless it cannot beat the incumbent."""
         if self.best is not None:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
@@ -287,7 +293,7 @@ class _Search:
         self._open_next_of_fewest(candidate)
 
     def _bound(self, candidate: _Candidate) -> None:
-        """Makes the variant, and finds how fast it can be at most."""
+        """Makes the variant, and bounds the seconds of its plans."""
         family, count = candidate.family, candidate.count
         variant = family.make(count)
         bounding = family.bounded_by(count) if family.bounded_by else variant
@@ -311,7 +317,7 @@ class _Search:
         self._push(candidate)
 
     def _plan(self, candidate: _Candidate) -> None:
-        """Finds a plan that is predicted to fit, or the lowest."""
+        """Finds a plan that is predicted to fit, or else the one with the smallest need."""
         variant = candidate.variant
         assert variant is not None
         before = None
@@ -324,7 +330,7 @@ class _Search:
             self.failures.append(found)
             self._open_next_of_fewest(candidate)
         elif found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
-            # nothing reaches the lowered goal, but another plan may lose less than what missed
+            # nothing reaches the lowered goal, but the heap may lose less with this plan
             seconds = found.plan.predicted_seconds
             self.log.add(What.PLANNED, variant.name, seconds, found.need)
             self._push(dataclasses.replace(candidate, estimate=found, seconds=seconds))
@@ -333,7 +339,7 @@ class _Search:
             self._give_up(dataclasses.replace(candidate, estimate=found))
 
     def _compile(self, candidate: _Candidate) -> None:
-        """Compiles its plan: it is the best so far, or the candidate goes back with a lower goal."""
+        """Compiles its plan. If that needs too much, the candidate returns with a lower goal."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and candidate.estimate is not None
         spare = self.params.max_compiles - len(self.attempts)
@@ -345,7 +351,7 @@ class _Search:
             self._give_up(candidate)
         elif any(_same(attempt.plan, plan) for attempt in misses):
             self._give_up(candidate)
-        elif known and not self._fits(known[0]):  # of another variant, which came to the same plan
+        elif known and not self._fits(known[0]):  # compiled before for another variant
             self._again(candidate, known[0])
         else:
             attempt = self._attempt(variant, candidate.estimate)
@@ -353,14 +359,14 @@ class _Search:
                 self._again(candidate, attempt)
 
     def _known(self, variant: Variant, plan: Plan) -> list[Attempt]:
-        """The attempts of the same form of the step, by any policy, with the same plan."""
+        """The attempts with the same plan for the same form of the step, by any policy."""
         form = variant.origin
         alike = lambda other: other is variant or (form is not None and other.origin is form)
         return [a for a in self.attempts if alike(a.variant) and _same(a.plan, plan)]
 
     def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
-        """Sends a candidate back whose plan compiled to too much: with a lower goal, with what the
-        compiled step showed, and once more without transfers."""
+        """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
+        corrected costs, and after its first miss also without transfers."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and self.budget is not None, "without a budget everything fits"
         if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
@@ -369,8 +375,8 @@ class _Search:
                 other = _Candidate(candidate.family, candidate.count, still, goal=self.budget)
                 self._push(dataclasses.replace(other, seconds=candidate.seconds, is_bounded=True))
         variant = dataclasses.replace(variant, costs=attempt.costs)
-        # what the compiler takes beside what would now be predicted is taken off, and a little more
-        # each time, since freeing other values moves the peak
+        # subtract the excess over the corrected prediction, and a little more each time, since
+        # freeing other values moves the peak
         step = int(len(misses) * self.params.memory_step * self.budget)
         goal = self.budget - attempt.excess - step
         candidate = dataclasses.replace(
@@ -379,7 +385,7 @@ class _Search:
         self._push(candidate)
 
     def _attempt(self, variant: Variant, one: Estimate) -> Attempt:
-        """A plan, compiled, and noted. It may be planned for less than the user's budget."""
+        """Compiles a plan and logs it. It may have been planned for less than the user's budget."""
         start = time.perf_counter()
         compiled = variant.compile_plan(one.plan)
         need = need_nbytes(compiled)
@@ -402,14 +408,14 @@ class _Search:
             self.log.add(What.MISSED, variant.name, seconds, need, why)
         return attempt
 
-    # -- where nothing is predicted to fit
+    # -- if nothing is predicted to fit
 
     def _compile_lowest(self, most: int, limit: float = math.inf) -> None:
-        """Compiles the plans with the lowest predicted need, until one fits or none can be lower.
+        """Compiles the plans with the lowest predicted needs until one fits or none can be lower.
 
         Args:
-          most: of these, how many.
-          limit: bytes; what is predicted to need more is left.
+          most: how many plans to compile.
+          limit: bytes; plans that are expected to need more are skipped.
         """
         compiled: list[Attempt] = []
         while self.over and self.best is None and len(self.attempts) < self.params.max_compiles:
@@ -420,7 +426,7 @@ class _Search:
                 return
             self.over.remove(candidate)
             if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
-                continue  # another came to far less than is expected of it
+                continue  # another plan compiled to far less than this one is expected to
             if self._known(variant, one.plan) or any(
                 _same(a.plan, one.plan) for a in candidate.misses
             ):
@@ -436,15 +442,15 @@ class _Search:
             if self._fits(attempt):
                 return
             near = self.budget is not None and attempt.need <= self.params.near * self.budget
-            if near or attempt.costs != variant.costs:  # its compiled step corrected them
+            if near or attempt.costs != variant.costs:  # the compiled step corrected the costs
                 self._again(candidate, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
                 self.over += self._less_extreme(candidate, attempt)
 
     def _less_extreme(self, candidate: _Candidate, attempt: Attempt) -> list[_Candidate]:
-        """Plans for somewhat more than the lowest peak that is predicted, where that compiled to far
-        more: what recomputes a tenth of it is predicted higher and compiles lower."""
+        """Plans for somewhat more than the lowest predicted peak, which compiled to far more than
+        predicted. They recompute less, are predicted to need more, and compile to less."""
         variant, found = candidate.variant, []
         assert variant is not None
         for factor in self.params.less_extreme:
@@ -454,7 +460,7 @@ class _Search:
         return found
 
     def _compile_untouched(self) -> None:
-        """Compiles the step as plain jit has it, if that may need less than anything else does."""
+        """Compiles the step as plain jit runs it, if that may need less than any other plan."""
         if self.untouched is None:
             return
         one = planned(self.untouched, None, self.log)
@@ -475,7 +481,7 @@ class _Search:
 
 
 def _is_of(plan: Plan, variant: Variant) -> bool:
-    """Whether `plan` is one that the variant may come to."""
+    """Whether `variant` may have `plan`: same program and policy, and transfers only with a link."""
     can_move = variant.costs.link is not None or not plan.moves
     same = plan.program == variant.program.fingerprint and plan.policy == variant.policy.name
     return same and can_move

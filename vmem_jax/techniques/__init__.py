@@ -24,7 +24,8 @@ TECHNIQUES: dict[str, AbstractTechnique] = {
         Compress(),
     )
 }
-"""In the order in which they adapt a form: the costs of a part before what moves in it, and what is
-hosted before the convolutions. A new technique is a file and one entry here."""
+"""The techniques, in the order in which they adapt a form: sub-batches set the costs of a part before
+transfers use them, and hosted arguments come before convolutions. A new technique is a file, an entry
+here, and its name in `techniques.jit_arguments`."""
 
 __all__ = ["TECHNIQUES", "AbstractTechnique", "Form", "StepContext"]

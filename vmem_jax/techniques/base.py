@@ -1,8 +1,8 @@
-"""What a technique is: a thing that a plan may do, which `allow` names.
+"""AbstractTechnique: something that a plan may do, named by `allow`.
 
-A technique says whether a step can use it, and why not. Some are choices of the policy alone (order,
-recompute). Others make another form of the step: they take the policy into one that plans with them,
-and add to its costs what they can do. `sub_batches` and `compress` give further forms to choose from.
+A technique says whether a step can use it, or why not. Some are decisions of the policy alone (order,
+recompute). Others change the form of the step: they wrap the policy in one that plans with them, and
+extend its costs. `sub_batches` and `compress` add further forms to choose from.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vmem_jax.tracing.traced import TracedStep
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A form of a step, as techniques make it one after another.
+    """A form of a step. Techniques adapt it one after another.
 
     Attributes:
-      traced: the step of this form.
-      count: of sub-batches.
-      chosen: the policy that is asked for, without what techniques put around it.
-      policy, costs: what plans are made with.
+      traced: the traced step of this form.
+      count: the number of sub-batches.
+      chosen: the policy without the wrappers of techniques.
+      policy, costs: the arguments of planning.
       moves: whether plans of this form may move values.
     """
 
@@ -44,7 +44,7 @@ class Form:
 
     @property
     def convolves(self) -> bool:
-        """Whether it has a convolution that other configurations may do."""
+        """Whether it has a convolution with a choice of configurations."""
         return any(step.convolution for step in self.traced.captured.program.steps)
 
 
@@ -52,8 +52,8 @@ class AbstractTechnique(abc.ABC):
     """One technique.
 
     Class attributes:
-      name: as `allow` has it.
-      verb: what a step does with it, for errors: "cannot offload".
+      name: its name in `allow`.
+      verb: its verb in errors: "cannot offload".
     """
 
     name: ClassVar[str]
@@ -61,9 +61,9 @@ class AbstractTechnique(abc.ABC):
 
     @abc.abstractmethod
     def unusable(self, step: StepContext) -> str:
-        """Why `step` cannot use it, or does without, for people; "" where it may be used."""
+        """Why `step` does not use this technique, for people; "" if it may."""
 
     def adapt(self, step: StepContext, form: Form) -> Form:
-        """`form` with this technique, or without it where that is of no use there."""
+        """`form` with this technique; unchanged if the technique is of no use there."""
         del step
         return form

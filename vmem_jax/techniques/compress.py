@@ -1,5 +1,5 @@
-"""compress: takes the zeros out of values that wait for the backward pass, in host memory and over
-the link. Used only where `allow` names it."""
+"""compress: removes the zeros of values that wait for the backward pass. Used only if `allow` names
+it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer import compression, ffi
 
 _MARGIN = 1 / 32
-"""Of the values that are expected: for so many more there is room. What finds none overflows."""
+"""Room for further values, as a share of the expected ones. More values overflow."""
 
 _WORTH = 0.9
-"""Of its bytes: what takes more than this share of them when compressed stays as it is."""
+"""A value that keeps more than this share of its bytes when compressed stays as it is."""
 
 _SMALL = 1 / 500
-"""Of all temporaries: smaller values are not worth two kernels."""
+"""Share of all temporaries; smaller values are not worth two kernels."""
 
 _FREE = 1.01
-"""Of the time of all steps: within this factor there is nothing to gain from compression."""
+"""Within this factor of the seconds of all steps there is nothing to gain from compression."""
 
 _MOST = 3
-"""Choices of what is compressed that are compiled, one after another, until one fits."""
+"""The most choices of compressed values that are compiled, one after another, until one fits."""
 
 
 class Compress(AbstractTechnique):
-    """Values that wait without their zeros."""
+    """Compression of values that wait for the backward pass."""
 
     name: ClassVar[str] = "compress"
     verb: ClassVar[str] = "compress"
@@ -64,8 +64,7 @@ class Compress(AbstractTechnique):
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A variant, and how good its plan is predicted to be: whether it does not fit, and then its
-    bytes, else its seconds."""
+    """A variant, and the rank of its plan: (False, seconds) if it fits, else (True, bytes)."""
 
     variant: Variant
     traced: TracedStep
@@ -80,10 +79,11 @@ def compressing(
     params: SearchParams,
     log: SearchLog,
 ) -> tuple[list[Variant], str]:
-    """The variants of `step` with what waits compressed, the best by prediction first, the one that
-    compresses nothing among them; or that one alone, and why.
+    """The variants of `step` with compressed values, the best by prediction first, among them the one
+    that compresses nothing; or that one alone, and why.
 
-    Tried is what is moved without it, with what is then moved besides, and all that can be.
+    Three choices are tried: the values that the plan without compression moves; these and what then
+    moves besides; all values that can be compressed.
 
     Args:
       make: StepContext -> its variant with the batch as a whole.

@@ -1,4 +1,4 @@
-"""What techniques know of the step: how it was traced, the settings of `jit`, and the card."""
+"""StepContext: the step as techniques see it, with the settings of `jit` and the card."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 class StepContext:
-    """A traced step for its devices, or for a card that is not there.
+    """A traced step for its devices, or for a card that need not be present.
 
     Args:
-      leaves: its arguments, or their shapes.
-      target: that card, by name.
-      inlined: the step is called inside another jit.
+      leaves: the step's arguments, or their shapes.
+      target: the name of that card; None for the devices of the arguments.
+      inlined: whether the step is called inside another jit.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class StepContext:
 
     @property
     def machine(self) -> Machine:
-        """What the user says, or the card's by its name."""
+        """The rates of the user's `machine`, or those of the card by its name."""
         return self.settings.machine or machine_for(self.target or self.devices[0].device_kind)
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """Of the step with its batch as a whole."""
+        """The costs of the step with its batch as a whole."""
         settings, captured = self.settings, self.traced.captured
         if self.target is not None:
             return analytic(captured.program, self.machine)
@@ -84,12 +84,12 @@ class StepContext:
 
     @property
     def transport(self) -> str:
-        """The name of what carries transfers, "ffi" or "memory_kinds"; "" where nothing can."""
+        """The name of the transport, "ffi" or "memory_kinds"; "" if no value can be moved."""
         return self._moving[0]
 
     @property
     def immovable(self) -> str:
-        """Why no value is moved as long as anything else fits; "" where values may be."""
+        """Why no value moves as long as anything else fits; "" if values may move."""
         return self._moving[1]
 
     @functools.cached_property
@@ -116,10 +116,10 @@ class StepContext:
         return self._compile(self.traced, self.traced.plain, is_plain=True)
 
     def compile(self, traced: TracedStep, plan: Plan) -> Any:
-        """`traced`, which is a form of this step, compiled by `plan`.
+        """Compiles `traced`, a form of this step, by `plan`.
 
         Raises:
-          HostMemoryError: the plan parks more in host memory than it may.
+          HostMemoryError: the plan parks more in host memory than is allowed.
           CompileError: XLA refuses the rewritten program.
         """
         if not plan.fenced:

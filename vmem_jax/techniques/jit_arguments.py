@@ -1,4 +1,4 @@
-"""What the arguments of `jit` say, checked."""
+"""Checks of the arguments of `jit`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
 from vmem_jax.transfer.transport_choice import TRANSPORTS
 
 TECHNIQUES = ("order", "recompute", "offload", "stream", "workspace", "sub_batches", "compress")
-"""What a plan may use. All but the last may be used where `allow` does not say."""
+"""The names that `allow` accepts. All but the last are allowed by default."""
 
 
 def techniques(allow: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Those of `allow`: all, if it is None. Raises ValueError for one that there is not."""
+    """The techniques of `allow`; all if it is None. Raises ValueError for an unknown name."""
     allow = TECHNIQUES if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
     unknown = [name for name in allow if name not in TECHNIQUES]
     if unknown or not allow:
@@ -56,7 +56,7 @@ def host_nbytes(host_budget: int | str | None) -> int | None:
 
 
 def sub_batches_of(sub_batches: int | None, policy: AbstractPolicy) -> int | None:
-    """`sub_batches`, if there can be so many. Raises TypeError or ValueError."""
+    """`sub_batches`, checked. Raises TypeError or ValueError."""
     if sub_batches is None:
         return None
     if isinstance(sub_batches, bool) or not isinstance(sub_batches, int):
@@ -72,7 +72,7 @@ def sub_batches_of(sub_batches: int | None, policy: AbstractPolicy) -> int | Non
 
 
 def density_of(density: float | None) -> float | None:
-    """`density`, if it is a share. Raises TypeError or ValueError."""
+    """`density`, checked. Raises TypeError or ValueError."""
     if density is None:
         return None
     if isinstance(density, bool) or not isinstance(density, int | float):
@@ -83,7 +83,7 @@ def density_of(density: float | None) -> float | None:
 
 
 def transport_of(transport: str) -> str:
-    """`transport`, if there is such. Raises ValueError."""
+    """`transport`, checked. Raises ValueError."""
     if transport not in TRANSPORTS:
         raise ValueError(f"`transport`={transport!r} is unknown; there is {', '.join(TRANSPORTS)}.")
     return transport

@@ -1,5 +1,5 @@
-"""loops: the scans of a step with other residuals stacked between them. Part of "recompute": what a
-backward loop does not find in a stack it computes again, iteration by iteration."""
+"""loops: chooses the residuals that are stacked between forward and backward scans. Part of
+"recompute": a backward loop recomputes what is not stacked, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ decoder none compiled to more than 1 % above its prediction."""
 
 
 def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
-    """`step` in the forms in which its loops stack other values; none where policy and `allow` leave
-    its loops as they are."""
+    """The forms of `step` in which its loops stack other values; none if the policy or `allow` leaves
+    loops as they are."""
     settings = step.settings
     chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
     if budget is None or not chooses or "compress" in settings.named:

@@ -19,8 +19,8 @@ class Offload(AbstractTechnique):
         return step.immovable
 
     def adapt(self, step: StepContext, form: Form) -> Form:
-        """Without a link where nothing may move. Within the loop over sub-batches values move by our
-        own calls alone, and not while anything hosted does."""
+        """Removes the link if nothing may move. In the loop over sub-batches only the native
+        extension moves values, and not together with hosted arguments."""
         costs, traced = form.costs, form.traced
         moves = form.moves and (form.count == 1 or step.transport == "ffi")
         if not moves and not traced.hosted:

@@ -1,4 +1,4 @@
-"""order: exact residuals, and the order of the steps. Every policy but `keep` does it."""
+"""order: exact residuals, and the order of the steps. Every policy but `keep` uses it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from vmem_jax.techniques.context import StepContext
 
 
 class Order(AbstractTechnique):
-    """The steps in another order, and what the backward pass needs replaced by smaller values that
-    give the same bits."""
+    """Another order of the steps, and smaller residuals that give the backward pass the same bits."""
 
     name: ClassVar[str] = "order"
     verb: ClassVar[str] = "change the order of its steps"

@@ -15,15 +15,15 @@ from vmem_jax.tracing.arguments import Signature
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `jit`, which explains them.
+    """The arguments of `jit`; its docstring explains those that are not listed here.
 
     Attributes:
-      name: of the step.
-      signature: its arguments: which are donated, static, the batch.
+      name: the name of the step.
+      signature: which of its arguments are donated, static, or hold the batch.
       allowed: all techniques that a plan may use.
-      named: those that the user's `allow` names, or the policy needs.
-      required: those that are an error where the step cannot use them: what the policy needs, and
-        what `allow` names alone.
+      named: the techniques that the user's `allow` names, or that the policy needs.
+      required: the techniques that must be usable: those that the policy needs, and the only one
+        that `allow` names.
     """
 
     name: str
@@ -44,5 +44,5 @@ class Settings:
 
     @property
     def splitting(self) -> Splitting:
-        """In how many sub-batches the step runs where `sub_batches` does not say."""
+        """How the number of sub-batches is chosen if `sub_batches` is not given."""
         return self.policy.splitting if "sub_batches" in self.allowed else Splitting.WHOLE

@@ -1,5 +1,5 @@
-"""stream: arguments in pinned host memory come where they are read, and results that replace them
-in the state go back there."""
+"""stream: arguments in pinned host memory are fetched where they are read, and the results that
+replace them in the state return there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vmem_jax.techniques.context import StepContext
 
 
 class Stream(AbstractTechnique):
-    """Transfers of what the caller keeps in host memory."""
+    """Transfers of arguments that the caller keeps in host memory."""
 
     name: ClassVar[str] = "stream"
     verb: ClassVar[str] = "stream arguments"

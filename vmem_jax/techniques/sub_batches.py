@@ -1,7 +1,7 @@
 """sub_batches: the batch runs in parts, one after another, and their gradients are added up.
 
-With more of them less is live at once, and every kernel is launched once for each and reads its
-weights again. moDNN (Chen et al., DATE 2018, section IV-A) calls the parts sub-batches.
+More sub-batches keep less live at once, but launch every kernel and read every weight more often.
+moDNN (Chen et al., DATE 2018, section IV-A).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from vmem_jax.techniques.context import StepContext
 from vmem_jax.tracing.traced import TracedStep
 
 LEAST_BUSY = 1.0
-"""Launches' worth of time that one sub-batch takes at the least, all its kernels together and without
-what it takes to start them: a part that is smaller than the cost of one launch is no part."""
+"""The least time of one sub-batch, all its kernels together, in units of the time of one launch."""
 
 
 class SubBatches(AbstractTechnique):
@@ -43,7 +42,7 @@ class SubBatches(AbstractTechnique):
         return parts_of(step).why
 
     def adapt(self, step: StepContext, form: Form) -> Form:
-        """With the costs of its parts."""
+        """Replaces the costs by those of one sub-batch."""
         if form.count == 1:
             return form
         return dataclasses.replace(form, costs=_part_costs(step, form.traced))
@@ -51,12 +50,12 @@ class SubBatches(AbstractTechnique):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """In how many sub-batches a step may run.
+    """The numbers of sub-batches in which a step may run.
 
     Attributes:
-      counts: how many, in rising order.
-      into: the step in so many.
-      why: why it runs as a whole alone, for people; "" where it need not.
+      counts: the numbers, in rising order.
+      into: number -> the step in so many sub-batches.
+      why: why it must run whole, for people; "" if it need not.
     """
 
     counts: Sequence[int]
@@ -65,13 +64,13 @@ class Parts:
 
 
 def parts_of(step: StepContext, count: int | None = None) -> Parts:
-    """In how many sub-batches `step` may run.
+    """The numbers of sub-batches in which `step` may run.
 
     Args:
-      count: how many there must be; by default what `jit` was given, or all that are worth a try.
+      count: the only number wanted; by default that of `jit`, or all numbers worth trying.
 
     Raises:
-      SubBatchError: there cannot be so many.
+      SubBatchError: the step cannot run in `count` sub-batches.
     """
     settings, traced = step.settings, step.traced
     count = settings.sub_batches if count is None else count
@@ -100,24 +99,25 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
 
 
 def _most(step: StepContext) -> float:
-    """How many sub-batches there may be for one to take `LEAST_BUSY` launches."""
+    """The most sub-batches such that one takes at least `LEAST_BUSY` launches."""
     launch = step.machine.launch
     busy = sum(max(seconds - launch, 0.0) for seconds in step.costs.seconds)
     return max(1.0, busy / (LEAST_BUSY * launch)) if launch else math.inf
 
 
 def counts_of(size: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, … up to `size` samples; a divisor of that stands for the power of two below it."""
+    """1, 2, 4, 8, … up to `size` samples; a power of two is replaced by the next divisor of `size`,
+    if there is one below the next power."""
     powers = (2**n for n in range(size.bit_length()))
     divisor = lambda n: size % n == 0
     return tuple(next(filter(divisor, range(p, min(2 * p, size + 1))), p) for p in powers)
 
 
 def _part_costs(step: StepContext, parts: TracedStep) -> Costs:
-    """Costs of `step` in sub-batches, from those of its batch as a whole.
+    """Costs of `step` in sub-batches, from those of the whole batch.
 
-    What moves within the loop does so for each part, as its steps run for each: so the link is slower
-    by their number.
+    A step of the Program stands for all sub-batches, and so does a transfer: the link is slower by
+    their number.
     """
     whole, costs = step.traced.captured.program, step.costs
     found = of_parts(parts.captured.program, step.machine, whole, costs)
@@ -129,7 +129,7 @@ def _part_costs(step: StepContext, parts: TracedStep) -> Costs:
 
 
 def _follow(traced: TracedStep) -> Batch | str:
-    """The step by samples; or why its batch cannot run in parts."""
+    """The batch dimension of every value; or why the batch cannot run in parts."""
     if traced.batch.why:
         return traced.batch.why
     if traced.captured.shards.device_count > 1:

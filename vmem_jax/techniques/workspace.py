@@ -1,4 +1,4 @@
-"""workspace: convolutions in micro-batches, by the algorithm that the memory at their step allows."""
+"""workspace: convolutions in micro-batches, with the fastest algorithm that fits at their step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vmem_jax.techniques.context import StepContext
 
 
 class Workspace(AbstractTechnique):
-    """Other configurations of convolutions than XLA's own."""
+    """Configurations of convolutions other than XLA's own."""
 
     name: ClassVar[str] = "workspace"
     verb: ClassVar[str] = "divide convolutions"
@@ -42,9 +42,9 @@ class Workspace(AbstractTechnique):
 
 
 def _choices(step: StepContext, form: Form) -> tuple[Costs, str]:
-    """The costs of `form` with what can do each convolution, or why nothing is known of that."""
+    """The costs of `form` with the configurations of each convolution; and why none is known."""
     settings, program = step.settings, form.traced.captured.program
-    # of a part of the batch no convolution is timed, but those known are used
+    # convolutions of a part of the batch are not timed here, but known times are used
     profile = settings.profile if form.count == 1 or not settings.profile else None
     whole = None if form.count == 1 else (step.traced.captured.program, step.costs)
     where = step.devices[0], step.target
