@@ -1,4 +1,4 @@
-"""Plan: what to do with a Program so that it fits. Saved as JSON, made for one program only."""
+"""Plan: the schedule of one Program. It is saved as JSON and valid for that program only."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
 FORMAT = 8
-"""Version of the saved form. A plan of another version is refused, never guessed at."""
+"""Version of the saved form. Plans of other versions are refused."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Transfer:
     """A buffer that waits in host memory between two of its uses.
 
-    Four positions in `Plan.order`, none before the last; each point is before the step that stands
-    there. The buffer's memory is free from `gone` to `fetch`. A hosted input only comes: its `start`
-    and `gone` are 0. A hosted output only leaves: its `fetch` and `back` are the end of the order.
+    It has four positions in `Plan.order`, in ascending order; each takes effect before the step at
+    that position. The buffer's memory is free from `gone` to `fetch`. A hosted input is only fetched:
+    its `start` and `gone` are 0. A hosted output is only offloaded: its `fetch` and `back` are the
+    end of the order.
 
     Attributes:
-      buffer: which, as it is at `start`.
+      buffer: the buffer, with its value at `start`.
       start: the copy to the host begins.
-      gone: the compute lane waits here until it is there.
-      fetch: the memory is taken again and the copy to the device begins.
-      back: the compute lane waits here until it is there.
+      gone: the compute lane waits for that copy; the memory is free.
+      fetch: the memory is allocated again and the copy to the device begins.
+      back: the compute lane waits for that copy.
     """
 
     buffer: int
@@ -40,12 +41,12 @@ class Transfer:
 
 
 def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list[tuple[int, int]]]:
-    """For each position, (point, index of the transfer) of what happens before its step, in order.
+    """Position -> the points before its step, in order, as pairs (point, index of the transfer).
 
-    The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`. A hosted input has the
-    last two alone, and a hosted output the first two. Starts come first, and `back` last; but where a
-    buffer is back and leaves again before the same step, all points of the first transfer come before
-    those of the second.
+    The points are 0 for `start`, 1 for `gone`, 2 for `fetch` and 3 for `back`. A hosted input has
+    only the last two, a hosted output only the first two. Starts come first and `back` last, except
+    that if a buffer returns and leaves again before the same step, all points of the first transfer
+    come before those of the second.
     """
     at: dict[int, list[tuple[int, int, int]]] = {}
     backs: dict[tuple[int, int], int] = {}  # (buffer, position) -> its transfers that end there
@@ -66,21 +67,20 @@ class Plan:
     Attributes:
       program: `Program.fingerprint` of the step that it was made for.
       policy: the name of the policy that made it.
-      order: the steps in execution order. A step that stands there again is recomputed at that
-        place from what is live there; a buffer dies after the last read before it is made again.
-      fenced: false for a program that is left untouched; true where `rewrite` holds XLA to `order`.
+      order: the steps in execution order. A step that appears again is recomputed at that position
+        from what is live there. A buffer dies after its last read before it is written again.
+      fenced: whether `rewrite` holds XLA to `order`; false for an untouched program.
       budget: bytes, or None.
-      predicted_peak: bytes live at once, as `simulate` gave it; XLA's heap takes some more, which
-        `core.planned.predicted_need` does.
-      predicted_seconds: seconds of one step, as `simulate` gave it.
-      transfers: what waits in host memory, and when.
-      looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop
+      predicted_peak: the most live bytes, by `simulate` on `core.planned.planned_program`. XLA's heap
+        needs more: `core.planned.predicted_need`.
+      predicted_seconds: seconds of one step, by the same simulation.
+      transfers: which buffers wait in host memory, and when.
+      looped: stacks that leave slice by slice in the loop that makes them, and return in the loop
         that reads them.
-      convolutions: steps that are convolutions, each with what does it. One that is not there is
-        XLA's own, of a workspace that is not known. `predicted_*` are those of
-        `core.planned.planned_program`.
+      convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
+        with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed, kept: those of the program that it was made for.
+      compressed, kept: the same fields of the program that it was made for.
     """
 
     program: str
@@ -99,17 +99,17 @@ class Plan:
 
     @property
     def moves(self) -> bool:
-        """Whether anything waits in host memory, so that there is an arena."""
+        """Whether anything waits in host memory, which takes an arena."""
         return bool(self.transfers or self.looped)
 
     @property
     def divided(self) -> tuple[tuple[int, Configuration], ...]:
-        """The convolutions that are not XLA's own."""
+        """The convolutions that do not run as XLA's own."""
         return tuple((s, each) for s, each in self.convolutions if not each.is_xlas)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The steps that run again, once for each time that they do."""
+        """The steps that run again, once for each repetition."""
         seen: set[int] = set()
         again = []
         for s in self.order:

@@ -1,4 +1,4 @@
-"""Program: one training step in execution order, with JAX taken out of it."""
+"""Program: one training step in execution order, without JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vmem_jax.core.touched import Touched
 
 
 class Kind(enum.StrEnum):
-    """What a buffer holds."""
+    """The role of a buffer's value."""
 
     PARAMETER = "parameter"
     OPTIMISER = "optimiser state"
@@ -26,7 +26,7 @@ class Kind(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """Where in the training step a step belongs: read off the name stacks that AD leaves."""
+    """The part of the training step, from the name stacks that automatic differentiation leaves."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -34,11 +34,10 @@ class Phase(enum.StrEnum):
 
 
 BEGIN, END = "sub_batches_begin", "sub_batches_end"
-"""The steps between which one sub-batch stands for all of them: nothing runs before or after them
-that stood on the other side when it was traced."""
+"""The boundary steps: between them one sub-batch stands for all. A plan moves no step across them."""
 
 COMPRESS, DECOMPRESS = "compress", "decompress"
-"""The steps between which a value waits for the backward pass without its zeros."""
+"""The steps that compress a value for the backward pass, and decompress it there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,11 +46,12 @@ class Buffer:
 
     Attributes:
       nbytes: size in bytes, before any allocator's rounding.
-      kind: what it holds.
+      kind: the role of its value.
       label: for people, `"params['conv1']['kernel'] f32[3,3,64,64]"`.
-      movable: whether a transfer can carry it: plain bytes, and on several devices split into equal
-        shards in a way that is known before compiling.
-      slices: of a stack: how many equal slices one loop makes and another reads in reverse.
+      movable: whether a transfer can carry it: plain bytes and, on several devices, equal shards
+        whose split is known before compiling.
+      slices: of a stack, the number of equal slices that one loop makes and another reads in reverse;
+        else 1.
     """
 
     nbytes: int
@@ -63,35 +63,37 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One kernel, as near as can be known before compiling: a heavy equation or a fused chain.
+    """One kernel, as predicted before compiling: a heavy equation or a fused chain.
 
     Attributes:
       reads: buffers read, indices into `Program.buffers`, each once.
       writes: buffers written, likewise.
-      equations: the equations of the flat jaxpr that it stands for, in order. A cheap equation may
-        belong to several steps: each then computes it for itself, as XLA's fusions do.
-      op: the name of the equation that gives the step its name ("conv_general_dilated", "max").
+      equations: its equations in the flat jaxpr, in order. A cheap equation may belong to several
+        steps; each computes it for itself, as XLA's fusions do.
+      op: the primitive of its main equation ("conv_general_dilated", "max").
       phase: forward, backward or update.
-      fusible: an elementwise chain (or a reduction at the end of one), not a library kernel.
+      fusible: whether it is an elementwise chain (with or without a reduction at its end), not a
+        library kernel.
       flops: floating-point operations.
-      dtype: the dtype that `flops` are done in, "bfloat16"; "" where they are no products, or are in
-        float32 without tensor cores.
+      dtype: the dtype of the products in `flops`, "bfloat16"; "" for no products, and for float32
+        without tensor cores.
       nbytes: memory traffic in bytes, reads and writes.
       workspace: bytes that are live only while the step runs.
-      pure: whether it may be executed again with the same result and no effect.
-      in_place: pairs (read, write): the write may take over the read's memory if that dies here.
+      pure: whether it may run again with the same result and no effect.
+      in_place: pairs (read, write) of buffers: the write may reuse the memory of the read, which
+        dies here.
       layer: the user's layer, "VGG/stage1_conv2".
       source: the user's source line, "model.py:41".
-      aligned: whether tensor cores take its shapes as they are.
-      convolution: what it convolves, where that can be done in micro-batches.
-      epilogue_nbytes: memory traffic in bytes that is saved because the library kernel does more than
-        its product, a bias or a ReLU for instance. What convolves in its place must not forget it.
+      aligned: whether tensor cores take its shapes without padding.
+      convolution: the convolution, if micro-batches can run it; else None.
+      epilogue_nbytes: memory traffic in bytes that the library kernel saves by a fused epilogue, a
+        bias or a ReLU for instance. Another kernel in its place has to do that work too.
       times: how often it runs: once for each sub-batch.
-      body: of a loop: the steps of one iteration.
-      length: of a loop: its iterations.
+      body: of a loop, the steps of one iteration.
+      length: of a loop, the number of iterations.
       batched: whether it is a matrix product with batch dimensions.
-      compared: writes of a library kernel's epilogue that a comparison reads, the mask of a clamp: a
-        barrier stands between the two.
+      compared: buffers that a library kernel's epilogue writes and a comparison reads, as for the
+        mask of a clamp. A barrier separates the two.
     """
 
     reads: tuple[int, ...]
@@ -119,13 +121,12 @@ class Step:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether sub-batches begin or end here."""
+        """Whether sub-batches begin or end at this step."""
         return self.op in (BEGIN, END)
 
     @property
     def is_heavy(self) -> bool:
-        """Whether the running values go through it: a kernel of its own, beside which nothing
-        compresses or decompresses."""
+        """Whether it is a kernel of its own, other than compression and decompression."""
         return not self.fusible and self.op not in (COMPRESS, DECOMPRESS)
 
     @property
@@ -139,24 +140,24 @@ class Step:
 class Program:
     """One training step, in execution order.
 
-    Invariants, checked by `core.validate.check_program` and relied on everywhere else:
+    Invariants, checked by `core.validate.check_program`:
 
-    - a buffer is written by at most one step, before every read of it;
-    - `inputs` are written by no step;
-    - every output is an input or is written by some step;
+    - at most one step writes a buffer, before every read of it;
+    - no step writes an input;
+    - every output is an input or is written by a step;
     - an alias pairs an input with an output of the same size, each at most once;
-    - what is hosted is an input or an output, and in no alias.
+    - a hosted buffer is an input or an output, and in no alias.
 
     Attributes:
       buffers: all values.
-      steps: in the order in which the step was traced.
+      steps: the steps in traced order.
       inputs: buffers that exist before the first step.
-      outputs: buffers that the caller gets.
-      aliases: pairs (input, output): a donated input whose memory the output takes over.
-      hosted: inputs and outputs that live in host memory. On the device there is a copy of such an
-        input from its fetch to its last read, and of such an output from its making until it is gone.
-      compressed: pairs (buffer, bytes) of the program that this one was made from: what is
-        compressed here, and the capacity that it is compressed into.
+      outputs: buffers that the caller receives.
+      aliases: pairs (input, output): the output takes over the memory of the donated input.
+      hosted: inputs and outputs that lie in host memory. The device has a copy of such an input from
+        its fetch to its last read, and of such an output from its write until it is gone.
+      compressed: pairs (buffer, capacity in bytes) of the program that this one was made from: the
+        buffers that are compressed here.
       kept: of every pair of loops the values of one iteration that the first stacks for the second,
         by their buffers in that iteration (`core.paired`); None where they stack what they were
         traced to.
@@ -184,19 +185,19 @@ class Program:
 
     @functools.cached_property
     def is_resident(self) -> tuple[bool, ...]:
-        """For every buffer: an input or output, so no plan can drop or park it."""
+        """For every buffer, whether it is an input or output, which no plan can drop or park."""
         held = set(self.inputs) | set(self.outputs)
         return tuple(b in held for b in range(len(self.buffers)))
 
     @functools.cached_property
     def touched(self) -> Touched:
-        """What the steps read and write, in arrays."""
+        """The reads and writes of the steps, as arrays."""
         steps = ((s.reads, s.writes, s.in_place, s.workspace) for s in self.steps)
         return Touched.of(steps, [b.nbytes for b in self.buffers], self.is_resident)
 
     @functools.cached_property
     def uncompressed_nbytes(self) -> tuple[int, ...]:
-        """Bytes of every buffer, of what is compressed those of the value that it was made of."""
+        """Bytes of every buffer; of a compressed one the bytes of its value before compression."""
         found = [b.nbytes for b in self.buffers]
         for step in self.steps:
             if step.op == COMPRESS:
@@ -206,7 +207,7 @@ class Program:
 
     @functools.cached_property
     def sub_batches(self) -> int:
-        """How often the steps on samples run."""
+        """The number of sub-batches: how often the steps on samples run."""
         return max((step.times for step in self.steps), default=1)
 
     @functools.cached_property
@@ -221,7 +222,7 @@ class Program:
 
     @functools.cached_property
     def producer(self) -> tuple[int, ...]:
-        """For every buffer the step that writes it, −1 for inputs."""
+        """For every buffer, the step that writes it; −1 for inputs."""
         made = [-1] * len(self.buffers)
         for s, step in enumerate(self.steps):
             for b in step.writes:
@@ -230,7 +231,7 @@ class Program:
 
     @functools.cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For every buffer the steps that read it, in traced order."""
+        """For every buffer, the steps that read it, in traced order."""
         found: list[list[int]] = [[] for _ in self.buffers]
         for s, step in enumerate(self.steps):
             for b in step.reads:
@@ -239,9 +240,9 @@ class Program:
 
     @functools.cached_property
     def overwritten_by(self) -> dict[int, int]:
-        """Donated input -> the step that writes the output that takes over its memory.
+        """Donated input -> the step that writes the output which takes over its memory.
 
-        Left out is an input that the traced program itself reads later: the compiler copies it.
+        An input that the traced program reads after that step is omitted: the compiler copies it.
         """
         found = {}
         for i, o in self.aliases:
@@ -252,7 +253,7 @@ class Program:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of everything that a plan relies on; sources and labels are left out."""
+        """A hash of everything that a plan depends on; source lines and labels are omitted."""
         facts = [
             [(b.nbytes, b.kind.value) for b in self.buffers],
             [(s.reads, s.writes, s.op, s.phase.value, s.pure) for s in self.steps],

@@ -1,4 +1,4 @@
-"""What a policy is: a pure function from a Program, its Costs and a budget to a Plan."""
+"""AbstractPolicy: a pure function from a Program, its Costs and a budget to a Plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vmem_jax.errors import show_nbytes
 
 
 class Splitting(enum.Enum):
-    """In how many sub-batches a step runs where its user does not say.
+    """How the number of sub-batches is chosen if the user does not give it.
 
-    WHOLE: in one.
-    FEWEST: the fewest with which a plan fits.
-    FASTEST: as many as are predicted to be the fastest that fit.
+    WHOLE: the batch stays whole.
+    FEWEST: the fewest sub-batches with which a plan fits.
+    FASTEST: the number that is predicted to be fastest among those that fit.
     """
 
     WHOLE = enum.auto()
@@ -32,16 +32,16 @@ class Splitting(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Infeasible:
-    """What a policy returns for a budget that none of its plans meets.
+    """The result of a policy for a budget that none of its plans meets.
 
     Attributes:
-      policy: its name.
+      policy: the name of the policy.
       budget: bytes.
-      minimum_peak: bytes; the lowest predicted peak that it found.
-      at: the user's layer and source line where that peak stands.
+      minimum_peak: the lowest predicted peak that was found, in bytes.
+      at: the user's layer and source line of that peak.
       holders: what holds the bytes there, for people.
-      advice: what helps, for people; "" where only the usual remedies do.
-      plan: the plan of that peak; None where no plan changes it.
+      advice: what helps, for people; "" for the usual advice.
+      plan: the plan with that peak; None if no plan changes it.
     """
 
     policy: str
@@ -54,19 +54,19 @@ class Infeasible:
 
 
 class AbstractPolicy(abc.ABC):
-    """Decides what to keep and what to recompute, and in which order.
+    """Decides what to keep, recompute and move, and in which order the steps run.
 
-    A policy touches nothing but its arguments and its own fields: no clock, no device, no random
+    A policy depends on nothing but its arguments and its own fields: no clock, no device, no random
     state. It returns a plan whose predicted peak is within the budget, or `Infeasible`.
+    docs/contributing.md has an example.
 
     Class attributes:
-      name: as in `POLICIES`.
-      needs: techniques that are asked for where the user names none; without them it is not this
-      policy.
-      chooses_convolutions: whether it decides who does each convolution, of `Costs.convolutions`.
-        For others `Convolving` does.
-      compresses: whether all that it moves is compressed where the user asks for "compress". For
-        others that is done where it is predicted to be a gain.
+      name: its name in `POLICIES`.
+      needs: techniques without which it is not this policy; choosing it allows them.
+      chooses_convolutions: whether it chooses a configuration of `Costs.convolutions` for each
+        convolution. For other policies `Convolving` chooses.
+      compresses: whether everything that it moves is compressed if the user names "compress". For
+        other policies values are compressed where that is predicted to be a gain.
     """
 
     name: ClassVar[str]
@@ -76,30 +76,31 @@ class AbstractPolicy(abc.ABC):
 
     @property
     def splitting(self) -> Splitting:
-        """In how many sub-batches steps run, where "sub_batches" is allowed. Each number of them is
-        another Program, which `plan` is asked about."""
+        """How the number of sub-batches is chosen, if "sub_batches" is allowed. Each number gives
+        another Program, and `plan` is called for each."""
         return Splitting.WHOLE
 
     @property
     def instead(self) -> tuple[AbstractPolicy, ...]:
-        """Policies that are asked where no plan of its own fits once it is compiled, or theirs may be
-        enough faster."""
+        """Policies that are asked too, if no plan of this one fits when compiled, or if their plans
+        may be faster by a tolerance."""
         return ()
 
     def spared(self, program: Program) -> str:
-        """What of its search it leaves out for so long a program, for people; "" for nothing."""
+        """The parts of its search that it skips for a program of this length, for people; "" for
+        none."""
         return ""
 
     def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
-        """Seconds that no plan of its own goes below, as far as is known without one: where nothing
-        runs again or waits, and each convolution takes its fastest configuration."""
+        """A lower bound of the seconds of its plans: no step runs twice or waits, and each
+        convolution has its fastest configuration."""
         configurations = costs.convolutions
         fastest = lambda s: min([costs.seconds[s], *(c.seconds for c in configurations.get(s, ()))])
         return sum(map(fastest, range(len(program.steps))))
 
     @abc.abstractmethod
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
-        """The plan for `program` within `budget` bytes (None: no limit, always a plan)."""
+        """The plan for `program` within `budget` bytes; without a budget (None) always a plan."""
 
 
 def finish(
@@ -114,8 +115,8 @@ def finish(
     """The plan of `timeline`, or Infeasible if its peak is over `budget`.
 
     Args:
-      program: without anything looped, and with XLA's own convolutions.
-      timeline: with `looped` and `convolutions`.
+      program: the program before `looped` and `convolutions` are applied.
+      timeline: the simulation with them.
     """
     plan = Plan(
         program=program.fingerprint,
@@ -140,10 +141,10 @@ def finish(
 def infeasible(
     policy: str, program: Program, timeline: Timeline, budget: int, lowest: Plan
 ) -> Infeasible:
-    """What to say of a budget that `timeline`, the lowest of `policy`, does not meet.
+    """The result for a budget that `timeline`, the lowest one of `policy`, does not meet.
 
     Args:
-      program: as `lowest` has it, with what it loops and divides.
+      program: the program with the looped stacks and convolutions of the plan `lowest`.
     """
     holders, advice = what_holds(program, timeline), ""
     if program.resident_nbytes > budget:
@@ -163,11 +164,11 @@ ARGUMENTS_ADVICE = (
     "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), use a smaller "
     "dtype or model, or a larger `budget`."
 )
-"""What helps where the arguments and outputs are over the budget."""
+"""The advice if the arguments and outputs alone are over the budget."""
 
 
 def arguments_and_outputs(program: Program) -> str:
-    """For people: what the arguments and outputs take, and the largest."""
+    """For people: the bytes of the arguments and outputs, and the largest of them."""
     largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
     return (
         f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the largest is "
