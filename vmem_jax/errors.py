@@ -1,4 +1,4 @@
-"""What goes wrong, said in the user's terms: what failed, the two numbers, where, what to try."""
+"""Errors in the user's terms: what failed, the two numbers, where, and what to try."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class VmemError(Exception):
 
 
 class BudgetError(VmemError, ValueError):
-    """No plan that the policy can express fits in the budget; nothing was run.
+    """No plan of the policy fits in the budget. Nothing was run.
 
     Attributes:
       budget: the budget in bytes.
-      lowest_peak: the lowest peak in bytes that was reached.
-      compiled: whether that is the compiler's figure, and not a prediction.
-      at: the user's layer and source line where that peak stands.
-      lowest_plan: the `Plan` of that peak, where a plan can change it; with it as `plan`, the step
-        runs there where that is the compiler's figure.
+      lowest_peak: the lowest peak that was reached, in bytes.
+      compiled: whether `lowest_peak` is the compiler's figure or a prediction.
+      at: the user's layer and source line of that peak.
+      lowest_plan: the `Plan` with that peak; None if no plan changes it. If `compiled`, the step runs
+        within `lowest_peak` with it as `plan`.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class BudgetError(VmemError, ValueError):
 
 
 class TechniqueError(VmemError, ValueError):
-    """A technique that the step cannot use, where `allow` names no other or the policy needs it."""
+    """The step cannot use a technique that the policy needs, or that is the only one in `allow`."""
 
 
 class SubBatchError(VmemError, ValueError):
-    """Sub-batches were asked for, and the batch of the step cannot be split so."""
+    """The batch of the step cannot be split into the requested sub-batches."""
 
 
 class LayersError(VmemError, ValueError):
-    """A step without the layers that a policy plans with: no convolution, or no backward pass."""
+    """The step lacks the layers that the policy plans with: convolutions, or a backward pass."""
 
 
 class PlanError(VmemError, ValueError):
-    """A plan that does not belong to this step, or is damaged."""
+    """The plan was made for another step, or its file is damaged."""
 
 
 class DifferentiationError(VmemError, TypeError):
@@ -77,11 +77,11 @@ class DifferentiationError(VmemError, TypeError):
 
 
 class CompileError(VmemError, RuntimeError):
-    """XLA could not compile a step as it was planned; the user's own program may well compile.
+    """XLA could not compile a planned step; the user's own program may well compile.
 
     Attributes:
-      status: XLA's code for it, such as "UNIMPLEMENTED" or "RESOURCE_EXHAUSTED"; "" if it gave none.
-      message: all that XLA said.
+      status: XLA's status code, such as "UNIMPLEMENTED" or "RESOURCE_EXHAUSTED"; "" for none.
+      message: XLA's full message.
     """
 
     def __init__(self, *, name: str, message: str) -> None:
@@ -96,12 +96,12 @@ class CompileError(VmemError, RuntimeError):
 
 
 class HostMemoryError(VmemError, MemoryError):
-    """Host memory for parked tensors that cannot be pinned here; nothing was.
+    """The host memory for parked tensors cannot be pinned. Nothing was pinned.
 
     Attributes:
-      nbytes: what was asked for.
-      limit_nbytes: how much more there may be.
-      limit: what says so.
+      nbytes: the requested bytes.
+      limit_nbytes: the bytes that may still be pinned.
+      limit: the name of the limit.
     """
 
     def __init__(self, *, nbytes: int, limit_nbytes: int, limit: str) -> None:
@@ -116,11 +116,11 @@ class HostMemoryError(VmemError, MemoryError):
 
 
 class WorkspaceError(VmemError, ValueError):
-    """Convolutions with no known configuration within a limit of workspace.
+    """No known configuration of a convolution is within its workspace limit.
 
     Attributes:
       limit: bytes; None for no limit.
-      least: the smallest workspace possible, in bytes; None where none was timed that is of use.
+      least: the smallest possible workspace in bytes; None if no usable one was timed.
     """
 
     def __init__(self, *, what: str, limit: int | None, least: int | None) -> None:
@@ -150,7 +150,7 @@ _UNITS = {
 
 
 def show_nbytes(nbytes: float) -> str:
-    """`nbytes` for people, in binary units: 3 significant digits, never rounded to zero."""
+    """`nbytes` for people, in binary units with two decimals."""
     if abs(nbytes) < 1024:
         return f"{nbytes:.0f} B"
     exponent = min(int(math.log2(abs(nbytes)) // 10), 4)
@@ -164,7 +164,7 @@ def parse_budget(budget: object) -> int | float | str:
       budget: bytes (`int`), `"12GiB"` or `"800MB"`, a fraction in (0, 1] (`float`), or `"device"`.
 
     Raises:
-      ValueError: it is no size, not positive, not finite, or a fraction above 1.
+      ValueError: it is not a size, not positive, not finite, or a fraction above 1.
       TypeError: it is neither a number nor a string.
     """
     forms = "bytes as an int, a size such as '12GiB' or '800MB', a fraction of plain jit's peak such as 0.5, or 'device'"  # noqa: E501

@@ -14,13 +14,13 @@ from vmem_jax.core.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What moves between device and pinned host memory, in bytes a second.
+    """The bandwidth between device and pinned host memory, in bytes a second.
 
     Attributes:
       out: device to host, alone.
       into: host to device, alone.
-      both: in total, where both directions are busy.
-      delay: seconds by which a step starts later while either is.
+      both: the total while both directions are busy.
+      delay: seconds by which a step starts later while a direction is busy.
     """
 
     out: float
@@ -30,11 +30,11 @@ class Link:
 
 
 class Source(enum.StrEnum):
-    """Where the seconds of a step come from.
+    """The origin of a step's seconds.
 
-    MEASURED: the step was timed alone on the device.
+    MEASURED: the step was timed on the device.
     SCALED: it was too large for that, and was timed on a part of its batch.
-    CALIBRATED: the roofline, times a factor that the measured steps of its class gave.
+    CALIBRATED: the roofline times a factor from the measured steps of its class.
     ROOFLINE: the roofline alone.
     """
 
@@ -50,13 +50,13 @@ class Costs:
 
     Attributes:
       machine: the device.
-      seconds: of every step of the program.
-      link: None where nothing can be moved.
-      sources: where each step's seconds come from; empty where all are the roofline's.
+      seconds: the seconds of every step.
+      link: the link to host memory; None if nothing can be moved.
+      sources: the origin of each step's seconds; empty if all are the roofline's.
       error: median relative error of the calibrated roofline on the measured steps, each predicted
-        from the others; None where nothing was measured, or too little to tell.
-      convolutions: for steps that are convolutions what can do them, XLA's own first; empty where
-        that is not known, or not wanted.
+        from the others; None if too little was measured.
+      convolutions: step -> configurations that can run the convolution, XLA's own first; empty if
+        they are not known or not wanted.
     """
 
     machine: str
@@ -74,14 +74,15 @@ def analytic(program: Program, machine: Machine) -> Costs:
 
 
 def of_parts(program: Program, machine: Machine, whole: Program, costs: Costs) -> Costs:
-    """Costs of `program`, which runs in sub-batches: each step is as much above the roofline of
-    `machine` as the same step of the whole batch, and what is none of these as much as all of them.
+    """Costs of `program`, which runs in sub-batches, from those of the whole batch.
 
-    The same step is the n-th of its layer, phase and operation in either.
+    Each step takes its roofline on `machine`, times the ratio of seconds to roofline of the same step
+    of the whole batch; a step that has no counterpart takes the ratio over all steps. The counterpart
+    is the n-th step of the same layer, phase and operation.
 
     Args:
-      whole: with the batch as a whole.
-      costs: of that.
+      whole: the program with the batch as a whole.
+      costs: the costs of `whole`.
     """
     mine, theirs = analytic(program, machine), analytic(whole, machine).seconds
     all_together = sum(costs.seconds) / sum(theirs) if sum(theirs) else 1.0
@@ -99,7 +100,7 @@ def of_parts(program: Program, machine: Machine, whole: Program, costs: Costs) -
 
 
 def _keys(program: Program) -> Iterator[tuple[object, ...]]:
-    """What each step is, whatever the size of its batch."""
+    """For each step a key that does not depend on the size of its batch."""
     seen: collections.Counter[tuple[object, ...]] = collections.Counter()
     for step in program.steps:
         key = step.layer, step.phase, step.op

@@ -1,8 +1,8 @@
-"""liveness: from where to where in an order each value exists, and the bytes of all that does.
+"""liveness: the live ranges of all values in an order, and the live bytes.
 
-A value lives from the step that writes it to its last read before it is written again. A search asks
-for this a hundred times for one plan, of tens of thousands of steps, so it is reckoned in arrays
-(`core.touched`): what an order touches, sorted by buffer, falls into lives where a write begins one.
+A value is live from the step that writes it to its last read before it is written again. A search
+needs this some hundred times for one plan of tens of thousands of steps, so it is computed in arrays
+(`core.touched`): the accesses of an order, sorted by buffer, are cut at each write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vmem_jax.core.touched import parts
 
 
 def step_nbytes(program: Program, step: Step) -> int:
-    """Bytes that `step` takes beside the residents, the least that they can be."""
+    """The least bytes that are live beside the residents while `step` runs."""
     resident, buffers = program.is_resident, program.buffers
     used = {b for b in (*step.reads, *step.writes) if not resident[b]}
     over = {w for r, w in step.in_place if not resident[r] and not resident[w]}
@@ -26,13 +26,13 @@ def step_nbytes(program: Program, step: Step) -> int:
 
 
 def least_nbytes(program: Program) -> int:
-    """Bytes below which no order of `program` goes: the residents and the largest step."""
+    """A lower bound of the peak of any order of `program`, in bytes: residents and largest step."""
     largest = max((step_nbytes(program, step) for step in program.steps), default=0)
     return program.resident_nbytes + largest
 
 
 def taken_over(program: Program, step: Step, dying: Collection[int]) -> dict[int, int]:
-    """Which of what `step` reads last hands its memory to which of what it writes."""
+    """The pairs of a buffer that dies in `step` and one that is written into its memory."""
     resident = program.is_resident
     found: dict[int, int] = {}
     for r, w in step.in_place:
@@ -44,12 +44,12 @@ def taken_over(program: Program, step: Step, dying: Collection[int]) -> dict[int
 
 @dataclasses.dataclass(frozen=True)
 class Lives:
-    """The lives of what is no resident, in one order.
+    """The live ranges, in one order, of all buffers but the residents.
 
     Attributes:
-      buffer: of each life.
-      first, last: positions of the order: of the write, and of the last read.
-      dying: for everything that the steps of the order touch, in turn, whether it dies there.
+      buffer: the buffer of each live range.
+      first, last: the positions of its write and of its last read.
+      dying: for each access of the order's steps, in sequence, whether the buffer dies there.
     """
 
     buffer: np.ndarray
@@ -59,7 +59,7 @@ class Lives:
 
 
 def lives(program: Program, order: Sequence[int]) -> Lives:
-    """The lives of what is no resident in `order`, by buffer and position."""
+    """The live ranges in `order` of all buffers but the residents, by buffer and position."""
     touched = program.touched
     entry, position = parts(touched.begin, order)
     by_buffer = np.argsort(touched.buffer[entry], kind="stable")
@@ -75,7 +75,7 @@ def lives(program: Program, order: Sequence[int]) -> Lives:
 
 
 def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
-    """For each position the buffers that die after it: read there and not again before remade."""
+    """For each position, the buffers that die after it: read there, and not again before a write."""
     touched, dying = program.touched, lives(program, order).dying
     entry, position = parts(touched.begin, order)
     found: list[list[int]] = [[] for _ in order]
@@ -85,8 +85,8 @@ def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
 
 
 def live_nbytes(program: Program, order: Sequence[int]) -> np.ndarray:
-    """For each position the bytes of what lives there and of the step's workspace, less what is
-    written over what dies; without the residents."""
+    """For each position, the live bytes with the step's workspace, without the residents. A write in
+    place of a dying read counts once."""
     touched, found = program.touched, lives(program, order)
     steps = np.asarray(order, np.int64)
     change = np.zeros(len(steps) + 1, np.int64)

@@ -1,8 +1,7 @@
-"""planned: a Program and its Costs as one plan has them.
+"""planned: a Program and its Costs after a plan's changes to the steps themselves.
 
-Beside an order, a plan changes what the steps are: stacks are looped (`core.looped`), convolutions
-run in micro-batches. Either way there is again a Program, so that `simulate`, `validate`, policies
-and reports need to know of neither.
+A plan may loop stacks (`core.looped`) and run convolutions in micro-batches. Both give another
+Program, so `simulate`, `validate`, policies and reports need to know neither.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Convolutions = Iterable[tuple[int, Configuration]]
 
 
 def planned_program(program: Program, plan: Plan) -> Program:
-    """`program` as `plan` has it."""
+    """`program` with the looped stacks and configurations of `plan`."""
     return with_convolutions(with_looped(program, plan.looped), plan.convolutions)
 
 
 def planned_costs(program: Program, plan: Plan, costs: Costs) -> Costs:
-    """`costs` of that. `program` and `costs` are those that the plan was made from."""
+    """The costs of `planned_program`. `program` and `costs` are those that the plan was made from."""
     costs = costs_with_looped(program, plan.looped, costs)
     return costs_with_convolutions(plan.convolutions, costs)
 
@@ -43,8 +42,8 @@ def simulate_plan(program: Program, plan: Plan, costs: Costs) -> Timeline:
 def predicted_need(program: Program, plan: Plan) -> int:
     """Bytes of device memory that `plan` is predicted to compile to.
 
-    A plan that is not fenced runs in XLA's own order, of which no more is known than what is live in
-    the plan's. `program` is what it was made from.
+    A plan without fences runs in XLA's own order, so only its live bytes are known. `program` is the
+    program that the plan was made from.
     """
     if not plan.fenced:
         return plan.predicted_peak
@@ -54,9 +53,9 @@ def predicted_need(program: Program, plan: Plan) -> int:
 
 
 def restated(plan: Plan, costs: Costs) -> Plan:
-    """`plan` with what `costs` has of the workspaces of its convolutions, XLA's own included.
+    """`plan` with the workspaces that `costs` has for its convolutions, XLA's own included.
 
-    What is predicted is left as it was.
+    Its predictions stay unchanged.
     """
     convolutions = dict(plan.convolutions)
     for s, front in costs.convolutions.items():
@@ -87,7 +86,7 @@ def with_convolutions(program: Program, convolutions: Convolutions) -> Program:
 
 
 def costs_with_convolutions(convolutions: Convolutions, costs: Costs) -> Costs:
-    """`costs` with the seconds of `convolutions`: those that `costs` has for them, if it has any."""
+    """`costs` with the seconds of `convolutions`, by `costs` where it knows them."""
     seconds = list(costs.seconds)
     for s, configuration in convolutions:
         known = {each.calls: each for each in costs.convolutions.get(s, ())}

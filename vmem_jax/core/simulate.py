@@ -1,5 +1,5 @@
-"""simulate: a Program, an order with its transfers, and Costs -> Timeline. Only here is a peak
-predicted."""
+"""simulate: a Program, an order with its transfers, and Costs -> Timeline. Peaks are predicted only
+here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stall:
     """A wait of the compute lane for a copy, in seconds since the start of the step.
 
     Attributes:
-      transfer: for which, an index into `Timeline.transfers`.
+      transfer: the transfer that is waited for, an index into `Timeline.transfers`.
       direction: the lane of its copy, "out" or "into".
     """
 
@@ -33,20 +33,20 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What running an order costs.
+    """The predicted execution of an order.
 
     Attributes:
       order: the steps that ran, in order.
-      start: seconds at which each begins.
-      live_nbytes: bytes live while each runs, residents included.
-      seconds: the end of the last.
+      start: seconds at which each step begins.
+      live_nbytes: bytes live while each step runs, residents included.
+      seconds: the end of the last step.
       peak: bytes, the maximum of `live_nbytes` (the residents alone, if there is no step).
       peak_at: position in `order` of the first maximum, −1 if there is no step.
-      transfers: what waits in host memory, as it was given.
-      copies: for each transfer its copy out and its copy back on the lanes; no time for the copy that
-        a hosted buffer does not go.
+      transfers: the given transfers.
+      copies: for each transfer its copy out and its copy back on the lanes; a hosted buffer has no
+        time for the direction that it does not go.
       stalls: seconds that the compute lane waits for each transfer, out and back together.
-      waits: each of those waits, in the order of time.
+      waits: each of those waits, in chronological order.
     """
 
     order: tuple[int, ...]
@@ -68,9 +68,9 @@ def simulate(
 
     While a step runs, its reads, writes and workspace are live together, except that a write takes
     over the memory of a dying read that `Step.in_place` pairs it with. A transferred buffer is live
-    until `gone` and from `fetch` on, whether its bytes have arrived or not. What is hosted and has no
-    transfer is there while it is used, and takes no time. Beside a copy each step takes `Link.delay`
-    more.
+    until `gone` and from `fetch` on, whether its bytes have arrived or not. A hosted buffer without a
+    transfer is live while it is used, and takes no time. A step that starts during a copy takes
+    `Link.delay` longer.
     """
     live = program.resident_nbytes + live_nbytes(program, order)
     live += staged_nbytes(program, order, transfers)
@@ -96,7 +96,7 @@ def simulate(
 
 
 def _starts(order: Sequence[int], costs: Costs) -> tuple[list[float], float]:
-    """When each step of `order` begins if none waits, and when the last ends."""
+    """The seconds at which each step of `order` begins without waits, and the end of the last."""
     seconds = np.array(costs.seconds)[np.asarray(order, np.int64)]
     ends = np.cumsum(seconds).tolist()
     return [0.0, *ends][: len(ends)], ends[-1] if ends else 0.0
@@ -111,7 +111,7 @@ def _timeline(
 
 
 class _Moves:
-    """The transfers of one run: what happens before each position, on both lanes."""
+    """The transfers of one run: the copies and waits before each position, on both lanes."""
 
     def __init__(self, program: Program, costs: Costs, transfers: Sequence[Transfer]) -> None:
         if costs.link is None:
@@ -206,7 +206,7 @@ def live_at(
 
 
 WORKSPACE = "workspace"
-"""What `live_by_kind` calls the bytes that are none of a buffer's."""
+"""The key in `live_by_kind` of bytes that belong to no buffer."""
 
 
 def live_by_kind(program: Program, timeline: Timeline) -> list[dict[str, int]]:

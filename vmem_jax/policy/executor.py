@@ -1,13 +1,13 @@
-"""The executor: simulates an order and recomputes what is not there when it is read.
+"""The executor: simulates an order and recomputes each value that is missing when it is read.
 
-Given the canonical order, a set of idle intervals to drop, and a limit, it emits the order with the
-recomputed steps in their places. Recomputation follows any graph: the steps needed for a value are
-found backwards to what is live, run in program order, and what they make stays for its next use
-(speed-centric). Where the limit is reached, the value that is cheapest to make again per byte and
-second of absence is dropped, as DTR does (Kirisame et al., ICLR 2021, section 3.1: h = cost /
-(memory × staleness)), with the known next use in place of staleness (as Belady's rule has it); on a
-chain of n layers this gives √n memory for about one extra forward pass, and deeper recursion below.
-A value that is parked in host memory instead is there again at its next use, whoever makes it.
+From the canonical order, a set of values to drop after given uses, and a limit, it makes an order
+with the recomputed steps in place. The steps that a value needs are found backwards to what is live,
+run in program order, and leave their results for the next use (speed-centric). At the limit it drops
+the value
+with the lowest cost per byte and second of absence: the heuristic of DTR (Kirisame et al., ICLR 2021,
+section 3.1: h = cost / (memory × staleness)), with the time until the known next use (Belady's rule)
+in place of staleness. On a chain of n layers this gives √n memory for about one extra forward pass. A
+value that is parked in host memory instead returns at its next use.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ class Away:
 
 
 _MOST = 10
-"""As many times the steps of the base, and a limit makes it run in circles: one that is not met."""
+"""An order of more than so many times the steps of the base means that the limit cannot be met."""
 
 
 class Execution:
     """One run of the executor over `base`; `order` is the result.
 
     Args:
-      drops: what is freed after which use.
+      drops: pairs (buffer, use after which it is freed).
       limit: bytes; None for no limit.
-      parks: what waits in host memory after which use.
-      forget: what a recomputation makes only for itself and does not leave for later ones
-        (memory-centric).
+      parks: pairs (buffer, use after which it waits in host memory).
+      forget: buffers that a recomputation does not leave for later uses (memory-centric).
 
     Attributes:
       order: steps in execution order, recomputed ones in place.
-      away: what was parked, and over which positions of `order`.
+      away: the parked buffers, with their positions in `order`.
       fits: whether the limit held at every step, by the executor's own count.
     """
 

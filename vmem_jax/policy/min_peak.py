@@ -1,4 +1,4 @@
-"""min_peak: the minimum peak, for the message about a budget that is out of reach."""
+"""min_peak: the minimum peak, for the error of a budget that cannot be met."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CLOSE = 1.02
 
 
 def lowest(program: Program, keeps: Timeline, attempt: Callable[[int], Timeline]) -> Timeline:
-    """The run with the lowest peak that `attempt` comes to under any limit.
+    """The run with the lowest peak that `attempt` reaches under any limit.
 
-    A search under a limit far below what can be met gives no sign of how low a peak gets. So the
-    limit is halved, as a ratio, between what is met and what is not.
+    A run under a limit far too low does not show how low a peak can be. So the limit is bisected, on
+    a logarithmic scale, between limits that are met and limits that are not.
 
     Args:
-      keeps: the run that does nothing for a limit.
+      keeps: the run without a limit.
       attempt: bytes -> the run under that limit, or one that misses it.
     """
     best = keeps

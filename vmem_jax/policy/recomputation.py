@@ -1,4 +1,4 @@
-"""recomputation: which values can be made again, and between which of their uses."""
+"""recomputation: which values can be recomputed, and between which of their uses."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ Drop = tuple[int, int]
 """(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
 
 PINNED = 64
-"""Bytes of a value that is kept rather than made again of nothing."""
+"""Bytes up to which a value that is made of nothing is kept."""
 
 _DEEPEST = 200
-"""A value behind more dead producers than this is not worth making again."""
+"""A value behind more dead producers than this is not recomputed."""
 
 
 class Recomputation:
-    """Which values may be dropped: what a later recomputation would read is there, or can be
-    recomputed.
+    """Which values may be dropped: those whose producer can run again from what is live or can itself
+    be recomputed.
 
     Attributes:
-      program, base: of which, and in which order everything first runs.
-      uses: for every buffer the positions in the base order that write or read it.
-      pinned: small values that are made of nothing, such as the key of a number. They are there from
-        their making to the end, since a compiler merges what would make them again with what made
-        them first. What is made of them may be made again.
-      touched: for every step what it reads and writes but for arguments and outputs.
+      program, base: the program, and the order of all first runs.
+      uses: for every buffer, the positions in the base order that write or read it.
+      pinned: small values that are made of nothing, such as the key of a generator. They stay live
+        from their write to the end, since a compiler merges a second producer with the first. What is
+        made of them may be recomputed.
+      touched: for every step, its reads and writes without arguments and outputs.
     """
 
     def __init__(self, program: Program, base: Sequence[int]) -> None:

@@ -18,11 +18,11 @@ class TracedStep:
     """A step for one set of shapes: captured, not yet planned.
 
     Attributes:
-      plain: its jaxpr as it was traced.
-      whole: the tree of (args, kwargs) where the compiled step takes those as they are; None where
-        it takes the leaves (static arguments, modules, arguments in host memory).
-      hosted: for each argument in host memory its index, and that of the result that goes there.
-      batch: which arguments hold the batch.
+      plain: the jaxpr as it was traced.
+      whole: the tree of (args, kwargs), if the compiled step takes these unchanged; None if it takes
+        the leaves (static arguments, modules, arguments in host memory).
+      hosted: for each argument in host memory, its index and that of the result that replaces it.
+      batch: the arguments that hold the batch.
     """
 
     plain: ClosedJaxpr
