@@ -199,13 +199,39 @@ def test_which_comparisons_a_clamp_keeps(
     assert bool(same.all()) == exact_there
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("larger", [True, False])
+def test_larger_of_two(larger: bool, dtype: Any) -> None:
+    """As JAX before 0.11 writes the gradient: whether the result is this operand."""
+    pick = jnp.maximum if larger else jnp.minimum
+
+    @jax.custom_vjp
+    def act(x: jax.Array, y: jax.Array) -> jax.Array:
+        return pick(x, y)
+
+    def forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
+        z = pick(x, y)
+        return z, (x == z, z == y)
+
+    act.defvjp(forward, lambda masks, g: (jnp.where(masks[0], g, 2), jnp.where(masks[1], g, 3)))
+    args = specials((64, 33), dtype, 0), specials((64, 33), dtype, 1)
+    for other in (lambda v: v + 0.5, lambda v: jnp.zeros_like(v)):
+        before = traced(lambda x, v, other=other: act(x + 0.5, other(v)) * v, *args)
+        after, applied = exact.apply_exact_rules(before)
+        assert {a.rule for a in applied} >= {"larger_of_two"}
+        assert "eq" not in [eqn.primitive.name for eqn in compat.open_jaxpr(after).eqns]
+        assert_exact(before, after, args)
+
+
 def test_relu_mask_keeps_out() -> None:
     x, v, k = plain((8, 8), jnp.float32, 0), plain((8, 8), jnp.float32, 1), jnp.arange(8)
     assert unchanged(lambda x, v: jax.nn.relu(x) ** 2 * v, x, v)  # x is an argument
     # the input is read for its own sake
     assert unchanged(lambda x, v: jax.nn.relu(x + 1) * jnp.sin(x + 1) * v, x, v)
-    for act in (jax.nn.leaky_relu, jax.nn.elu, jnp.abs, lambda x: jnp.maximum(x, 0)):
+    for act in (jax.nn.leaky_relu, jax.nn.elu, jnp.abs):
         assert unchanged(activation_step(act), x, v)
+    _, applied = exact.apply_exact_rules(traced(activation_step(lambda x: jnp.maximum(x, 0)), x, v))
+    assert "relu_mask" not in [a.rule for a in applied]  # it asks for ties, too
     # an integer's clamp stands beside a mask of the same integer
     assert unchanged(lambda x, k: jnp.where(k + 1 > 0, x, 0) ** 2 * lax.max(k + 1, 0), x, k)
 

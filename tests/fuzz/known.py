@@ -2,8 +2,6 @@
 
 KNOWN: dict[str, str] = {
     "untrue:above plain": "a lowest peak is named that is some bytes above plain's need",
-    "not finite:": "a maximum is kept, what it was taken of is recomputed with another rounding, and "
-    "nothing equals the maximum in its gradient (docs/troubleshooting.md)",
 }
 """The beginning of a signature -> what is the matter.
 

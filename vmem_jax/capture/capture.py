@@ -29,16 +29,13 @@ from vmem_jax.capture.primitives import (
 )
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.capture.ties import COMPARISONS
 from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.updates import Stacked, updated_in_loops
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
-
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-"""Of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
-returns that, and the clamp's result and the mask are written behind it. So a barrier stands there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +244,9 @@ def _captured(
     # part of one
     is_convolution = lambda kernel: eqns[kernel.root].primitive.name == "conv_general_dilated"
     convolved = {v for kernel in kernels if is_convolution(kernel) for v in kernel.writes}
-    masks = [eqn for eqn in eqns if eqn.primitive.name in _COMPARISONS]
+    # of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
+    # returns that, and the clamp's result and the mask are written behind it; a barrier keeps it
+    masks = [eqn for eqn in eqns if eqn.primitive.name in COMPARISONS]
     compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
     steps = [
         _step(kernel, phase, eqns, index, shards, maker, convolved, compared)
@@ -383,6 +382,7 @@ def _step(
     own_nbytes = workspace(root) if body is None else body_nbytes(body)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
+    inside = sum(map(size, _inside(kernel, eqns)))
     has_epilogue = _has_epilogue(kernel, eqns)
     boundary = root.primitive.name in (BEGIN, END)
     if boundary:  # its results are its operands
@@ -411,7 +411,7 @@ def _step(
         dtype="" if fusible else computed_in(root),
         aligned=aligned(root),
         nbytes=0 if boundary else touched_nbytes(kernel, eqns, size),
-        workspace=0 if fusible else own_nbytes + gathered + apart + padded,
+        workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
         pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
         in_place=tuple(in_place),
         layer=layer_of(root) or _layer_of_loop(body),
@@ -419,6 +419,7 @@ def _step(
         convolution=convolution,
         epilogue_nbytes=2 * sum(sizes[w] for w in writes) if has_epilogue else 0,
         compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in compared),
+        tied=tuple(index[v] for v in kernel.tied),
         body=() if body is None else body.steps,
         length=root.params["length"] if root.primitive.name == "scan" else 1,
         batched=root.primitive.name == "dot_general" and any(root.params["dimension_numbers"][1]),
@@ -440,9 +441,18 @@ def _layer_of_loop(body: Program | None) -> str:
     return ", ".join(names)
 
 
+def _inside(kernel: Kernel, eqns: Sequence[compat.JaxprEqn]) -> set[Var]:
+    """What heavy equations of a tie make and read that is no result or operand of it."""
+    if not kernel.tied:
+        return set()
+    heavy = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is Class.HEAVY]
+    values = {a for eqn in heavy for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)}
+    return values.difference(kernel.reads, kernel.writes)
+
+
 def _has_epilogue(kernel: Kernel, eqns: Sequence[compat.JaxprEqn]) -> bool:
     root = eqns[kernel.root]
-    if class_of(root) is not Class.HEAVY or kernel.writes == tuple(root.outvars):
+    if class_of(root) is not Class.HEAVY or kernel.writes == tuple(root.outvars) or kernel.tied:
         return False
     behind = [eqns[i] for i in kernel.equations if i > kernel.root]
     return any(class_of(eqn) is not Class.VIEW for eqn in behind)

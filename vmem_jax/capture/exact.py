@@ -96,6 +96,34 @@ def apply_exact_rules(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Applied, .
     return jaxpr, tuple(applied)
 
 
+def _larger_of_two(editor: Editor) -> list[Applied]:
+    """Whether the larger of two values is one of them becomes a comparison of the two."""
+    applied: list[Applied] = []
+    for i, eqn in enumerate(editor.eqns):
+        if eqn.primitive.name != "eq":
+            continue
+        for x, y in (eqn.invars, eqn.invars[::-1]):
+            made = editor.source(y)
+            if made is None or made.primitive.name not in ("max", "min"):
+                continue
+            first, second = made.invars
+            if not (_is_same(editor, x, first) or _is_same(editor, x, second)):
+                continue
+            other = second if _is_same(editor, x, first) else first
+            primitive = lax.ge_p if made.primitive.name == "max" else lax.le_p
+            editor.replaced[i] = [eqn.replace(primitive=primitive, invars=[x, other])]
+            applied.append(Applied("larger_of_two", compat.name_stack(eqn), nbytes(y.aval)))
+            break
+    return applied
+
+
+def _is_same(editor: Editor, a: Atom, b: Atom) -> bool:
+    if a is b:
+        return True
+    constant = editor.constant(a) if isinstance(a, Literal) else None
+    return constant is not None and isinstance(b, Literal) and constant == editor.constant(b)
+
+
 def _relu_mask(editor: Editor) -> list[Applied]:
     """A backward comparison of a clamp's input with a constant becomes one of its output."""
     applied: list[Applied] = []
@@ -392,6 +420,14 @@ def _is_float(atom: Atom) -> bool:
 # The order matters: the first rule turns gt(x, 0) into gt(relu(x), 0), and the second then frees
 # relu(x) where it folds that mask into the pool's index.
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "larger_of_two",
+        "x == max(x, y) exactly where x >= y, and x == min(x, y) where x <= y: the result has the "
+        "bits of one of the two, zeros of both signs are equal, and where one is a NaN so is the "
+        "result, and both comparisons are false. (JAX before 0.11 writes the gradient of the larger "
+        "of two so.)",
+        _larger_of_two,
+    ),
     Rule(
         "relu_mask",
         "For y = clamp(lo, x, hi) and lo <= c < hi, y > c exactly where x > c, and y <= c exactly "

@@ -5,16 +5,19 @@ backward equation that reads a forward chain), two ways are open: the value exis
 chain is computed again from values that exist anyway. The cheaper one is taken, in bytes moved plus
 bytes held: a dropout mask (1 byte an element) rather than the random bits (4), a batch-normalised
 value from the convolution's output, which the backward pass reads anyway.
+
+What compares a value with what is computed from it is one kernel (`capture.ties`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import Class, class_of, nbytes, takes_epilogue
+from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 _MOST_VISITS = 500
@@ -36,12 +39,14 @@ class Kernel:
       root: the equation that gives it its name: the heavy one, or the last of a chain.
       reads: the existing values that it reads.
       writes: the values that it brings into existence.
+      tied: of a tie the values that it compares with what it makes of them.
     """
 
     equations: tuple[int, ...]
     root: int
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
+    tied: tuple[Var, ...] = ()
 
 
 _LOOP_EPOCHS = 128
@@ -81,6 +86,10 @@ class _Fuser:
                 if isinstance(a, Var):
                     self.uses[a] = self.uses.get(a, 0) + 1
                     self.reader[a] = i
+        self.tied = {i: tie for tie in ties(flat) for i in tie.equations}
+        for i in self.tied:  # a mask of a tie exists
+            if self.eqns[i].primitive.name in COMPARISONS:
+                self.classes[i] = Class.REDUCE
         self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
         self.epilogue = {i: self._epilogue(i) for i in range(len(self.eqns))}
         for j in self.absorbed:
@@ -91,12 +100,19 @@ class _Fuser:
     def kernels(self) -> tuple[Kernel, ...]:
         self.exists |= {v for v in self.outputs if v in self.maker}
         for i in range(len(self.eqns)):
-            if self.classes[i] is Class.HEAVY and i not in self.absorbed:
+            if i in self.tied:
+                for x in self.tied[i].compared:
+                    self.read_at(x, self.epoch[i])
+            elif self.classes[i] is Class.HEAVY and i not in self.absorbed:
                 for source in self._heavy(i).reads:
                     self.read_at(source, self.epoch[i])
         found: list[Kernel] = []
         for i in range(len(self.eqns) - 1, -1, -1):
             heavy = self.absorbed.get(i, i)
+            if i in self.tied and i == self.tied[i].equations[-1]:
+                found.append(self._tie(self.tied[i]))
+            if i in self.tied and self.classes[i] in (Class.HEAVY, Class.REDUCE):
+                continue
             if self.classes[heavy] is Class.HEAVY:
                 if i == [heavy, *self.epilogue[heavy]][-1]:
                     found.append(self._heavy(heavy))
@@ -104,7 +120,15 @@ class _Fuser:
                 v in self.exists for v in self.eqns[i].outvars
             ):
                 found.append(self._chain(i))
-        return tuple(_join_siblings(found[::-1], self.eqns, self.epoch))
+        joined = _join_siblings(found[::-1], self.eqns, self.epoch)
+        if not self.tied:
+            return tuple(joined)
+        read = self.outputs.union(*(kernel.reads for kernel in joined))
+        for k, kernel in enumerate(joined):
+            if kernel.tied:  # the rest is in it alone
+                writes = tuple(v for v in kernel.writes if v in read)
+                joined[k] = dataclasses.replace(kernel, writes=writes)
+        return tuple(_made_before_read(joined, self.eqns))
 
     def _source(self, atom: Atom) -> Var | None:
         """The value behind views, or None for literals."""
@@ -147,7 +171,7 @@ class _Fuser:
         """
         eqn = self.eqns[i]
         chain: list[int] = []
-        if self.classes[i] is not Class.HEAVY or not eqn.invars:
+        if self.classes[i] is not Class.HEAVY or not eqn.invars or i in self.tied:
             return chain
         if (turned := self._transposed(i)) is not None:
             self.absorbed[turned] = i
@@ -160,6 +184,8 @@ class _Fuser:
             name, after = self.eqns[j].primitive.name, self.eqns[j].outvars[0]
             same = (after.aval.shape, after.aval.dtype) == (out.aval.shape, out.aval.dtype)
             if name not in ("add", "add_any", "max") or not same or j in self.absorbed:
+                break
+            if j in self.tied:
                 break
             chain.append(j)
             self.absorbed[j] = i
@@ -237,6 +263,32 @@ class _Fuser:
         ]
         equations = (*sorted(walk.inlined - {root}), root)
         return Kernel(equations, root, tuple(walk.reads), tuple(written))
+
+    def _tie(self, tie: Tie) -> Kernel:
+        """The kernel of all equations of `tie`; what they read from elsewhere may be computed in it,
+        but for the values that are compared."""
+        inside, last = set(tie.equations), tie.equations[-1]
+        given = [
+            a
+            for i in tie.equations
+            for a in self.eqns[i].invars
+            if isinstance(a, Var) and self.maker.get(a, -1) not in inside
+        ]
+        heavy = [i for i in tie.equations if self.classes[i] is Class.HEAVY]
+        whole = [a for i in heavy for a in self.eqns[i].invars if a in given]  # its operands exist
+        walk = _Walk(self, self.epoch[last], tie.compared)
+        for source in filter(None, map(self._source, whole)):
+            walk.reads[source] = None
+        whole_views = self._views(whole)
+        walk.visit_all(a for a in given if a not in whole)
+        for v in walk.reads:
+            self.read_at(v, self.epoch[last])
+        ends = [i for i in tie.equations if self.classes[i] in (Class.HEAVY, Class.REDUCE)]
+        reduced = [i for i in ends if self.eqns[i].primitive.name not in COMPARISONS]
+        equations = tuple(sorted({*inside, *walk.inlined, *whole_views}))
+        writes = tuple(v for i in ends for v in self.eqns[i].outvars)
+        root = (heavy or reduced or ends)[0]
+        return Kernel(equations, root, tuple(walk.reads), writes, tie.compared)
 
 
 class _Walk:
@@ -331,7 +383,7 @@ def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]
     joined: list[Kernel] = []
     for kernel in kernels:
         last = kernel.root
-        if joined and class_of(eqns[last]) is Class.REDUCE:
+        if joined and class_of(eqns[last]) is Class.REDUCE and not kernel.tied:
             for back in range(len(joined) - 1, max(len(joined) - 4, -1), -1):
                 other = joined[back]
                 end = other.root
@@ -339,7 +391,7 @@ def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]
                 if epoch[end] != epoch[last] or between & set(kernel.reads):
                     break
                 big = max(kernel.reads, key=lambda v: nbytes(v.aval), default=None)
-                if class_of(eqns[end]) is Class.REDUCE and big in other.reads:
+                if class_of(eqns[end]) is Class.REDUCE and big in other.reads and not other.tied:
                     joined[back] = Kernel(
                         tuple(sorted({*other.equations, *kernel.equations})),
                         last,
@@ -355,3 +407,27 @@ def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]
         else:
             joined.append(kernel)
     return joined
+
+
+def _made_before_read(kernels: list[Kernel], eqns: list[JaxprEqn]) -> Iterator[Kernel]:
+    """`kernels`, with what reads the first results of a tie behind all of it."""
+    missing = {v for kernel in kernels for v in kernel.writes}  # not made yet
+    waiting: list[Kernel] = []
+    for kernel in kernels:
+        waiting.append(kernel)
+        while (ready := _first_ready(waiting, missing, eqns)) is not None:
+            missing.difference_update(ready.writes)
+            waiting.remove(ready)
+            yield ready
+    assert not waiting, "no kernel reads what is made behind it"
+
+
+def _first_ready(waiting: list[Kernel], missing: set[Var], eqns: list[JaxprEqn]) -> Kernel | None:
+    """The first kernel that reads nothing of `missing`; effects stay in their order."""
+    late = False
+    for kernel in waiting:
+        effects = any(eqns[i].effects for i in kernel.equations)
+        if missing.isdisjoint(kernel.reads) and not (effects and late):
+            return kernel
+        late = late or effects
+    return None

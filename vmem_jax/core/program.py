@@ -94,6 +94,8 @@ class Step:
       batched: whether it is a matrix product with batch dimensions.
       compared: buffers that a library kernel's epilogue writes and a comparison reads, as for the
         mask of a clamp. A barrier separates the two.
+      tied: buffers that it reads, and compares with what it computes from them. A barrier over them
+        stands in front of it, so that both operands come from one version.
     """
 
     reads: tuple[int, ...]
@@ -118,6 +120,7 @@ class Step:
     length: int = 1
     compared: tuple[int, ...] = ()
     batched: bool = False
+    tied: tuple[int, ...] = ()
 
     @property
     def is_boundary(self) -> bool:

@@ -108,6 +108,8 @@ class _Scheduler:
                 yield Event(Do.BARRIER, position, buffers=held)
             yield from self._moves(position)
             step, last = self.program.steps[s], tuple(dying[position])
+            if self.fenced and step.tied:
+                yield Event(Do.BARRIER, position, buffers=step.tied)
             yield Event(Do.RUN, position, s, last)
             if self.fenced and step.compared:
                 yield Event(Do.BARRIER, position, buffers=step.compared)

@@ -133,6 +133,9 @@ class _Model:
             for r in program.steps[s].reads:
                 if r in need:
                     self.rows.append(([need[r], redo[s]], [1.0, -1.0], 0.0))
+            if program.steps[s].tied:  # made again, nothing of it is of the first time
+                for w in program.steps[s].writes:
+                    self.rows.append(([keep[w], redo[s]], [-1.0, -1.0], -1.0))
         return keep
 
     def solve(self, limit: int | None, fewest: bool) -> Kept | None:
