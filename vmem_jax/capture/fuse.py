@@ -205,7 +205,7 @@ class _Fuser:
         if eqn.primitive.name != "dot_general":
             return None
         out = eqn.outvars[0]
-        if out in self.outputs or self.uses.get(out) != 1:
+        if out in self.outputs or self.uses.get(out) != 1 or self.reader[out] in self.tied:
             return None
         reader = self.eqns[self.reader[out]]
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]

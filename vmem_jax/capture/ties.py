@@ -4,8 +4,8 @@ The gradient of a maximum asks which elements equal it: `x == max(x)`. As traced
 plan that keeps the maximum and recomputes `x` may break that: XLA fuses `x` in another way the second
 time, its last bit differs, nothing equals the maximum, and the gradient is divided by zero. The same
 holds for a median, a clamp by bounds that depend on the data, and whatever else compares a value with
-a selection of its own elements. Rounding moves any other decision (a sign, the winner of a pool) as it
-moves the results; here equality is what the formula rests on.
+a selection of its own elements. Rounding moves any other decision (a sign, the winner of a pool) as
+it moves the results; here equality is what the formula rests on.
 
 So all equations from `x` to the comparison are one step: the maximum and the mask are written
 together, a plan keeps each of them or recomputes both from one version of `x`. The number of elements
