@@ -209,3 +209,41 @@ def test_laws_on_random_orders(data):
 def test_inputs_of_recomputation_are_fenced(program, extra):
     order = squeezed(program, extra)
     check_recomputation(program, order, check_laws(program, order))
+
+
+def test_what_is_written_over_is_not_read_through_a_barrier():
+    """The gradient of a loss lies where the logits were, which XLA does with no barrier between."""
+    b = Builder()
+    w = b.input(64)
+    logits = b.step([b.input(64), w], 512)
+    total = b.step([logits], 8, fusible=True)
+    cotangent = b.step([logits, total], 512, BACKWARD, fusible=True, in_place=True)
+    gradient = b.step([cotangent, w], 64, BACKWARD)
+    program = b.program([gradient])
+    held = {x for fence in fences(program, range(4), small=0) for x in fence.buffers}
+    assert logits not in held
+    # where it is read later it stays there anyway
+    program = b.program([gradient, b.step([logits, gradient], 8, BACKWARD)])
+    held = {x for fence in fences(program, range(5), small=0) for x in fence.buffers}
+    assert logits in held
+
+
+def test_the_body_of_a_loop():
+    """A layer of two parts, backwards: of each a product is made again."""
+    b = Builder()
+    w, x, q, g = b.input(8), b.input(64), b.input(64), b.input(64)
+    h = b.step([x, w], 256)
+    d = b.step([g, w], 256, BACKWARD)
+    e = b.step([d, h], 256, BACKWARD, fusible=True, in_place=True)
+    of_w = b.step([e, x], 8, BACKWARD)
+    onward = b.step([e, w], 64, BACKWARD)
+    scores = b.step([q], 256)
+    last = b.step([onward, scores], 64, BACKWARD)
+    program = b.program([of_w, b.step([last, w], 64, BACKWARD)])
+    found = fences(program, range(8), small=0, body=True)
+    held = {x for fence in found for x in fence.buffers}
+    assert d not in held, "`e` lies where it was"
+    [at] = {fence.position for fence in found if q in fence.buffers}
+    # the scores wait for what leads on, and what leads on for the weight's gradient
+    assert at == 5 and any({onward, of_w} <= {*fence.buffers} for fence in found)
+    assert q not in {x for fence in fences(program, range(8), small=0) for x in fence.buffers}

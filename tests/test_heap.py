@@ -101,7 +101,7 @@ def test_nothing_is_written_over_what_is_read_through_a_barrier(monkeypatch, fus
     made = b.step([b.input(1)], 8)
     last = b.step([b.step([made], 8, in_place=True, fusible=fusible)], 1)
     program = b.program([last])
-    monkeypatch.setattr(schedule, "fences", lambda program, order: (Fence(1, (made,)),))
+    monkeypatch.setattr(schedule, "fences", lambda program, order, **_: (Fence(1, (made,)),))
     assert heap_nbytes(program, range(3)) == program.resident_nbytes + nbytes
 
 

@@ -350,7 +350,9 @@ def test_loops_and_whole_buffers_move_in_one_plan():
 
     kept, looping, compiled = kept_and_looped(step, 0.35)
     assert compiled.plan.looped and compiled.plan.transfers
-    assert same(looping(w, x), kept(w, x))
+    # the two are fenced in other places, so XLA:CPU rounds elsewhere
+    for a, b in zip(*map(jax.tree.leaves, (looping(w, x), kept(w, x))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     text = str(looping.explain(w, x))
     assert "buffers moved" in text and "stacks moved by slices" in text
 

@@ -111,6 +111,11 @@ class Captured:
         parts = _captured(flat, flat, self.applied, self.inputs, sub_batches)
         return parts._keeping(self.program.kept)
 
+    def with_bodies(self, flat: ClosedJaxpr) -> Captured:
+        """The same step, of whose loops `flat` has other bodies that compute the same."""
+        other = _captured(flat, self.separate, self.applied, self.inputs, self.sub_batches)
+        return dataclasses.replace(other, stacked=self.stacked)._keeping(self.program.kept)
+
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
     ) -> Captured:
@@ -426,12 +431,15 @@ def _step(
     )
 
 
+def capture_body(eqn: compat.JaxprEqn) -> Captured:
+    """An iteration of the scan `eqn`."""
+    body = flatten(eqn.params["jaxpr"])
+    return _captured(body, body, (), Inputs(), None)
+
+
 def _body(eqn: compat.JaxprEqn) -> Program | None:
     """An iteration of `eqn`, if that is a scan."""
-    if eqn.primitive.name != "scan":
-        return None
-    body = flatten(eqn.params["jaxpr"])
-    return _captured(body, body, (), Inputs(), None).program
+    return capture_body(eqn).program if eqn.primitive.name == "scan" else None
 
 
 def _layer_of_loop(body: Program | None) -> str:

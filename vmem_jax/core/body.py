@@ -31,7 +31,9 @@ def body_nbytes(program: Program) -> int:
         places = set(dying)
         new = [w for w in step.writes if own(w) == w]
         for w in new:
-            place = next((own(r) for r, x in same if x == w and own(r) in places), None)
+            # what is read through a barrier is not written over
+            given = (own(r) for r, x in same if x == w and r not in owner)
+            place = next((r for r in given if r in places), None)
             if place is None:
                 live += program.buffers[w].nbytes
             else:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -40,14 +41,17 @@ class Fence:
     buffers: tuple[int, ...]
 
 
-def fences(program: Program, order: Sequence[int], small: int | None = None) -> tuple[Fence, ...]:
+def fences(
+    program: Program, order: Sequence[int], small: int | None = None, body: bool = False
+) -> tuple[Fence, ...]:
     """The fences that hold XLA to `order`.
 
     Args:
+      body: `program` is the body of a loop.
       small: values up to this many bytes are not worth a fence, except as inputs of a recomputation
         (default: a 2,000th of all temporaries, as long as those below it are a fifth at most).
     """
-    return _Fencer(program, order, _small(program) if small is None else small).all()
+    return _Fencer(program, order, _small(program) if small is None else small, body).all()
 
 
 def _small(program: Program) -> int:
@@ -117,6 +121,17 @@ def _uses(program: Program, order: Sequence[int]) -> dict[int, list[tuple[int, b
     return found
 
 
+def _late(program: Program, order: Sequence[int]) -> list[bool]:
+    """For each position whether its step is of the forward pass and stands behind a backward one: a
+    backward loop computes it again just before it is read."""
+    found, backward = [], False
+    for s in order:
+        step = program.steps[s]
+        backward = backward or (step.phase is Phase.BACKWARD and step.is_heavy)
+        found.append(backward and step.phase is Phase.FORWARD and not step.is_boundary)
+    return found
+
+
 def _is_read_from(uses: Sequence[tuple[int, bool]], position: int) -> bool:
     """Whether the version that is there at `position` is read at or after it."""
     i = bisect.bisect_left(uses, (position, False))
@@ -124,13 +139,16 @@ def _is_read_from(uses: Sequence[tuple[int, bool]], position: int) -> bool:
 
 
 class _Fencer:
-    def __init__(self, program: Program, order: Sequence[int], small: int) -> None:
-        self.program, self.order, self.small = program, order, small
+    def __init__(
+        self, program: Program, order: Sequence[int], small: int, body: bool = False
+    ) -> None:
+        self.program, self.order, self.small, self.body = program, order, small, body
         seen: set[int] = set()
         self.again = []  # for each position: whether its step ran before
         for s in order:
             self.again.append(s in seen)
             seen.add(s)
+        self.late = _late(program, order) if body else [False] * len(order)
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = _uses(program, order)
         self.held: frozenset[int] = frozenset()  # positions that wait for the run before
@@ -150,6 +168,7 @@ class _Fencer:
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
             spine = self._spine(start)
+            spine = None if spine is None else self._beside(spine, start, end)
             wanted: dict[int, None] = {}
             fresh: set[int] = set()
             for position in range(start, end):
@@ -157,11 +176,19 @@ class _Fencer:
                 for b in step.reads:
                     if b in fresh or b in wanted or (b == spine and not self.again[position]):
                         continue
+                    until = len(order) if self.body else position + 1
+                    if self._is_written_over(b, position, until):
+                        continue
                     if self._needs_fence(position, b, run, made_in, phase_of, fenced_in, ran_in):
                         wanted[b] = None
                 fresh.update(step.writes)
             # without a spine a fence still keeps a copy and its original apart
             ties = [b for b in loose if b not in wanted and b != spine] if spine is not None else []
+            waiting = loose if self.body and spine is None else []
+            if self.body:
+                ties = [b for b in ties if not self._is_written_over(b, start, len(order))]
+            if self.body and spine is None and wanted:
+                spine = self._spine(start, carried_on=False)
             if run > 0 and (ties or wanted):
                 held = [] if spine is None else [spine]
                 held += [b for b in (*ties, *wanted) if b != spine]
@@ -174,7 +201,8 @@ class _Fencer:
                     made_in[b] = run
                     phase_of[b] = step.phase
                     fenced_in.pop(b, None)
-            loose = self._loose(start, end)
+            waiting = [b for b in waiting if self._outlives(b, end)]
+            loose = [*waiting, *self._loose(start, end)]
         found += self._forward_ties(starts[1] if len(starts) > 1 else len(order))
         return tuple(sorted(found, key=lambda fence: fence.position))
 
@@ -241,10 +269,13 @@ class _Fencer:
             return False
         return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
 
-    def _spine(self, start: int) -> int | None:
+    def _spine(self, start: int, carried_on: bool = True) -> int | None:
         """The value made last before `start` that a heavy step made and that is still read.
 
         Without one close by, it is the largest of any kind there: a cotangent behind its mask.
+
+        Args:
+          carried_on: of the body of a loop, whether only what is `_is_carried_on` will do.
         """
         program = self.program
         fallback = None
@@ -252,6 +283,8 @@ class _Fencer:
             step = program.steps[self.order[position]]
             for b in step.writes:
                 if program.is_resident[b] or not self._is_read_from(b, start):
+                    continue
+                if self.body and carried_on and not self._is_carried_on(b, start):
                     continue
                 if all(program.steps[r].phase is Phase.UPDATE for r in program.readers[b]):
                     continue  # a weight gradient: nothing but its update hangs on it
@@ -284,6 +317,8 @@ class _Fencer:
         recent = renewed >= run - 1
         if position in self.held:
             return True
+        if self.late[position] and not self.again[position]:
+            return not recent and self._holds(position, b, made_in)
         if self.again[position]:
             # every input of a recomputation, whatever its size, and newer than at the last time
             # that the step ran: otherwise the two are merged and the old result lives on
@@ -293,7 +328,71 @@ class _Fencer:
         fenced = fenced_in.get(b, -10) >= run - 1
         if program.buffers[b].nbytes <= self.small or fenced or made_in[b] < 0:
             return False
+        if self.body and step.is_heavy:
+            return False  # a product is not made twice, and its operand may be laid out for it
         return step.phase is Phase.BACKWARD and phase_of[b] is Phase.FORWARD
+
+    def _is_written_over(self, b: int, start: int, end: int) -> bool:
+        """Whether the last reader of `b`, which a library made, stands from `start` to `end` and may
+        write its result there. Through a barrier XLA reads it and writes elsewhere."""
+        program, by = self.program, self.program.producer[b]
+        if program.is_resident[b] or by < 0 or by in self.recomputed:
+            return False
+        last = next((p for p, write in reversed(self.uses[b]) if not write), -1)
+        if not start <= last < end or self.again[last]:
+            return False
+        step = program.steps[self.order[last]]
+        made = lambda b: max((p for p, write in self.uses[b] if write and p < last), default=-1)
+        for w in {w for r, w in step.in_place if r == b}:
+            # the newest of what it may take is the least likely to be behind a barrier
+            dying = [r for r, x in step.in_place if x == w and not self._is_read_from(r, last + 1)]
+            if made(b) == max(map(made, dying)):
+                return program.steps[by].is_heavy
+        return False
+
+    def _is_carried_on(self, b: int, start: int) -> bool:
+        """Whether `b` is a spine in the body of a loop: it leads to two products of the backward pass
+        or more from `start` on, as no weight gradient does, and nothing is written over it."""
+        if self._is_written_over(b, start, len(self.order)):
+            return False
+        readers = (self.order[p] for p, write in self.uses[b] if not write and p >= start)
+        return max(map(self._products.__getitem__, readers), default=0) > 1
+
+    @functools.cached_property
+    def _products(self) -> dict[int, int]:
+        """For every step the most products of the backward pass on one way from it to the end."""
+        program, found = self.program, dict[int, int]()
+        for s in reversed(self.order):
+            step = program.steps[s]
+            behind = (found.get(r, 0) for b in step.writes for r in program.readers[b])
+            product = step.is_heavy and step.phase is Phase.BACKWARD
+            found[s] = max(max(behind, default=0) + product, found.get(s, 0))
+        return found
+
+    def _beside(self, spine: int, start: int, end: int) -> int:
+        """What the last reader of `spine` reads beside it and was made of it, if that reader writes
+        over it in the run from `start` to `end`; else `spine`."""
+        if not self._is_written_over(spine, start, end):
+            return spine
+        last = next(p for p, write in reversed(self.uses[spine]) if not write)
+        made = lambda b: max((p for p, write in self.uses[b] if write and p < start), default=-1)
+        reads = self.program.steps[self.order[last]].reads
+        behind = [b for b in reads if b != spine and made(b) > made(spine)]
+        return max(behind, key=made, default=spine)
+
+    def _holds(self, position: int, b: int, made_in: Mapping[int, int]) -> bool:
+        """Whether a fence on `b` holds the step at `position`, a forward one in the backward pass.
+
+        What was made before does, and what a library reads. Of what a fusion reads, all of which may
+        be there from the start, the smallest does: a fence on an argument writes it to memory.
+        """
+        step, buffers = self.program.steps[self.order[position]], self.program.buffers
+        if made_in[b] >= 0 or step.is_heavy:
+            return True
+        written = sum(buffers[w].nbytes for w in step.writes)
+        smallest = min(step.reads, key=lambda r: buffers[r].nbytes)
+        there = all(made_in.get(r, 0) < 0 for r in step.reads)
+        return there and b == smallest and buffers[b].nbytes <= written
 
     def _loose(self, start: int, end: int) -> list[int]:
         """What the run makes for later than itself where large values are read last.

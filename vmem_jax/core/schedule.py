@@ -67,6 +67,7 @@ def schedule(
     looped: Sequence[int] = (),
     fenced: bool = True,
     own: bool = True,
+    body: bool = False,
 ) -> tuple[Event, ...]:
     """The events of `order` with `transfers`.
 
@@ -75,8 +76,9 @@ def schedule(
       fenced: whether barriers hold XLA to the order.
       own: whether what is not hosted moves by our own calls, which are fenced in front of a start and
         behind every point. XLA's own copies are fenced in front of the other points alone.
+      body: whether `program` is the body of a loop.
     """
-    return tuple(_Scheduler(program, order, transfers, looped, fenced, own).events())
+    return tuple(_Scheduler(program, order, transfers, looped, fenced, own, body).events())
 
 
 class _Scheduler:
@@ -88,13 +90,14 @@ class _Scheduler:
         looped: Sequence[int],
         fenced: bool,
         own: bool,
+        body: bool,
     ) -> None:
         self.program, self.order, self.transfers, self.fenced = program, order, transfers, fenced
         self.own = {i for i, t in enumerate(transfers) if own and t.buffer not in program.hosted}
         self.points = points_at(program, transfers)
         away = {p: {*looped, *self._away(p)} for p in sorted(self.points)}
         self.spines = spines(program, order, away)
-        found = fences(program, order) if fenced else ()
+        found = fences(program, order, body=body) if fenced else ()
         self.fences: dict[int, tuple[int, ...]] = {}
         for fence in found:  # a buffer on its way is fenced by its own calls
             gone = self._away(fence.position)

@@ -30,6 +30,7 @@ def rewrite(
     plan: Plan,
     transport: AbstractTransport | None = None,
     store: int = 0,
+    body: bool = False,
 ) -> ClosedJaxpr:
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
 
@@ -37,13 +38,14 @@ def rewrite(
       transport: what makes the plan's transfers, with the layout of `layout_of`; none for those
         of hosted inputs and outputs, which are arguments and results in host memory.
       store: the id of the one that what is compressed overflows into.
+      body: `captured` is the body of a loop.
 
     A step that stands in the order again becomes a clone of its equations on new variables; each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
     Of a step in sub-batches that one which it is of becomes the body of a loop.
     """
     parts = captured.sub_batches
-    rewritten = _in_order(captured, plan, transport, store)
+    rewritten = _in_order(captured, plan, transport, store, body)
     if parts is None:
         return rewritten
     last = None
@@ -56,18 +58,27 @@ def rewrite(
 
 
 def _in_order(
-    captured: Captured, plan: Plan, transport: AbstractTransport | None, store: int = 0
+    captured: Captured,
+    plan: Plan,
+    transport: AbstractTransport | None,
+    store: int = 0,
+    body: bool = False,
 ) -> ClosedJaxpr:
     """`captured.flat` in the order of `plan`, with its fences and transfers."""
     untouched = not plan.fenced and plan.order == tuple(range(len(captured.program.steps)))
     if untouched and not captured.program.compressed:
         return captured.flat
-    return _Rewriter(captured, plan, transport, store).run()
+    return _Rewriter(captured, plan, transport, store, body).run()
 
 
 class _Rewriter:
     def __init__(
-        self, captured: Captured, plan: Plan, transport: AbstractTransport | None, store: int
+        self,
+        captured: Captured,
+        plan: Plan,
+        transport: AbstractTransport | None,
+        store: int,
+        body: bool,
     ) -> None:
         self.program = captured.program
         self.store = store
@@ -94,6 +105,7 @@ class _Rewriter:
             looped=plan.looped,
             fenced=plan.fenced,
             own=transport is not None and transport.fenced_behind,
+            body=body,
         )
         if plan.moves or self.program.hosted:
             calls = self.calls

@@ -20,6 +20,7 @@ from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.residuals import Kept, choose, front
+from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.tracing.traced import TracedStep
 
@@ -114,6 +115,7 @@ class _Variants:
         ]
         ids = tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
         captured = self.traced.captured.rewritten(with_residuals(self.flat, chosen), ids)
+        captured = with_ordered_bodies(captured)
         program = captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"

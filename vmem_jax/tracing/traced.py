@@ -10,6 +10,7 @@ import jax
 from vmem_jax.capture import Captured
 from vmem_jax.capture.batch import Batch
 from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.tracing.batch_arguments import BatchArguments
 
 
@@ -38,7 +39,10 @@ class TracedStep:
 
     def in_sub_batches(self, batch: Batch, count: int) -> TracedStep:
         """The same, which must run its batch as a whole, in at most `count` sub-batches."""
-        return dataclasses.replace(self, captured=self.captured.in_sub_batches(batch, count))
+        captured = self.captured.in_sub_batches(batch, count)
+        if captured.program.kept is not None:
+            captured = with_ordered_bodies(captured)
+        return dataclasses.replace(self, captured=captured)
 
     def moved_by(self, transport: str) -> TracedStep:
         """The same, with everything movable that `transport` can move."""

@@ -1,0 +1,40 @@
+"""bodies: the loops of a step with the equations of each body in an order that holds few bytes.
+
+A backward body that computes values again is a small training step of its own: part of the forward
+pass, then a backward pass. XLA orders it as it likes, which for the layer of a decoder kept four
+values of the feed-forward part alive during the backward pass of the attention. So a body is ordered
+and fenced as a whole step is (`policy.order`, `core.fences`): what is computed again runs just before
+its first use, and a weight gradient as soon as its cotangent exists. It costs no recomputation.
+"""
+
+from __future__ import annotations
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.capture import Captured, capture_body
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import Phase
+from vmem_jax.jax_compat import JaxprEqn
+from vmem_jax.policy.exact import Exact
+from vmem_jax.rewrite.rewrite import rewrite
+
+
+def with_ordered_bodies(captured: Captured) -> Captured:
+    """`captured` with the bodies of its backward loops ordered and fenced."""
+    opened = compat.open_jaxpr(captured.flat)
+    eqns = [_ordered(eqn) if eqn.primitive.name == "scan" else eqn for eqn in opened.eqns]
+    if all(new is old for new, old in zip(eqns, opened.eqns, strict=True)):
+        return captured
+    parts = opened.constvars, compat.constants(captured.flat), opened.invars, opened.outvars, eqns
+    return captured.with_bodies(compat.close(*parts, like=captured.flat))
+
+
+def _ordered(eqn: JaxprEqn) -> JaxprEqn:
+    captured = capture_body(eqn)
+    program = captured.program
+    if not any(step.phase is Phase.BACKWARD for step in program.steps):
+        return eqn
+    plan = Exact().plan(program, Costs("", (0.0,) * len(program.steps)), None)
+    assert isinstance(plan, Plan), "without a budget there is always a plan"
+    body = rewrite(captured, plan, body=True)
+    return eqn.replace(params={**eqn.params, "jaxpr": body})
