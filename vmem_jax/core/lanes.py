@@ -17,7 +17,7 @@ class Copy:
 
 
 class Lanes:
-    """Both lanes in time. Where both are busy they share what the link moves in total.
+    """Both lanes over time. While both are busy they share the link's total bandwidth.
 
     `out` is device to host, `into` is host to device. Copies of a lane run in the order in which
     they were submitted, and never before that.
@@ -42,14 +42,14 @@ class Lanes:
         self._waiting[lane].append([key, float(nbytes)])
 
     def wait(self, lane: str, key: int, at: float) -> float:
-        """The seconds at which the compute lane, waiting from `at` on, goes on."""
+        """The time at which the compute lane, waiting from `at` on, continues."""
         self._advance(at)
         while (lane, key) not in self.copies:
             self._advance(self._next_end())
         return max(at, self.copies[lane, key].end)
 
     def is_busy(self, at: float) -> bool:
-        """Whether something is copied at `at` seconds, which is not before any earlier call's."""
+        """Whether a copy runs at `at` seconds; calls must be in chronological order."""
         if at >= self._busy_until:
             self._advance(at)
             self._busy_until = self._next_end() if any(self._waiting.values()) else at
@@ -67,7 +67,7 @@ class Lanes:
         return alone
 
     def _ends(self) -> dict[str, float]:
-        """When the copy in front of each busy lane ends, if nothing else ends before."""
+        """The time at which the first copy of each busy lane ends, if no other ends before."""
         return {
             lane: self._now + queue[0][1] / self._rate(lane)
             for lane, queue in self._waiting.items()

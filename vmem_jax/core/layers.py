@@ -1,14 +1,14 @@
-"""layers: what a Program consists of in the words of the papers, read off its steps (no JAX here).
+"""layers: groups the steps of a Program into the layers of the papers' networks.
 
-A training step has no layers left in it, only kernels. Here the kernels of the forward pass are put
-together again: one main kernel each (a convolution, a matrix product, an elementwise chain), with the
-statistics, random bits and cast weights that it reads, and with what is made beside it for the
-backward pass alone (a mask). Kernels of the backward pass belong to the layer whose gradients they
-compute. This follows from what they read, so it works for any library, and for networks with forks
-and joins; the user's names are only used where one layer alone has them.
+A traced training step has no layers, only kernels. A layer of the forward pass is one main kernel (a
+convolution, a matrix product, an elementwise chain) with the statistics, random bits and cast weights
+that it reads, and with the values made beside it for the backward pass alone (a mask). A kernel of
+the backward pass belongs to the layer whose gradient it computes. Both follow from what steps read,
+so this works for any library and for networks with forks and joins. The user's names are used only
+where they belong to a single layer.
 
-An activation that is computed inside the kernel before it (convolution, bias and ReLU are one) is no
-layer of its own.
+An activation that is computed inside the kernel before it (convolution, bias and ReLU are one) is not
+a layer of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vmem_jax.core.program import Kind, Phase, Program, Step
 
 
 class LayerKind(enum.StrEnum):
-    """What a layer does. OTHER: joins, loops, lookups, whatever is none of the rest."""
+    """The kind of a layer. OTHER: joins, loops, lookups and everything else."""
 
     CONVOLUTION = "convolution"
     FULLY_CONNECTED = "fully connected"

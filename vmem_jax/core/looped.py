@@ -1,9 +1,9 @@
-"""looped: stacks that leave slice by slice in the loop that makes them, and come back in the loop
-that reads them.
+"""looped: stacks that leave the device slice by slice in the loop that makes them, and return in the
+loop that reads them.
 
-Such a stack never exists on the device: of a looped one only the slices in flight do. So a Program
-with some of its stacks looped is again a Program, in which these buffers are smaller, and whose
-loops take at least as long as the link needs; policies, `simulate` and `validate` see nothing else.
+Only the slices in flight of such a stack are on the device. So a Program with looped stacks is again
+a Program, with smaller buffers and with loops that take at least as long as the link needs. Policies,
+`simulate` and `validate` see nothing else.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def stacks(program: Program) -> tuple[int, ...]:
 
 
 def slices_nbytes(buffer: Buffer) -> int:
-    """What goes over the link in each direction for a looped stack."""
+    """Bytes over the link, in each direction, for a looped stack."""
     return buffer.nbytes // buffer.slices * (buffer.slices + EXTRA)
 
 
 def with_looped(program: Program, looped: Collection[int]) -> Program:
-    """`program` as it is with the stacks of `looped` moved slice by slice."""
+    """`program` with the stacks of `looped` moved slice by slice."""
     if not looped:
         return program
     buffers = list(program.buffers)
@@ -55,7 +55,7 @@ def with_looped(program: Program, looped: Collection[int]) -> Program:
 
 
 def costs_with_looped(program: Program, looped: Collection[int], costs: Costs) -> Costs:
-    """`costs` of that: a loop takes at least as long as its slices take on the link."""
+    """The costs of `with_looped`: a loop takes at least as long as its slices take on the link."""
     if not looped:
         return costs
     if costs.link is None:

@@ -1,26 +1,26 @@
-"""auto: the fewest seconds whose peak is within the budget at every step.
+"""auto: the fastest plan whose peak is within the budget at every step.
 
-Greedy on the exact simulation: while the peak is over the budget, drop, among the values that lie
-idle across it, those that cost the fewest seconds a byte to make again, given what is dropped
-already. Dropped neighbours come back together, so a stretch of them may hold no more than a share of
-the free memory; several shares are tried. What is still over the budget is left to the executor's
-limit (policy `recompute`). The usual checkpoint policies (`standard`) are starts as well, so no plan
-is slower than the best of them whose peak is within the budget. At the end each dropped value is
-offered back, dearest first. Where few values can be dropped at all, every choice is tried instead.
+A greedy search on the exact simulation: while the peak is over the budget, it drops the values that
+lie idle across the peak and take the fewest seconds per byte to recompute, given what is dropped
+already. Dropped neighbours come back together, so they may hold no more than a share of the free
+memory; several shares are tried. What is still over the budget is left to the executor's limit
+(policy `recompute`). The usual checkpoint policies (`standard`) are starts as well, so no plan is
+slower than the best of them whose peak is within the budget. At the end each dropped value is offered
+back, the most expensive first. If few values can be dropped, every choice is tried instead.
 
-Where values can be moved, the same search runs again after moving what hides under compute
+If values can be moved, the same search runs again after moving what is hidden by compute
 (`offload_choice`), and once after moving everything, for budgets that nothing else meets. A
-mixed-integer program gives further plans to choose from, and a lower bound (`bound`): the search ends
-where the bound is reached, and skips plans that move where none can be enough faster.
+mixed-integer program gives further plans and a lower bound (`bound`): the search ends when the bound
+is reached, and skips plans that move if none can be enough faster.
 
-All of that is repeated with more and more stacks looped (`core.looped`), those that hide in their
-loops first, and `simulate` picks the best. Where no plan is within the budget, `lowest` finds the
-minimum peak, since a search for a budget out of reach does not end near it. Where no plan fits once
-it is compiled, or the bound leaves room, the search asks the systems of the papers (`instead`).
+All of this is repeated with more and more stacks looped (`core.looped`), those first whose copies are
+hidden by their loops; `simulate` decides. If no plan is within the budget, `lowest` finds the minimum
+peak. If no plan fits when compiled, or the bound leaves room, the search asks the systems of the
+papers (`instead`).
 
-Each try simulates the whole step, so its time grows with the depth. For programs longer than `most`
-steps the search does less: it leaves out the tries after a start that is near its bound, and offers
-fewer values back, since one of many gains little.
+Each try simulates the whole step, so its time grows with the depth. For programs of more than `most`
+steps the search skips the tries after a start that is near its bound, and offers fewer values back,
+since one of many gains little.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from vmem_jax.policy.vdnn import VDNN
 from vmem_jax.policy.vdnnpp import VDNNpp
 
 _LOOPINGS = 8
-"""Choices of stacks to loop that are tried, where there are so many."""
+"""The most choices of stacks to loop that are tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Auto(AbstractPolicy):
     Attributes:
       allow: techniques: "order" (exact residuals, always), "recompute", "offload" (to host memory),
         "sub_batches".
-      shares: the largest stretches of neighbours to drop, as shares of the memory that is free.
+      shares: how much dropped neighbours may hold together, as shares of the free memory.
       offers: how often dropped values are offered back.
-      exhaustive: up to so many values that can be dropped, every choice is tried.
-      parts: of what hides under compute, how much to move.
+      exhaustive: if at most so many values can be dropped, every choice is tried.
+      parts: how much to move, as shares of what is hidden by compute.
       least_move: values below this share of all temporaries are neither moved nor looped.
-      close: within this factor of the bound of what moves nothing, no better such plan is searched.
-      gain: a plan that moves is to be faster than one that does not by this share of the time, where
-        both fit: what is predicted is off by as much (docs/benchmarks.md).
-      most: steps of a program up to which all of this is tried.
+      close: a plan within this factor of the bound without transfers ends the search for such plans.
+      gain: a plan that moves must be faster by this share than one that does not, if both fit:
+        predictions are off by as much (docs/benchmarks.md).
+      most: programs of more steps are searched in part.
     """
 
     name: ClassVar[str] = "auto"
@@ -91,8 +91,8 @@ class Auto(AbstractPolicy):
 
     @property
     def instead(self) -> tuple[AbstractPolicy, ...]:
-        """Systems that move nearly everything: of many layers alike what is left is less than what
-        recomputation needs, at several times the seconds."""
+        """Systems that move nearly everything. For many equal layers they reach lower peaks than
+        recomputation, and take several times as long."""
         both = {"recompute", "offload"} <= {*self.allow}
         return (SuperNeurons(), MoDNN(), VDNN(), VDNNpp()) if both else ()
 
@@ -131,11 +131,11 @@ class Auto(AbstractPolicy):
         )
 
     def _offers(self, program: Program) -> int:
-        """How often values are offered back: as many runs of steps as `offers` for `most` steps."""
+        """How often values are offered back: `offers`, and less often beyond `most` steps."""
         return self.offers * self.most // max(len(program.steps), self.most)
 
     def _timeline(self, program: Program, costs: Costs, budget: int | None) -> Timeline:
-        """The best timeline, for what is looped already."""
+        """The best timeline for a choice of looped stacks."""
         canonical = canonical_order(program)
         base = lower_order(program, costs, canonical)
         best = simulate(program, base, costs)
@@ -191,7 +191,7 @@ class Auto(AbstractPolicy):
         return best
 
     def _lowest(self, program: Program, costs: Costs) -> Iterator[Timeline]:
-        """The lowest peaks that recomputation alone reaches, and with all moved that may be."""
+        """The lowest peaks, by recomputation alone and with everything moved that may be."""
         recomputation = Recomputation(
             program, lower_order(program, costs, canonical_order(program))
         )
@@ -207,12 +207,12 @@ class Auto(AbstractPolicy):
     def _may_gain(
         self, recomputation: Recomputation, costs: Costs, budget: int, still: Timeline
     ) -> bool:
-        """Whether a plan that moves may be enough faster than `still`."""
+        """Whether a plan that moves may be faster than `still` by `gain`."""
         bound = quick_bound(recomputation.program, costs, recomputation.base, budget)
         return bound < (1 - self.gain) * still.seconds
 
     def _is_worth_moving(self, moving: Timeline, still: Timeline, budget: int) -> bool:
-        """Whether `moving` is better than `still`, and by more than what is predicted is off."""
+        """Whether `moving` is better than `still` by more than predictions are off."""
         if still.peak > budget:
             return rank(moving, budget) < rank(still, budget)
         return moving.peak <= budget and moving.seconds < (1 - self.gain) * still.seconds
@@ -225,7 +225,7 @@ class Auto(AbstractPolicy):
         parks: Sequence[Drop],
         share: float,
     ) -> Timeline:
-        """The greedy search behind `parks`, with its transfers scheduled."""
+        """The greedy search after moving `parks`, with their transfers scheduled."""
         search = _Search(recomputation, costs, budget, share, parks)
         if "recompute" in self.allow:
             search.run()
@@ -247,7 +247,7 @@ def _moved(
     parks: Sequence[Drop],
     drops: Collection[Drop] = (),
 ) -> Timeline:
-    """`parks` moved and `drops` made again, without the moves that `budget` does not ask for."""
+    """`parks` moved and `drops` recomputed, without the moves that `budget` does not require."""
     program = recomputation.program
     run = Execution(
         program, costs, recomputation.base, drops, recomputation=recomputation, parks=parks
@@ -257,7 +257,7 @@ def _moved(
 
 
 def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, ...]]:
-    """The choices of stacks to loop: more and more of them, those that hide in their loops first."""
+    """The choices of stacks to loop: more and more of them, those hidden by their loops first."""
     nbytes = [
         0 if held else b.nbytes
         for held, b in zip(program.is_resident, program.buffers, strict=True)
@@ -298,7 +298,7 @@ def _under_limit(
 
 
 def _better(a: Timeline, b: Timeline, budget: int) -> Timeline:
-    """The faster of two that fit, else the lower."""
+    """The faster of two timelines that fit, else the one with the lower peak."""
     return min(a, b, key=lambda t: rank(t, budget))
 
 
@@ -327,7 +327,7 @@ class _Search:
             self._execute()
 
     def run(self) -> Timeline:
-        """Drops until the peak is within the budget, or nothing that lies across it is left."""
+        """Drops values until the peak is within the budget, or none lies idle across it."""
         while self.timeline.peak > self.budget:
             excess = self.timeline.peak - self.budget
             chosen = self._choose(excess)
@@ -338,7 +338,7 @@ class _Search:
         return self.timeline
 
     def offer_back(self, times: int) -> Timeline:
-        """Keeps what may be kept after all, dearest seconds first."""
+        """Keeps dropped values that fit after all, the most expensive first."""
         for drop in sorted(self.drops, key=lambda d: (-self._seconds(d), d))[:times]:
             before = self.timeline
             self.drops.discard(drop)
@@ -381,7 +381,7 @@ class _Search:
         return chosen
 
     def _idle_at_peak(self) -> list[Drop]:
-        """The base intervals across the peak whose buffer is live there and may be made again."""
+        """The base intervals across the peak whose buffer is live there and may be recomputed."""
         order, at = self.timeline.order, self.timeline.peak_at
         if at < 0:
             return []
@@ -403,7 +403,7 @@ class _Search:
         return found
 
     def _seconds(self, drop: Drop) -> float:
-        """Seconds that dropping adds: its producer, and what else is gone for good by then."""
+        """The seconds of a drop: its producer, and the producers of inputs that are dead by then."""
         program = self.program
         b, n = drop
         need = self.uses[b][n + 1]
@@ -422,6 +422,6 @@ class _Search:
         return total
 
     def _crosses(self, uses: Sequence[int]) -> bool:
-        """Whether what has these uses is read in another phase than it is made in: a residual."""
+        """Whether a buffer with these uses is a residual: read in another phase than its own."""
         first, last = (self.program.steps[self.base[p]].phase for p in (uses[0], uses[-1]))
         return first is not last

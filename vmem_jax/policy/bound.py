@@ -1,14 +1,12 @@
-"""bound: seconds and bytes below which no plan of one order goes, and where a search may start.
+"""bound: lower bounds of seconds and peak for the plans of one order, and starts for a search.
 
-The bound holds for every plan whose first runs stand in a given order, the base, with any pure steps
-run again in between and any transfers: `auto` looks for its plans there. Plans in another order are
-not bounded. It comes from the program of `stages`, whose constraints hold in each of them. More rows
-bound higher but are harder to solve, so several numbers of them are tried and the highest bound is
-taken. Where HiGHS is stopped, its dual bound is a bound all the same.
+The bound holds for every plan whose first runs are in a given order, the base, with any repetitions
+of pure steps in between and any transfers. `auto` looks for such plans. It comes from the program of
+`milp`. More rows give a higher bound but are harder to solve, so several numbers of rows are tried
+and the highest bound is taken. If HiGHS is stopped, its dual bound is still a bound.
 
-Between the rows memory is not looked at, so what is recomputed takes memory only where it is still
-there at a row: for budgets that leave no room for a stretch of recomputed neighbours the bound is
-far below what can be reached.
+Memory between the rows is not constrained. So the bound is far too low for budgets that leave no room
+for recomputed neighbours.
 """
 
 from __future__ import annotations
@@ -25,31 +23,32 @@ from vmem_jax.policy.milp import Stages
 from vmem_jax.policy.recomputation import Drop, Recomputation
 
 ROWS = (1, 2, 4)
-"""So many rows are tried. Of VGG-116 eight bound lower than four in the same time."""
+"""The numbers of rows to try. For VGG-116 eight rows give a lower bound than four in the same
+time."""
 
 _STARTS = 2
-"""Of the numbers of rows the first two give a start: four take seconds even without branching."""
+"""The first so many numbers of rows give a start: four rows take seconds even without branching."""
 
 _PARKING_TARGET = 0.96
-"""Share of the budget that a start with transfers is planned for."""
+"""Share of the budget that a start with transfers may use."""
 
 _PARKING_PRICE = 0.01
-"""Share of the step's seconds that a start is charged for parking a budget's worth of bytes, so
-that of two choices of equal time it takes the one that moves less."""
+"""Price of parking a budget's worth of bytes, as a share of the step's seconds. Of two starts of
+equal time it selects the one that moves less."""
 
 _APART = 1 / 32
-"""Rows are at least this share of the step's seconds apart: what is near says much the same."""
+"""Rows are at least this share of the step's seconds apart, since neighbours constrain alike."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What no plan of one base order goes below.
+    """Lower bounds for the plans of one base order.
 
     Attributes:
-      seconds: of one step within the budget; infinite where no plan is within it.
-      peak: bytes; what the arguments, the outputs and the largest single step take.
-      exact: whether the program that gave `seconds` was solved to the end, in integers. If not,
-        more time could raise it; it holds all the same.
+      seconds: of one step within the budget; infinite if no plan is within it.
+      peak: bytes of the arguments, the outputs and the largest single step.
+      exact: whether the program that gave `seconds` was solved to the integer optimum. If not, more
+        time could raise the bound.
     """
 
     seconds: float
@@ -57,7 +56,7 @@ class Bound:
     exact: bool
 
     def gap(self, seconds: float) -> float:
-        """By how much `seconds` are over the bound, as a share of it."""
+        """The excess of `seconds` over the bound, as a share of the bound."""
         return seconds / self.seconds - 1 if self.seconds else 0.0
 
 
@@ -68,7 +67,7 @@ def lower_bound(
     budget: int | None,
     limit: float = 1.0,
 ) -> Bound:
-    """The bound of all plans of `program` within `budget` bytes whose first runs stand as in `base`.
+    """The bound of all plans of `program` within `budget` bytes whose first runs are those of `base`.
 
     Args:
       base: every step once, in a valid order.
@@ -102,13 +101,12 @@ def quick_bound(program: Program, costs: Costs, base: Sequence[int], budget: int
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a search may start: the choices of the program of some rows.
+    """A start for a search: the solution of the program of some rows.
 
     Attributes:
-      lower_bound_seconds: seconds that no plan of these rows goes below; a bound of all plans where
-        nothing can be moved.
-      drops: idle intervals of the base to recompute across.
-      parks: idle intervals of the base to spend in host memory.
+      lower_bound_seconds: the optimum of these rows; a bound of all plans if nothing can be moved.
+      drops: idle intervals of the base over which a buffer is dropped.
+      parks: idle intervals of the base over which a buffer is in host memory.
     """
 
     lower_bound_seconds: float
@@ -117,7 +115,7 @@ class Start:
 
 
 def starts(recomputation: Recomputation, costs: Costs, budget: int) -> Iterator[Start]:
-    """What the programs of the fewest rows choose to drop and to park."""
+    """The solutions of the programs with the fewest rows."""
     program, base = recomputation.program, recomputation.base
     needs = [step_nbytes(program, program.steps[s]) for s in base]
     # the buffers of copies in flight take memory too, which the rows do not see
@@ -142,7 +140,7 @@ def starts(recomputation: Recomputation, costs: Costs, budget: int) -> Iterator[
 
 
 def _choices(timeline: Timeline, needs: Sequence[int]) -> list[list[int]]:
-    """Rows to try: the peak, then where steps that need much stand while much lies idle."""
+    """Rows to try: the peak, then steps of large need while much lies idle."""
     if not timeline.order:
         return []
     live = timeline.live_nbytes

@@ -1,14 +1,15 @@
-"""convolving: chooses each convolution's configuration, whatever policy plans the rest.
+"""convolving: chooses the configuration of each convolution, for any policy that plans the rest.
 
-A workspace is there only while its step runs, so what it may be follows from what else is live then:
-SuperNeurons (Wang et al., PPoPP 2018, section 3.5) gives each convolution the fastest algorithm that
-fits the memory which is free at its step, moDNN (Chen et al., DATE 2018, eq. 5) likewise. What is
-free follows from what is recomputed and moved. So the policy plans the rest several times, with
-every convolution held to a cap, from the smallest workspace to the fastest whatever it takes; then
-each gets the fastest that fits where it stands; and the fewest seconds of all win. The first of
-these plans leaves the rest the most memory. Its seconds with every convolution at its fastest are
-taken for a lower bound, so a plan that comes close to them ends the search. Where XLA's own
-convolutions fit, they are kept unless all of that gains more than what is predicted is off.
+A workspace is live only while its step runs, so its limit is what is free at that step. SuperNeurons
+(Wang et al., PPoPP 2018, section 3.5) and moDNN (Chen et al., DATE 2018, eq. 5) give each convolution
+the fastest algorithm that fits there. What is free depends on what is recomputed and moved. So the
+policy plans the rest several times, each time with all workspaces limited by another cap, from the
+smallest possible to none; then each convolution gets the fastest configuration that fits at its step,
+and the fastest plan wins.
+
+The plan with the smallest workspaces leaves the rest the most memory. Its seconds, with every
+convolution at its fastest, serve as a lower bound; a plan close to it ends the search. XLA's own
+convolutions are kept, if they fit, unless the gain is more than predictions are off.
 """
 
 from __future__ import annotations
@@ -31,16 +32,14 @@ Configurations = Mapping[int, Sequence[Configuration]]
 
 @dataclasses.dataclass(frozen=True)
 class Convolving(AbstractPolicy):
-    """`inner`, and what does each convolution: of `Costs.convolutions`, if there are any.
+    """`inner` with a configuration of `Costs.convolutions` for each convolution.
 
     Attributes:
-      inner: plans the rest.
-      caps: workspaces to try, as shares of what the budget leaves beside arguments and outputs,
-        between the smallest possible and any.
-      close: within this factor of the first plan with the fastest convolutions, nothing else is
-        tried.
-      gain: a plan in which not all convolutions are XLA's own is to be faster than one with these by
-        this share of the time, where both fit.
+      inner: the policy that plans the rest.
+      caps: limits of workspace to try between the smallest possible and none, as shares of the budget
+        without arguments and outputs.
+      close: a plan within this factor of the first one with the fastest convolutions ends the search.
+      gain: a plan must be faster by this share than one with XLA's own convolutions, if both fit.
     """
 
     name: ClassVar[str] = "convolving"
@@ -56,13 +55,13 @@ class Convolving(AbstractPolicy):
         return self.inner.spared(program)
 
     def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
-        """As if every convolution had its fastest time and its smallest workspace."""
+        """The bound of `inner` if every convolution had its fastest time and smallest workspace."""
         program = with_convolutions(program, smallest_workspaces(costs.convolutions).items())
         costs = costs_with_convolutions(fastest(costs.convolutions).items(), costs)
         return self.inner.lower_bound_seconds(program, costs, budget)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
-        """The plan of `inner` with what does its convolutions; its name is `inner`'s."""
+        """The plan of `inner` with configurations of its convolutions, under the name of `inner`."""
         configurations = costs.convolutions
         if not configurations:
             return self.inner.plan(program, costs, budget)
@@ -101,7 +100,7 @@ class Convolving(AbstractPolicy):
     def _held(
         self, program: Program, configurations: Configurations, budget: int | None
     ) -> list[dict[int, Configuration]]:
-        """The choices to begin with, each once: from the smallest workspaces to the fastest."""
+        """The first choices, each once: from the smallest workspaces to the fastest."""
         if budget is None:
             return [fastest(configurations)]
         lowest = smallest_workspaces(configurations)
@@ -122,7 +121,7 @@ def _lowest(
     costs: Costs,
     failures: Sequence[tuple[Infeasible, dict[int, Configuration]]],
 ) -> Infeasible:
-    """The failure with the lowest peak; its plan has the fastest convolutions that keep that peak."""
+    """The failure with the lowest peak, with the fastest convolutions that keep that peak."""
     lowest, chosen = min(failures, key=lambda failure: failure[0].minimum_peak)
     if lowest.plan is None:
         return lowest
@@ -138,7 +137,7 @@ def _raised(
     chosen: dict[int, Configuration],
     limit: int | None,
 ) -> dict[int, Configuration]:
-    """`chosen`, with the fastest that fits into what `limit` leaves wherever its step runs."""
+    """`chosen`, with the fastest configuration that fits within `limit` wherever its step runs."""
     if limit is None:
         return chosen
     timeline = simulate_plan(program, _choosing(plan, chosen), costs)
@@ -161,10 +160,10 @@ def fastest_fitting(
     chosen: Mapping[int, Configuration],
     budget: int,
 ) -> dict[int, Configuration]:
-    """For each convolution the fastest that fits into what `budget` leaves wherever its step runs.
+    """For each convolution, the fastest configuration that fits in `budget` wherever its step runs.
 
     Args:
-      timeline: of a plan in which `chosen` does the convolutions; gives what else is live.
+      timeline: the timeline of a plan with `chosen`, which tells what else is live.
     """
     room: dict[int, int] = {}
     for s, live in zip(timeline.order, timeline.live_nbytes, strict=True):
@@ -182,7 +181,7 @@ def fastest_fitting(
 
 
 def _with(program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configuration]) -> Plan:
-    """`plan` with `chosen`, and what is predicted for it."""
+    """`plan` with `chosen`, and its predictions."""
     plan = _choosing(plan, chosen)
     timeline = simulate_plan(program, plan, costs)
     return dataclasses.replace(
@@ -191,7 +190,7 @@ def _with(program: Program, costs: Costs, plan: Plan, chosen: dict[int, Configur
 
 
 def _choosing(plan: Plan, chosen: dict[int, Configuration]) -> Plan:
-    """`plan` with `chosen`; what is predicted for it is not known yet."""
+    """`plan` with `chosen`, and its old predictions."""
     divides = any(not c.is_xlas for c in chosen.values())
     return dataclasses.replace(
         plan, convolutions=tuple(sorted(chosen.items())), fenced=plan.fenced or divides

@@ -1,10 +1,10 @@
-"""eviction: which live value the executor drops next where its limit is reached.
+"""eviction: which live value the executor drops next at its limit.
 
-That is the one with the lowest cost / (bytes × time until its next use), of hundreds of which each
-step changes a few. So the scores wait in a heap and are computed again when they come up: a score
-that nothing changes only rises, since the next use comes nearer, and what is in the heap is a lower
-bound of it. The executor reports what makes a score fall: a value that comes, a use that passes, an
-input of a producer that is there again.
+It drops the value with the lowest cost / (bytes × time until its next use). There are hundreds of
+values, of which each step changes a few. So the scores are in a heap and are computed again when they
+reach the top: an unchanged score only rises as the next use comes nearer, so the heap holds lower
+bounds. The executor reports every event that lowers a score: a value that appears, a use that passes,
+an input of a producer that becomes live again.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from vmem_jax.core.program import Program
 from vmem_jax.policy.recomputation import Recomputation
 
 _FARTHEST = 32
-"""Steps that are looked at for what making a value again costs."""
+"""The most steps that are considered for the cost of recomputing a value."""
 
 
 class Evictions:
     """The live values of one run of the executor, the next to drop first.
 
     Args:
-      live: the values that may be dropped, each with a number that rises as they come; `came`,
-        `used`, `went` say what changes in it.
-      present: for every buffer whether it is there.
-      upcoming: for every buffer how many of its uses have passed.
-      end: the positions of the base order.
+      live: the values that may be dropped, each with a number that rises in order of appearance.
+        `came`, `used` and `went` report changes.
+      present: for every buffer, whether it is live.
+      upcoming: for every buffer, how many of its uses have passed.
+      end: the number of positions of the base order.
 
     Attributes:
-      computed: how many scores were.
+      computed: how many scores were computed.
     """
 
     def __init__(

@@ -1,25 +1,25 @@
 """milp: a mixed-integer program for HiGHS that keeps, recomputes or parks each idle buffer.
 
-Over which plans: those whose *first* runs stand in one given order, the base, with any pure steps run
-again in between, as often as one likes, and any transfers of what is read again.
+It covers the plans whose *first* runs are in a given order, the base, with any repetitions of pure
+steps in between and any transfers.
 
-A few positions of the base are looked at, the *rows*. They cut the step into stages. At each row a
-buffer that lies idle across it has three states: it is on the device, it is parked in host memory, or
-it is gone, and a step of a later stage makes it again. This is Checkmate's program (Jain et al.,
-MLSys 2020, section 4) with paging (POET, Patil et al., ICML 2022), with a fixed number of stages in
-place of one for each step: O(n) variables and constraints in place of O(n²).
+A few positions of the base, the *rows*, cut the step into stages. At each row a buffer that lies idle
+across it has three states: on the device, parked in host memory, or gone, so that a step of a later
+stage makes it again. This is Checkmate's program (Jain et al., MLSys 2020, section 4) with paging
+(POET, Patil et al., ICML 2022), with a fixed number of stages instead of one for each step: O(n)
+variables and constraints instead of O(n²).
 
 Every constraint holds in every such plan, so the fewest seconds under them are a lower bound:
 
-- at a row what its step reads, writes and works in is on the device, and all that is there is within
-  the budget. Between rows memory is not looked at;
-- what is read in a stage was there or parked at the row before, is made first in that stage, or is
-  made again in it by its producer, for which the same holds of what that reads. However often a step
-  runs again in one stage, once is counted;
-- what is parked at a row left before it and comes back after its step: each lane moves no more bytes
-  than its rate in the seconds on its side, and both lanes together no more than the link in the whole
-  step. Those seconds are the base's, those of what runs again, and waits;
-- buffers that are together below a thousandth of the budget are always there and take nothing.
+- at a row, the reads, writes and workspace of its step are on the device, and everything there is
+  within the budget. Memory between rows is not constrained;
+- a value that is read in a stage was on the device or parked at the row before, is made first in that
+  stage, or is made again in it by its producer, whose inputs obey the same rule. Several repetitions
+  of a step in one stage count once;
+- a buffer that is parked at a row left before it and returns after it: each lane moves no more bytes
+  than its rate allows in the seconds on its side, and both lanes together no more than the link
+  allows in the whole step. These seconds are those of the base, of repetitions, and of waits;
+- buffers that are together below a thousandth of the budget are always present and take no memory.
 
 The numbers hold to HiGHS's tolerance, about 1e-6 of the step's seconds.
 """
@@ -41,13 +41,13 @@ sub-batches, of 5,910, in 0.07 s and not 1.25, with a bound of 364.3 ms and not 
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What HiGHS found.
+    """The result of HiGHS.
 
     Attributes:
-      seconds: of one step, that no plan goes below; infinite where no plan is within the budget.
-      solved: whether that is the optimum, in integers. If not, more time could raise it.
-      gone: for each row the buffers that are dropped there; empty where no plan was found.
-      parked: for each row the buffers that are in host memory there; likewise.
+      seconds: a lower bound of the seconds of one step; infinite if no plan is within the budget.
+      solved: whether that is the integer optimum. If not, more time could raise it.
+      gone: for each row, the buffers that are dropped there; empty if no plan was found.
+      parked: for each row, the buffers that are in host memory there; likewise.
     """
 
     seconds: float
@@ -225,7 +225,7 @@ class Stages:
 
 
 def _counted(program: Program, budget: int) -> list[bool]:
-    """For every buffer whether its bytes count: all that can be freed but the smallest."""
+    """For every buffer, whether its bytes count: all that can be freed, except the smallest."""
     small, total = set(), 0
     for b in sorted(range(len(program.buffers)), key=lambda b: program.buffers[b].nbytes):
         if not program.is_resident[b]:

@@ -1,8 +1,9 @@
-"""offload_choice: which idle values to move to host memory, and which moves a plan can do without.
+"""offload_choice: which idle values to move to host memory, and which moves a plan does not need.
 
-Values are ordered by the seconds to recompute them, for their size. Of those as many are moved as
-hide under compute: all of them leave in the forward pass and are back when they are read, and nothing
-waits. Scheduling them (`schedule_transfers`) finds what the link can hide, not a formula.
+Values are ordered by the seconds that recomputing them takes for their size. As many of them are
+moved
+as compute hides: they leave in the forward pass and are back when they are read, and nothing waits.
+How many that are is found by scheduling them (`schedule_transfers`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 
 _MOST_TRIES = 24
-"""Placements tried for what hides. Halving blocks, that is some five values that do not."""
+"""Schedules that are tried to find what is hidden. Blocks are halved, so that is some five values
+that are not."""
 
 
 def candidates(
     recomputation: Recomputation, costs: Costs, share: float, *, waiting: bool = False
 ) -> list[Drop]:
-    """Idle intervals worth a transfer, dearest to recompute for each byte first.
+    """Idle intervals that are worth a transfer, the most expensive to recompute per byte first.
 
     Args:
       share: values below this share of all temporaries are not worth four fences.
-      waiting: also those that end before the value can have gone and come back.
+      waiting: whether to include intervals that are too short for both copies.
     """
     assert costs.link is not None
     program, base = recomputation.program, recomputation.base
@@ -54,8 +56,7 @@ def candidates(
 
 
 def _stands_for(program: Program) -> list[int]:
-    """Bytes of every buffer, as they would be without compression: what is compressed is as much
-    worth a transfer as what it was made of, which then comes back as nothing new."""
+    """Bytes of every buffer before compression: a compressed buffer is worth as much as its value."""
     found = list(program.uncompressed_nbytes)
     for step in program.steps:
         if step.op == COMPRESS:
@@ -66,7 +67,7 @@ def _stands_for(program: Program) -> list[int]:
 
 
 def hidden(recomputation: Recomputation, costs: Costs, parks: Sequence[Drop]) -> list[Drop]:
-    """As many of `parks` as move without a wait, those in front first."""
+    """As many of `parks` as move without a wait, the first ones first."""
     program = recomputation.program
     unlimited = sum(b.nbytes for b in program.buffers)
     tries = _MOST_TRIES

@@ -1,12 +1,10 @@
-"""recompute_chains: how many bytes come back together where neighbours are dropped.
+"""recompute_chains: how many bytes come back together when neighbours are dropped.
 
-To recompute a value is to recompute the dropped values that it is made from. So dropped values that
-are made from one another, through steps of one phase, come back as one *stretch*. A residual that is
-kept ends it, and so does the begin or end of the loop over sub-batches, across which nothing is
-recomputed. The
-stretches of a phase are the connected parts of a graph to which values are only ever added, held as
-a forest of disjoint sets (Tarjan, "Efficiency of a good but not linear set union algorithm", JACM
-1975, section 2), so that asking for one does not walk through it.
+Recomputing a value also recomputes the dropped values that it is made from. So dropped values that
+are made from one another, by steps of one phase, come back together as one *stretch*. A kept residual
+ends it, and so does a boundary of the loop over sub-batches. The stretches of a phase are the
+connected components of a growing graph, held as disjoint sets (Tarjan, "Efficiency of a good but not
+linear set union algorithm", JACM 1975, section 2).
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from vmem_jax.core.program import Program
 
 
 class Stretches:
-    """The stretches of `program`, of which nothing is dropped at first.
+    """The stretches of `program`; nothing is dropped at first.
 
     Args:
-      crosses: for each buffer whether it is read in another phase than it is made in.
+      crosses: for each buffer, whether it is read in another phase than it is made in.
     """
 
     def __init__(self, program: Program, crosses: Sequence[bool]) -> None:

@@ -1,11 +1,11 @@
-"""streaming: hosted inputs come and hosted outputs leave, whatever policy plans the rest.
+"""streaming: adds the transfers of hosted inputs and outputs to the plan of any policy.
 
-The policy plans as if they were there when they are used, at no cost. Then each fetch is scheduled as
-late as it hides and each offload as early, together with what the policy itself moves; what the
-buffers of copies in flight take above the budget is taken off what the policy may use.
+The policy plans as if hosted buffers were present when used, at no cost. Then each fetch is scheduled
+as late and each offload as early as compute hides it, together with the policy's own transfers. If
+the buffers of copies in flight exceed the budget, the policy plans again for that much less.
 
-Nothing moves within the loop over sub-batches, where it would do so for each of them: what is read
-there comes before it, and the rest after it.
+Nothing moves within the loop over sub-batches, where it would move once for each of them: what is
+read there is fetched before the loop, and results leave after it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TRIES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Streaming(AbstractPolicy):
-    """`inner`, and the transfers of hosted inputs and outputs.
+    """`inner` with the transfers of hosted inputs and outputs.
 
     Attributes:
-      inner: plans the rest.
-      link: what hosted buffers go over.
-      moves: whether `inner` may move something, too.
+      inner: the policy that plans the rest.
+      link: the link of hosted buffers.
+      moves: whether `inner` may move buffers too.
     """
 
     name: ClassVar[str] = "streaming"
@@ -48,15 +48,15 @@ class Streaming(AbstractPolicy):
         return self.inner.spared(program)
 
     def lower_bound_seconds(self, program: Program, costs: Costs, budget: int | None) -> float:
-        """Without what is hosted, which takes more memory and no less time."""
+        """The bound of `inner`: hosted buffers take more memory and no less time."""
         return self.inner.lower_bound_seconds(program, self._inner_costs(costs), budget)
 
     def _inner_costs(self, costs: Costs) -> Costs:
-        """What `inner` plans with."""
+        """The costs that `inner` plans with."""
         return costs if self.moves else dataclasses.replace(costs, link=None)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
-        """The plan of `inner` with the transfers of what is hosted; its name is `inner`'s."""
+        """The plan of `inner` with the transfers of hosted buffers, under the name of `inner`."""
         if not program.hosted:
             return self.inner.plan(program, costs, budget)
         inner_costs = self._inner_costs(costs)
@@ -78,7 +78,7 @@ class Streaming(AbstractPolicy):
     def _streamed(
         self, program: Program, plan: Plan, costs: Costs, budget: int | None
     ) -> tuple[Plan, Timeline]:
-        """`plan` with the transfers of what is hosted; its own are scheduled anew among them."""
+        """`plan` with the transfers of hosted buffers; its own transfers are scheduled again."""
         away = [Away(t.buffer, t.start, t.back) for t in plan.transfers]
         limit = sum(b.nbytes for b in program.buffers) if budget is None else budget
         costs = dataclasses.replace(costs, link=self.link)

@@ -1,10 +1,10 @@
-"""transfer_schedule: when each parked buffer leaves and comes back, so that it hides under compute.
+"""transfer_schedule: when each parked buffer leaves and returns, so that compute hides the copies.
 
-The copies of a lane run first in, first out. Going forward, a buffer is gone when its copy, begun
-after its last use, has ended; going backward from its next use, its fetch begins when there is just
-time for it and for those needed after it. What is over the limit then is taken from the transfers
-in flight there: a buffer goes earlier or comes later, and the compute lane waits for it. Every point
-stands before a heavy step, so that a fence for several of them cuts no fusion.
+The copies of a lane run first in, first out. A buffer is gone when its copy, begun after its last
+use, has ended. Its fetch begins, counted backwards from its next use, when there is just time for it
+and for the fetches after it. Where memory is then over the limit, transfers in flight are hurried: a
+buffer goes earlier or returns later, and the compute lane waits. Every point is before a heavy step,
+so that its fences cut no fusion.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Away
 
 _LONGER = 1.1
-"""Copies are given so much more time than the link's rate says, where there is time: what is hidden
-under steps that run faster than was measured would show."""
+"""Copies get so much more time than the link's rate requires, if there is time: steps that run faster
+than measured would otherwise wait."""
 
 _ROUNDS = 3
-"""Waits move the steps in time, and with them the points; these are found anew this often."""
+"""Waits shift the steps in time, and with them the points, which are computed again this often."""
 
 
 def schedule_transfers(
@@ -72,7 +72,7 @@ def stream(
 
 
 def rank(timeline: Timeline, limit: int) -> tuple[bool, float, int]:
-    """What makes one timeline better than another: it fits and is faster, or is lower."""
+    """The rank of a timeline: fitting ones by seconds, then the others by peak."""
     over = timeline.peak > limit
     return over, timeline.peak if over else timeline.seconds, timeline.peak
 
@@ -84,7 +84,7 @@ def _unhurried(
     costs: Costs,
     heavy: Sequence[int],
 ) -> list[Transfer]:
-    """Points at which no copy is waited for, where there are such."""
+    """The points without waits, as far as possible."""
     assert costs.link is not None
     begins = (*timeline.start, timeline.seconds)
     nbytes = lambda a: program.buffers[a.buffer].nbytes
