@@ -200,7 +200,7 @@ def short(table: Table, rows: Rows) -> str:
     return "".join(parts) + f"\n[All rows](rows/papers.md#{table.name})\n\n"
 
 
-SHORT = 30
+SHORT = 20
 """Calculated cells that docs/papers.md shows."""
 
 

@@ -11,7 +11,7 @@ from cells import cell, grid, number, value_of
 from manifest import Case, Table
 from records import Record
 
-FEW = 8
+FEW = 6
 """Variants that a table may have and still be shown as it is."""
 
 SYSTEM_OF = {

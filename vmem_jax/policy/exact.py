@@ -1,7 +1,7 @@
 """exact: the canonical order and exactly the residuals that the backward pass needs.
 
 Nothing is recomputed but what a fusion computes for itself. Plain jit holds whatever its fusions
-happened to write; this holds what is read, each value once.
+write, often several copies of a value; this policy holds each residual once.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
 
 @dataclasses.dataclass(frozen=True)
 class Keep(AbstractPolicy):
-    """Changes nothing: the oracle of every comparison."""
+    """Leaves the program untouched: the baseline of every comparison."""
 
     name: ClassVar[str] = "keep"
 

@@ -59,10 +59,12 @@ Found = tuple[Timeline, dict[int, Configuration]]
 
 @dataclasses.dataclass(frozen=True)
 class MoDNN(AbstractPolicy):
-    """Moves what must leave when an allocation fails, and fetches it in time.
+    """Moves neighbouring blocks when an allocation fails, those that delay the next task the least,
+    and fetches them in time.
 
     Attributes:
-      sub_batches: whether a step whose largest task does not fit runs in sub-batches.
+      sub_batches: whether a step whose largest task does not fit runs in sub-batches, the fewest with
+        which a plan fits.
     """
 
     name: ClassVar[str] = "modnn"

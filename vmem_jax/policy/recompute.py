@@ -28,7 +28,7 @@ from vmem_jax.policy.transfer_schedule import rank
 
 @dataclasses.dataclass(frozen=True)
 class Recompute(AbstractPolicy):
-    """Drops by DTR's heuristic with known future, under one limit for the whole step."""
+    """Drops values by DTR's heuristic with known next uses, under one limit for the whole step."""
 
     name: ClassVar[str] = "recompute"
 

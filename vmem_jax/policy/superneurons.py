@@ -60,14 +60,16 @@ CHECKPOINTS = (LayerKind.CONVOLUTION, LayerKind.FULLY_CONNECTED)
 
 @dataclasses.dataclass(frozen=True)
 class SuperNeurons(AbstractPolicy):
-    """Moves the outputs of convolutions, and makes what lies between them again.
+    """Moves the outputs of convolutions, or recomputes the layers between them, or both: the fastest.
 
     Attributes:
-      recompute: "cost-aware", "speed-centric", "memory-centric", or "none".
-      cache: whether only what must is moved, or the outputs of all convolutions.
+      recompute: "speed-centric" recomputes a segment once, "memory-centric" for each layer anew,
+        "cost-aware" the former where it stays below the largest layer; "none" recomputes nothing.
+      cache: whether outputs of convolutions move only where they must, the least recently used first,
+        or all of them.
 
     Raises:
-      ValueError: there is no such strategy.
+      ValueError: `recompute` is unknown.
     """
 
     name: ClassVar[str] = "superneurons"

@@ -41,15 +41,15 @@ OPTIMISATIONS = ("wr", "wd")
 
 @dataclasses.dataclass(frozen=True)
 class UCuDNN(AbstractPolicy):
-    """Chooses what does each convolution; the order is the traced one.
+    """Chooses the configuration of each convolution, in the traced order.
 
     Attributes:
-      optimisation: "wr" for a limit each, "wd" for one limit of all.
+      optimisation: "wr" for a limit of each convolution, "wd" for one limit of all together.
       limit: bytes of workspace; None to compute it from the budget.
-      batch_sizes: of the micro-batches that may be used.
+      batch_sizes: the sizes of micro-batches that may be used.
 
     Raises:
-      ValueError: there is no such optimisation, or batch-size policy.
+      ValueError: `optimisation` or `batch_sizes` is unknown.
     """
 
     name: ClassVar[str] = "ucudnn"

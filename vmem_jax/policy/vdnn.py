@@ -49,20 +49,21 @@ from vmem_jax.policy.order import lower_order
 
 @dataclasses.dataclass(frozen=True)
 class VDNN(AbstractPolicy):
-    """Offloads the inputs of layers, a layer at a time.
+    """Offloads the inputs of layers in the forward pass, and waits for the copies after each layer.
 
     Class attributes:
-      offloads: what `offload` may be, beside "dyn".
+      offloads: the values of `offload`, besides "dyn".
       dynamic: the passes of "dyn": what is moved, and the algorithms.
 
     Attributes:
-      offload: "all", "conv" or "none" for the same whatever the budget, or "dyn" to choose.
-      algorithms: of convolutions where `offload` is not "dyn": "m" for the smallest workspace, "p"
+      offload: whose inputs move: "all" layers', "conv" only convolutions', "none"; or "dyn", the
+        first of these that fits.
+      algorithms: those of convolutions if `offload` is not "dyn": "m" for the smallest workspace, "p"
         for the fewest seconds.
       sub_batches: whether a step that does not fit otherwise runs in sub-batches (vDNN+).
 
     Raises:
-      ValueError: there is no such choice.
+      ValueError: an option is unknown.
     """
 
     name: ClassVar[str] = "vdnn"
