@@ -1,13 +1,14 @@
-"""cards: what is known of each device, in one table.
+"""cards: one table of the devices.
 
-A card's hardware describes it to XLA and cuDNN where it is not there. The H200's figures were
-read from a live card (JAX 0.11.2, driver 580.159). The others are those of openxla/xla,
+A card's `hardware` describes it to XLA and cuDNN when it is not present. The H200's figures were read
+from a live card (JAX 0.11.2, driver 580.159). The others are those of openxla/xla,
 xla/backends/gpu/target_config/specs (a100_sxm_40, a100_sxm_80, h100_sxm, b200, rtx6000pro), of
 NVIDIA's data sheets, and of the table of compute capabilities in the CUDA programming guide. XLA
 gives the RTX PRO 6000 its nominal 96 GiB; a live card reports somewhat less.
 
-Its machine is what it achieves: of the H200 as `vmem-jax profile` measured it (JAX 0.11.2, cuDNN
-9.19); of a card that was not measured the share of its data sheet that an H200 reaches of its own.
+A card's `machine` has the rates that it achieves: for the H200 as `vmem-jax profile` measured them
+(JAX 0.11.2, cuDNN 9.19); for other cards the same share of the data sheet that the H200 reaches of
+its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vmem_jax.core.machine import Machine
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a compiler's decisions depend on, for one GPU.
+    """The facts about one GPU on which a compiler's decisions depend.
 
     XLA knows more fields (unit rates, PCIe bandwidth, versions). Without them an H200 compiles to
     the same text, and older XLA releases refuse the fields they do not know.
@@ -55,7 +56,7 @@ class Card:
 
     Attributes:
       name: short, "h200".
-      machine: what it achieves.
+      machine: the rates that it achieves.
       hardware: its description for compilers; None for a CPU.
     """
 
@@ -205,7 +206,7 @@ CARDS: dict[str, Card] = {
 """By name. "a100" is the 80 GB card; "h100" and "a100" are SXM modules."""
 
 TARGETS: tuple[str, ...] = tuple(name for name, card in CARDS.items() if card.hardware)
-"""Cards that a step can be planned and compiled for without one being there."""
+"""The cards that a step can be planned and compiled for without having one."""
 
 
 def machine_for(name: str) -> Machine:

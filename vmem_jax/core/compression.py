@@ -35,14 +35,13 @@ def min_capacity(elements: int, itemsize: int) -> int:
 
 
 def compressed_nbytes(elements: int, itemsize: int, density: float) -> int:
-    """Bytes that a tensor of `density` or less takes, however its values are spread over it.
+    """The most bytes that a tensor of `density` or less takes, for any distribution of its values.
 
-    There is no margin in it but for values of each block being rounded up to `UNIT_NBYTES`. At
-    density 1 it is what the densest tensor takes: about a sixteenth more than itself in two bytes
-    an element.
+    The only margin is that the values of each block are rounded up to `UNIT_NBYTES`. At density 1 it
+    is about a sixteenth more than the tensor itself, for elements of two bytes.
 
     Args:
-      elements: of the tensor, 0 or more.
+      elements: the number of elements, 0 or more.
       itemsize: bytes of an element: 1, 2, 4, 8 or 16.
       density: the share of elements that are not zero, 0 to 1.
 
@@ -57,12 +56,12 @@ def compressed_nbytes(elements: int, itemsize: int, density: float) -> int:
 
 
 def most_values(elements: int, itemsize: int, capacity: int) -> int:
-    """How many values `capacity` bytes have room for, however they are spread; -1 for none at all.
+    """The number of values for which `capacity` bytes have room in any distribution; -1 for none.
 
-    By it, `most_values(...) / elements` is the density up to which a tensor never overflows.
+    So `most_values(...) / elements` is the density up to which a tensor never overflows.
 
     Args:
-      elements: of the tensor, 0 or more.
+      elements: the number of elements, 0 or more.
       itemsize: bytes of an element: 1, 2, 4, 8 or 16. Those of complex128 count twice.
       capacity: bytes.
 

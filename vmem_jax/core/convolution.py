@@ -1,6 +1,6 @@
-"""Convolutions as values: what is convolved, and its configurations in micro-batches (no JAX here).
+"""Convolutions as values, and their configurations in micro-batches, without JAX.
 
-The words are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is
+The terms are those of µ-cuDNN (Oyama et al., CLUSTER 2018, section III): a *micro-configuration* is
 one call of the library on a part of the batch, a *configuration* is a list of them that covers the
 batch.
 """
@@ -22,7 +22,7 @@ class Pass(enum.StrEnum):
 
 
 class Epilogue(enum.StrEnum):
-    """What a forward pass does to its result before it writes it.
+    """The operation on the result of a forward pass before it is written.
 
     BIAS: adds one value for each channel.
     BIAS_RELU: adds it, and takes the maximum with zero. (cuDNN has nothing for that alone.)
@@ -35,13 +35,13 @@ class Epilogue(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Convolution:
-    """One convolution y = w * x (cross-correlation), or the gradient to x or w of it.
+    """One convolution y = w * x (cross-correlation), or its gradient to x or w.
 
-    The sizes are those of the layer, whichever pass this is: all three passes of a layer differ in
-    `which` alone. It is also the key by which measurements are kept.
+    The sizes are those of the layer; its three passes differ only in `which`. A Convolution is also
+    the key of measurements.
 
     Attributes:
-      which: what is computed: y (forward), the gradient to x (backward data) or to w.
+      which: the result: y (forward), the gradient to x (backward data) or to w (backward filter).
       dtype: of x, w and y: "float32", "bfloat16", "float16" or "float64".
       strict: no tensor cores for float32 (XLA's precision HIGHEST); false where the dtype is another.
       batch: samples, N.
@@ -49,15 +49,15 @@ class Convolution:
       features_out: channels of y, K.
       size: spatial extents of x, one to three.
       kernel: spatial extents of w.
-      strides: one for each spatial dimension, as all that follow.
+      strides: one for each spatial dimension, like `padding` and `dilation`.
       padding: (before, after) of x.
       dilation: of w.
       groups: of channels; C for a depthwise convolution.
       channels_last: the layout in memory, NHWC (w: KHWC) where true, NCHW (w: KCHW) where false.
-      epilogue: what a forward pass does besides.
+      epilogue: the fused epilogue of a forward pass.
 
     Raises:
-      ValueError: it is strict and not in float32.
+      ValueError: `strict` with another dtype than float32.
     """
 
     which: Pass
@@ -202,12 +202,12 @@ class Micro:
 
     Attributes:
       batch: samples.
-      engine: who does it: a global index of cuDNN's engines for this pass, or XLA where −1.
+      engine: the global index of cuDNN's engine for this pass; −1 for XLA.
       knobs: settings of that engine, pairs (type, value), sorted.
-      workspace: bytes that it needs while it runs, those of padded copies included.
-      seconds: what it takes; nan where it was not timed.
-      channels: of x and w as the engine sees them, where they are padded with zeros: copied into the
-        workspace, with more channels than they have. 0 where they are not.
+      workspace: bytes that it needs while it runs, padded copies included.
+      seconds: seconds of one call; nan if it was not timed.
+      channels: the number of channels to which x and w are padded with zeros, in copies in the
+        workspace; 0 without padding.
     """
 
     batch: int
@@ -229,13 +229,13 @@ XLA = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Configuration:
-    """Does a whole convolution: micro-configurations that run one after the other.
+    """A way to run a whole convolution: micro-configurations, one after the other.
 
-    They share one workspace, so it is as large as the largest needs (µ-cuDNN, section III-A).
+    They share one workspace, which is as large as the largest of theirs (µ-cuDNN, section III-A).
 
     Attributes:
-      micros: in order; together they have all samples.
-      epilogue: what each of them does besides.
+      micros: the micro-configurations in order; together they cover the batch.
+      epilogue: the fused epilogue of each.
     """
 
     micros: tuple[Micro, ...]

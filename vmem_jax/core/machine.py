@@ -15,20 +15,20 @@ _UNALIGNED = 10
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a device can do, as achieved, not as advertised.
+    """The rates that a device achieves.
 
     Attributes:
-      name: the device.
+      name: the name of the device.
       flops: floating-point operations a second by dtype, "" for all others.
       bandwidth: device memory, bytes a second.
-      launch: seconds that every kernel costs at least.
+      launch: seconds that starting a kernel adds to it.
       memory: device memory, bytes.
       link_out: device to pinned host memory, bytes a second.
       link_in: pinned host memory to device, bytes a second.
-      link_both: in total, where both directions are busy, bytes a second.
-      link_delay: seconds by which a step starts later while something is copied.
-      convolutions: operations a second of convolutions by dtype; `flops` for those that it lacks.
-      pinning: seconds that pinning a byte of host memory takes. 2 GiB took 1.2 s beside an H200.
+      link_both: the total while both directions are busy, bytes a second.
+      link_delay: seconds by which a step starts later during a copy.
+      convolutions: operations a second of convolutions by dtype; `flops` for other dtypes.
+      pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Machine:
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
-        each time that it runs. A loop takes what the steps of its body take in all iterations, and
-        what it takes to cut slices out of stacks and to put them there."""
+        each run of the step. A loop takes the seconds of its body's steps in all iterations, and of
+        reading and writing slices of stacks."""
         if step.body:
             inside = step.length * sum(map(self.seconds, step.body))
             return step.times * (inside + step.nbytes / self.bandwidth)

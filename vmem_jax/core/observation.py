@@ -1,4 +1,4 @@
-"""observation: what one execution of a training step really did, in the simulator's words."""
+"""observation: one real execution of a training step, in the terms of the simulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vmem_jax.core.lanes import Copy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the device computed from `begin` to `end`, by the profiler's name."""
+    """A kernel that ran from `begin` to `end` seconds, by the profiler's name."""
 
     name: str
     begin: float
@@ -22,11 +22,11 @@ class Observation:
     """One execution. Times are seconds since its first kernel, as a Timeline's since its first step.
 
     Attributes:
-      seconds: until the results were there.
-      copies: by (transfer, direction), the direction "out" or "into".
-      waits: likewise, when the compute lane stood before the end of the copy and when it went on;
-        a wait for what was there already takes some microseconds too.
-      kernels: in the order of time; none where the profiler saw none.
+      seconds: the seconds until the results were ready.
+      copies: (transfer, direction) -> the copy; the direction is "out" or "into".
+      waits: likewise, the time in which the compute lane waited for the copy. A wait for a copy that
+        has ended takes some microseconds too.
+      kernels: in chronological order; empty if the profiler saw none.
     """
 
     seconds: float

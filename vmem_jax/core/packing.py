@@ -1,9 +1,9 @@
-"""packing: where in one arena each parked tensor lies, so that the arena is as small as it can be.
+"""packing: the offset of each parked tensor in an arena that is as small as possible.
 
-A tensor is parked over an interval of time. Two whose intervals meet must not share bytes. No
-packing is smaller than the most bytes parked at once, and a training step, whose tensors come back
-in the reverse of the order in which they left, always reaches that: its intervals nest, so they lie
-on each other like a stack. For others the problem is dynamic storage allocation, NP-hard.
+A tensor is parked over an interval of time. Two tensors whose intervals overlap must not share bytes.
+No packing is smaller than the most bytes parked at once. The tensors of a training step return in the
+reverse order in which they left, so their intervals nest and the packing reaches that bound. In
+general this is dynamic storage allocation, which is NP-hard.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packing:
-    """Where tensors lie.
+    """The offsets of tensors in an arena.
 
     Attributes:
-      offsets: in bytes, one for each interval, multiples of the alignment.
-      nbytes: of the arena.
-      lower_bound: the most bytes parked at once, each tensor rounded up to the alignment; no
-        packing is smaller.
+      offsets: bytes, one for each interval, multiples of the alignment.
+      nbytes: the size of the arena in bytes.
+      lower_bound: the most bytes parked at once, each tensor rounded up to the alignment.
     """
 
     offsets: tuple[int, ...]
@@ -56,10 +55,11 @@ class Packing:
 
 
 def pack(intervals: Sequence[Interval], alignment: int = ALIGNMENT) -> Packing:
-    """Offsets for `intervals`, of an arena no larger than a good heuristic finds.
+    """Offsets for `intervals` in a small arena. Deterministic.
 
-    It is the lower bound where the intervals nest (one is over before the other begins, or within
-    it), and where few intervals let an exact search end. Deterministic.
+    The arena is the smallest possible if the intervals nest (any two are disjoint, or one contains
+    the other), or if they are few enough for an exact search; else it is the best of several
+    heuristics.
 
     Args:
       intervals: any number, in any order.

@@ -1,11 +1,11 @@
-"""pool: one pool of device memory from which a schedule is served, and how it falls to pieces.
+"""pool: simulates one pool of device memory that serves a schedule, and its fragmentation.
 
 Source: Shriram et al., "Dynamic Memory Management for GPU-based Training of Deep Neural Networks"
-(vDNN++), IPDPS 2019, sections III-B and IV-B. Nothing is moved within the pool, so a request can fail
-although enough is free in all. Two heuristics say where it goes, two orders what is asked for first;
-which of them is best differs from step to step, so all four are simulated.
+(vDNN++), IPDPS 2019, sections III-B and IV-B. Nothing moves within the pool, so a request can fail
+although enough bytes are free in total. Two placement heuristics and two orders of requests are
+simulated, since the best one differs from step to step.
 
-XLA allocates device memory by itself. The figures here say what a pool like the paper's would need.
+XLA allocates device memory by itself. The figures here are those of a pool like the paper's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vmem_jax.core.program import Program
 
 
 class Heuristic(enum.StrEnum):
-    """Where in the pool a request goes.
+    """The placement of a request in the pool.
 
-    BEST_FIT: into the smallest free block that holds it, at its lower end.
-    HIGH_END: what will be offloaded at the highest free address, all else as before.
+    BEST_FIT: the lower end of the smallest free block that holds it.
+    HIGH_END: the highest free address for tensors that will be offloaded; others as BEST_FIT.
     """
 
     BEST_FIT = "best-fit"
@@ -59,7 +59,7 @@ class Unserved:
 
 
 def aggregate_nbytes(requests: Iterable[Request]) -> int:
-    """The most bytes asked for at once; no pool is smaller."""
+    """The most bytes that are allocated at once; no pool is smaller."""
     sizes: dict[int, int] = {}
     now = most = 0
     for request in requests:
@@ -110,10 +110,11 @@ def _give_back(free: list[tuple[int, int]], offset: int, nbytes: int) -> None:
 
 
 def smallest_pool(requests: Sequence[Request], heuristic: Heuristic) -> int:
-    """Bytes of a pool that serves all of `requests`, about the smallest (IV-B).
+    """Bytes of about the smallest pool that serves all of `requests` (IV-B).
 
-    From the most bytes asked for at once on it grows by what the largest free block lacked of the
-    request that failed. A smaller one may do, since a pool can fail where a smaller one does not.
+    The pool starts at the most bytes allocated at once, and grows by what the largest free block
+    lacked for the request that failed. A smaller pool may also work, since the heuristics are not
+    monotonic.
     """
     nbytes = aggregate_nbytes(requests)
     while isinstance(failed := serve(requests, nbytes, heuristic), Unserved):
@@ -127,11 +128,11 @@ def requests_of(
     transfers: Sequence[Transfer] = (),
     prefetch_first: bool = True,
 ) -> list[Request]:
-    """What a pool is asked for while `order` runs; arguments and outputs lie elsewhere.
+    """The requests of `order` to a pool; arguments and outputs lie elsewhere.
 
     Args:
-      prefetch_first: whether what is fetched before a step is allocated before what the step writes
-        (its derivatives), or behind it.
+      prefetch_first: whether buffers that are fetched before a step are allocated before those that
+        the step writes (its derivatives), or after them.
     """
     dying = last_reads(program, order)
     moved = {t.buffer for t in transfers}
@@ -174,11 +175,11 @@ def requests_of(
 
 @dataclasses.dataclass(frozen=True)
 class Fragmentation:
-    """What a schedule needs in all, and what pools need that serve it; bytes of temporaries.
+    """The bytes of temporaries that a schedule needs, and those of pools that serve it.
 
     Attributes:
       aggregate: the most bytes live at once.
-      pools: by (whether prefetches come first, heuristic), as the paper's Table V has them.
+      pools: (whether prefetches come first, heuristic) -> bytes, as in the paper's Table V.
     """
 
     aggregate: int

@@ -1,4 +1,4 @@
-"""tuning: what the measured seconds of a whole step say about the costs that it was planned by."""
+"""tuning: corrects the costs of a step by the measured seconds of the whole step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _HALVINGS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What timing the first calls of a step gave. Seconds of one call, medians.
+    """The result of timing the first calls of a step: medians of the seconds of one call.
 
     Attributes:
-      predicted: of the plan that was made before anything ran.
-      measured: of that plan.
-      other_predicted: of the plan made from the measurement; None where there was none to try.
-      other_measured: of that plan; None where it was not run.
-      note: why there was no other plan, or what became of it, for people.
+      predicted: the prediction for the first plan.
+      measured: the measurement of the first plan.
+      other_predicted: the prediction for the plan made from the measurement; None if there is none.
+      other_measured: the measurement of that plan; None if it did not run.
+      note: why there was no other plan, or what happened to it, for people.
     """
 
     predicted: float
@@ -37,7 +37,7 @@ class Tuning:
 
     @property
     def swapped(self) -> bool:
-        """Whether the other plan runs from now on: it is the faster by measurement."""
+        """Whether the other plan replaces the first one: it was measured to be faster."""
         return self.other_measured is not None and self.other_measured < self.measured
 
     def __str__(self) -> str:
@@ -54,11 +54,11 @@ class Tuning:
 
 
 def agree(program: Program, costs: Costs, plan: Plan, seconds: float) -> Costs:
-    """Costs by which one run of `plan` takes `seconds`.
+    """Costs with which one run of `plan` is predicted to take `seconds`.
 
-    What was measured stays, and the others, which are guesses, are scaled by one factor. Where that
-    would take a factor that is beyond belief, or all was measured, all steps are; where a link's
-    speed prevents that too, everything is.
+    Measured seconds stay, and the others are scaled by one factor. If no plausible factor exists, or
+    if everything was measured, the seconds of all steps are scaled; if the link prevents that too,
+    the link is scaled as well.
 
     Raises:
       ValueError: `seconds` or the plan's prediction are not positive.

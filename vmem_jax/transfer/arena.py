@@ -17,20 +17,20 @@ from vmem_jax.transfer.registered import Registered
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counters:
-    """What an arena did on one device since it was pinned there. Sizes are in bytes.
+    """Counts of an arena on one device since it was pinned there. Sizes are in bytes.
 
     Attributes:
-      hits: fetches that the tensor cache served, without the link.
+      hits: fetches from the tensor cache, without the link.
       misses: fetches that crossed the link.
       evictions: tensors that left the cache for the arena.
       link_nbytes_out: device to host, evictions included.
       link_nbytes_in: host to device.
-      recopies: offloads begun again because XLA had moved the value meanwhile.
-      resets: times at which the leftovers of a failed run were dropped.
-      parked: tensors between `offload_start` and `fetch_done`, now.
+      recopies: offloads that were repeated because XLA had moved the value meanwhile.
+      resets: how often the leftovers of a failed run were dropped.
+      parked: the current number of tensors between `offload_start` and `fetch_done`.
       cache_nbytes: the capacity of the cache.
-      cache_used_nbytes: what is in it, now.
-      arena_nbytes: pinned.
+      cache_used_nbytes: the current use of the cache.
+      arena_nbytes: the pinned size of the arena.
     """
 
     hits: int
@@ -48,15 +48,15 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """One copy of an arena on its lane, or one wait of the compute stream for it, as it happened.
+    """One recorded copy on a lane, or one recorded wait of the compute stream for a copy.
 
     Attributes:
       waits: whether it is a wait.
-      out: to the host, evictions included; else to the device.
-      link: over the link; else between the tensor cache and XLA's buffer.
-      run: which execution, by XLA's number.
-      slot: of the arena's layout.
-      nbytes: of its tensor.
+      out: whether the copy goes to the host (evictions included) or to the device.
+      link: whether it uses the link, or copies between the tensor cache and XLA's buffer.
+      run: XLA's number of the execution.
+      slot: the slot in the arena's layout.
+      nbytes: the bytes of its tensor.
       begin, end: seconds of `time.monotonic()`.
     """
 
@@ -84,7 +84,7 @@ class Arena(Registered):
 
         Args:
           layout: from a plan.
-          host_budget: the most host memory in bytes that all devices together may take.
+          host_budget: the most host memory, in bytes, of all devices together.
         """
         extension = load()
         self.layout = layout
@@ -104,7 +104,7 @@ class Arena(Registered):
             the same. CUDA's is always pinned.
 
         Raises:
-          HostMemoryError: there is not so much memory, or it may not be pinned. Checked before.
+          HostMemoryError: there is too little memory, or it may not be pinned; nothing is allocated.
         """
         where = handler_device(device)
         if where in self._ready:
@@ -128,13 +128,13 @@ class Arena(Registered):
     def set_cache_capacity(self, device: jax.Device, nbytes: int) -> None:
         """Gives the arena `nbytes` of device memory as a tensor cache, between two runs.
 
-        Tensors that fit stay on the device: parking and fetching them are copies there. When it is
-        full, the least recently used ones that no copy is working on leave for the arena. On a GPU
-        the memory is taken beside XLA's own pool. SuperNeurons, section 3.3.2.
+        Tensors that fit stay on the device; parking and fetching them are copies within it. When the
+        cache is full, the least recently used tensors that no copy uses move to the arena. On a GPU
+        the memory is outside of XLA's own pool. SuperNeurons, section 3.3.2.
 
         Raises:
           RuntimeError: a run holds the arena.
-          MemoryError: the device has not so much left.
+          MemoryError: the device has too little memory left.
         """
         if nbytes < 0:
             raise ValueError(f"`nbytes` must not be negative. Got {nbytes}.")
@@ -142,7 +142,7 @@ class Arena(Registered):
 
     @contextlib.contextmanager
     def record(self, device: jax.Device) -> Iterator[list[Moved]]:
-        """Times every copy and wait on `device` in a `with` block; gives a list, full at its end.
+        """Times every copy and wait on `device` in a `with` block; the list is complete at its end.
 
         The streams record the times themselves, so nothing waits for them before the end of the
         block. On a GPU the device's clock is tied to the host's within some microseconds.
@@ -171,7 +171,7 @@ class Arena(Registered):
         load().arena_reset(self.id, *handler_device(device))
 
     def counters(self, device: jax.Device) -> Counters:
-        """What happened on `device` so far; what was started counts."""
+        """The counts of `device` so far; operations that were started count."""
         return as_dataclass(Counters, load().counters(self.id, *handler_device(device)))
 
 

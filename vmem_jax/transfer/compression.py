@@ -1,15 +1,15 @@
-"""Zero-value compression of a tensor inside a step: two calls, and the store that they work with.
+"""Zero-value compression of a tensor inside a step: two calls and their store.
 
     c = compress(x, store=s, site=0, capacity=n)    # after the last forward use of x
     x = decompress(c, like, store=s, site=0)        # before the first backward use
 
-`c` is a byte array of a size that the plan fixes, so the compiler counts it, and whatever moves a
-buffer moves it. Values that find no room in it go to overflow memory of the store, so no step fails
-however dense a tensor turns. Lossless, bit for bit; docs/ffi.md has the format. It is that of
-vDNN++, section IV-C, but before the link.
+`c` is a byte array of planned size, so the compiler counts it and transfers can move it. Values
+without room in it go to overflow memory of the store, so no step fails if a tensor becomes dense. It
+is lossless, bit for bit; `xla_ffi/zero_values.h` has the format. The method is that of vDNN++,
+section IV-C, before the link instead of behind it.
 
-In a step every site is compressed once and decompressed once after that, each fenced as transfers
-are. In a step on several devices both stand in a `shard_map`, and sizes are those of a shard.
+In a step every site is compressed once and then decompressed once, each fenced like transfers. On
+several devices both calls are in a `shard_map`, and sizes are those of a shard.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SiteCounters:
-    """What one site did on one device since its store was opened there.
+    """Counts of one site on one device since its store was opened there.
 
     Attributes:
-      runs: how often it was compressed.
-      elements: in all runs. A complex128 counts as two.
-      values: those of them that were not zero.
-      overflow_nbytes: bytes of values that found no room in the byte array, in all runs.
+      runs: how often the tensor was compressed.
+      elements: the elements of all runs. A complex128 counts as two.
+      values: the elements that were not zero.
+      overflow_nbytes: bytes of values without room in the byte array, of all runs.
     """
 
     runs: int
@@ -71,14 +71,13 @@ class SiteCounters:
 
 
 class Store(Registered):
-    """What the compressed tensors of one executable need beside their byte arrays.
+    """The counters and overflow memory of the compressed tensors of one executable.
 
-    Open it on every device before the first run. On a device it takes some bytes for counters, and
-    addresses for all sites at the worst, which cost no memory before a tensor turns denser than its
-    capacity.
+    Open it on every device before the first run. It reserves addresses for the overflow of all sites,
+    which use no memory until a tensor is denser than its capacity.
 
     Attributes:
-      sites: what `site` indexes.
+      sites: the sites, by the index that the calls use.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -150,12 +149,12 @@ def live_stores() -> int:
 
 
 def compress(x: jax.Array, *, store: int, site: int, capacity: int) -> jax.Array:
-    """`x` without its zeros, as u8[capacity]; what has no room there goes to the store's overflow.
+    """`x` without its zeros, as u8[capacity]; values without room go to the store's overflow memory.
 
     Args:
       x: any shape, of a dtype whose elements have 1, 2, 4, 8 or 16 bytes.
-      store: its id.
-      site: index in the store's sites, which must have the sizes of `x` and of `capacity`.
+      store: the id of the store.
+      site: the index in the store's sites; the site must have the sizes of `x` and of `capacity`.
       capacity: bytes, no fewer than `core.compression.min_capacity`.
 
     Raises:
@@ -174,13 +173,13 @@ def compress(x: jax.Array, *, store: int, site: int, capacity: int) -> jax.Array
 
 
 def decompress(c: jax.Array, like: Any, *, store: int, site: int) -> jax.Array:
-    """The tensor that `compress` made `c` of, bit for bit.
+    """The tensor that `compress` was given, bit for bit.
 
     Args:
-      c: from it, or moved and fetched back: the bytes count, not the buffer.
+      c: the result of `compress`, or a copy of it.
       like: an array or `jax.ShapeDtypeStruct` of the tensor's shape and dtype.
-      store: its id.
-      site: that of its `compress`, in the same run.
+      store: the id of the store.
+      site: the site of its `compress`, in the same run.
     """
     load()
     shape, dtype = tuple(like.shape), jnp.dtype(like.dtype)

@@ -1,17 +1,18 @@
-"""The four calls that move a tensor, to be bound in a traced program.
+"""The four calls that move a tensor, for traced programs.
 
     token = offload_start(x, token, arena=a, slot=0)    # after the last forward use of x
     token = offload_done(x, token, arena=a, slot=0)     # from here on x's memory is free
     buffer = fetch_start(token, like, arena=a, slot=0)  # the memory is taken again
     x = fetch_done(buffer, arena=a, slot=0)             # before the first backward use
 
-XLA orders by data dependence alone, so each point is fenced on both sides by an optimization
-barrier over the token, or the buffer, and a running value. Between `fetch_start` and `fetch_done`
-the buffer has no other reader: XLA would copy it while the transfer is still writing it. All four in
-one computation, or in a forward and a backward loop of it.
+XLA orders by data dependence alone, so each point has an optimization barrier on both sides, over the
+token or the buffer and a running value. Between `fetch_start` and `fetch_done` the buffer must have
+no
+other reader: XLA would copy it while the transfer still writes it. All four calls must be in one
+computation, or in a forward and a backward loop of it.
 
-In a step on several devices each call stands in a `shard_map`: every device moves its own shard, in
-the arena that it has for itself. A token is every device's own, though its type says replicated.
+In a step on several devices each call is in a `shard_map`: every device moves its own shard, in an
+arena of its own. Each device has its own token, although the token's type says replicated.
 """
 
 from __future__ import annotations
@@ -42,31 +43,32 @@ def first_token() -> jax.Array:
 def offload_start(
     x: jax.Array, token: jax.Array, *tokens: jax.Array, arena: int, slot: int
 ) -> jax.Array:
-    """Begins to copy `x` (any shape and dtype) out, after what the tokens wait for; returns a token.
-    Pushes, in a loop."""
+    """Begins to copy `x` (any shape and dtype) out, after the operations of the tokens; returns a
+    token. In a loop it pushes onto the slot's stack."""
     return _call("offload_start", TOKEN, x, token, *tokens, arena=arena, slot=slot)
 
 
 def offload_done(x: jax.Array, token: jax.Array, *, arena: int, slot: int) -> jax.Array:
-    """Waits until `x` is out; returns a token. It takes `x` so that XLA keeps it until then."""
+    """Waits for the copy of `x`; returns a token. `x` is an operand so that XLA keeps it until
+    then."""
     return _call("offload_done", TOKEN, x, token, arena=arena, slot=slot)
 
 
 def fetch_start(token: jax.Array, like: Any, *, arena: int, slot: int) -> jax.Array:
-    """Begins to copy the last tensor parked in `slot` back; returns the buffer that it goes to.
+    """Begins to copy the last tensor parked in `slot` back; returns the destination buffer.
 
     Args:
-      token: from its `offload_done`; in a loop, the tensor that was fetched before.
+      token: the token of its `offload_done`; in a loop, the tensor that was fetched before.
       like: an array or `jax.ShapeDtypeStruct` of the tensor's shape and dtype.
-      arena: its id.
-      slot: index in the arena's layout.
+      arena: the id of the arena.
+      slot: the index of the slot in the arena's layout.
     """
     out = jax.ShapeDtypeStruct(like.shape, like.dtype)
     return _call("fetch_start", out, token, arena=arena, slot=slot)
 
 
 def fetch_done(buffer: jax.Array, *, arena: int, slot: int) -> jax.Array:
-    """Waits until the tensor is in `buffer`, and returns it: the same memory."""
+    """Waits for the copy into `buffer`; returns the tensor, in the same memory."""
     out = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
     return _call("fetch_done", out, buffer, arena=arena, slot=slot, aliases={0: 0})
 
@@ -74,9 +76,9 @@ def fetch_done(buffer: jax.Array, *, arena: int, slot: int) -> jax.Array:
 def fetch_done_in_turn(
     buffer: jax.Array, *tokens: jax.Array, arena: int, slot: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`fetch_done`, after what `tokens` wait for; returns a token, too.
+    """`fetch_done` after the operations of `tokens`; also returns a token.
 
-    An `offload_start` that takes the token finds the place of this tensor free.
+    An `offload_start` with that token may reuse this tensor's memory in the arena.
     """
     out = (jax.ShapeDtypeStruct(buffer.shape, buffer.dtype), TOKEN)
     call = _bound("fetch_done", out, aliases={0: 0})
@@ -176,13 +178,13 @@ class Ffi(AbstractTransport):
 def unusable(
     platform: str, devices: Sequence[jax.Device], mesh: AbstractMesh | None, inlined: bool
 ) -> str:
-    """Why a step cannot use these calls, or "" where it can.
+    """Why a step cannot use these calls; "" if it can.
 
     Args:
-      platform: "cpu" or "gpu": that it is compiled for.
-      devices: that it runs on.
-      mesh: that its arguments are split over, where there are several devices.
-      inlined: it is called inside another jit.
+      platform: the platform it is compiled for, "cpu" or "gpu".
+      devices: the devices it runs on.
+      mesh: the mesh of its arguments, if there are several devices.
+      inlined: whether it is called inside another jit.
     """
     if inlined:
         return "it is called inside another jit, whose executable would own the arena"

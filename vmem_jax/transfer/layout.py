@@ -28,7 +28,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parked:
-    """What a plan knows of a slot: tensors of `nbytes`, parked from time `first` to time `last`."""
+    """A tensor of `nbytes` that is parked from time `first` to time `last`."""
 
     nbytes: int
     first: int
@@ -40,8 +40,8 @@ class Parked:
 class Layout:
     """The slots of an arena of `nbytes` bytes.
 
-    Slots that are never parked at the same time may lie on each other; the handlers check, at every
-    start, that the memory is free.
+    Slots that are never parked at the same time may overlap. The handlers check at every start that
+    the memory is free.
     """
 
     slots: tuple[Slot, ...]
@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def of(cls, parked: Sequence[Parked]) -> Layout:
-        """Packs `parked`, one slot each: the arena is about the most that is parked at once."""
+        """Packs `parked`, one slot each, into an arena of about the most bytes parked at once."""
         packing = pack([Interval(p.depth * round_up(p.nbytes), p.first, p.last) for p in parked])
         slots = zip(packing.offsets, parked, strict=True)
         return cls(tuple(Slot(o, p.nbytes, p.depth) for o, p in slots), packing.nbytes)

@@ -1,10 +1,10 @@
 """XLA's own copies: `jax.device_put` to `jax.memory.Space.Host` and back. No extension needed.
 
-XLA:GPU makes a pair of it, `copy-start` and `copy-done`, on a stream beside the compute stream, and
-takes the host memory from a pool of pinned memory that it keeps for all executables of the process.
-The start has no fence behind it: the latency-hiding scheduler (Hopper and data-centre Blackwell)
-moves it as far from the done as the fences around both let it. Where that scheduler is off, XLA
-puts a copy next to its wait and nothing overlaps.
+XLA:GPU compiles it to a pair, `copy-start` and `copy-done`, on a stream beside the compute stream,
+with host memory from a pool of pinned memory for the whole process. No fence follows the start: the
+latency-hiding scheduler (Hopper and data-centre Blackwell) moves it as far from the done as the
+fences around both allow. Where that scheduler is off, XLA puts a copy next to its wait and nothing
+overlaps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA's variable, in GiB; 64 withou
 
 
 class MemoryKinds(AbstractTransport):
-    """Transfers of `layout` through XLA's memory spaces; XLA splits them as it does any value."""
+    """Transfers of `layout` through XLA's memory spaces; XLA splits them over devices as any
+    value."""
 
     name: ClassVar[str] = "memory_kinds"
     fenced_behind: ClassVar[bool] = False
@@ -51,9 +52,9 @@ class MemoryKinds(AbstractTransport):
         return held
 
     def prepare(self, compiled: Any, devices: Sequence[jax.Device]) -> None:
-        """Checks that there is room for what is parked; XLA pins it when the step runs.
+        """Checks that host memory has room for the parked tensors; XLA pins it when the step runs.
 
-        The size is the plan's, or the compiler's own where that is larger.
+        The size is the larger of the plan's and the compiler's.
         """
         stats = compiled.memory_analysis()
         nbytes = max(self._layout.nbytes, stats.host_temp_size_in_bytes) * len(devices)
@@ -67,7 +68,7 @@ class MemoryKinds(AbstractTransport):
 
 
 def unusable(platform: str) -> str:
-    """Why XLA's own copies are of no use on `platform`, or "" where they are."""
+    """Why XLA's own copies are of no use on `platform`; "" if they are of use."""
     if platform == "cpu":
         return (
             "XLA:CPU leaves what is put into host memory where it is, so nothing is freed "

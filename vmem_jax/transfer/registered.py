@@ -1,4 +1,4 @@
-"""Registered: what the native extension keeps for one executable, by an id."""
+"""Registered: an object of the native extension for one executable, by id."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Where = tuple[str, int]
 
 
 class Registered:
-    """Freed by `close`, at the end of a `with` block, or with the object; a program that still calls
-    it gets an error then.
+    """An object that is freed by `close`, at the end of a `with` block, or with this object. Programs
+    that still call it then get an error.
 
     Attributes:
-      id: what the calls name it by; never used twice in a process.
+      id: its name in the calls; never reused in a process.
     """
 
     def __init__(self, id: int, free: Callable[[int], None]) -> None:
@@ -31,7 +31,8 @@ class Registered:
         setattr(self._free, "atexit", False)  # noqa: B010  its stub has no such slot
 
     def close(self) -> None:
-        """Waits for runs in flight and frees what it has on all devices. Twice is once."""
+        """Waits for runs in flight and frees its memory on all devices. A second call does
+        nothing."""
         self._free()
 
     def __enter__(self) -> Self:

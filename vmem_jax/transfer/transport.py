@@ -22,16 +22,16 @@ WHOLE = PartitionSpec()
 class AbstractTransport(abc.ABC):
     """The four points of a transfer as functions of traced values.
 
-    What a point returns is *held* until the next one, and is fenced together with the spine in front
-    of that, so that no copy ends later than its plan says. `slot` is the index of the buffer's slot
-    in the layout, `spec` how it is split over the mesh of the step.
+    The result of a point is *held* until the next point, where it is fenced together with the spine,
+    so that no copy ends later than planned. `slot` is the index of the buffer's slot in the layout;
+    `spec` is its split over the mesh of the step.
 
     Attributes:
       name: "ffi" or "memory_kinds".
-      fenced_behind: whether a fence over what a point returns makes XLA issue it there. It does
-        where that is a token, or a buffer that is still being written. Where it is the copy itself
-        the fence would wait for the copy to end.
-      arena: our own host memory, if it has such.
+      fenced_behind: whether a fence over the result of a point makes XLA issue the point there. It
+        does if the result is a token, or a buffer that is still being written. If the result is the
+        copy itself, the fence would wait for the copy to end.
+      arena: the arena of the transport; None if it has none.
     """
 
     name: ClassVar[str]
@@ -46,7 +46,7 @@ class AbstractTransport(abc.ABC):
     def gone(
         self, x: jax.Array, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE
     ) -> jax.Array:
-        """`x` is out, and its memory is free from here."""
+        """The copy of `x` has ended; its memory is free from here."""
 
     @abc.abstractmethod
     def fetch(
@@ -57,16 +57,16 @@ class AbstractTransport(abc.ABC):
         slot: int,
         spec: PartitionSpec = WHOLE,
     ) -> jax.Array:
-        """The memory, of the shape and dtype of `like`, is taken again; the copy back begins."""
+        """Memory of the shape and dtype of `like` is allocated; the copy back begins."""
 
     @abc.abstractmethod
     def back(self, held: jax.Array, *, slot: int, spec: PartitionSpec = WHOLE) -> jax.Array:
-        """The buffer is there again; returns it."""
+        """The copy back has ended; returns the buffer."""
 
     @abc.abstractmethod
     def prepare(self, compiled: Any, devices: Sequence[jax.Device]) -> None:
-        """Before the first run of `compiled` on `devices`: its host memory.
+        """Prepares host memory before the first run of `compiled` on `devices`.
 
         Raises:
-          HostMemoryError: there is not so much, or it may not be pinned.
+          HostMemoryError: there is too little memory, or it may not be pinned.
         """
