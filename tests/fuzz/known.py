@@ -1,8 +1,6 @@
 """Defects that are known: a finding that is one of them fails no test. Empty it as they are fixed."""
 
-KNOWN: dict[str, str] = {
-    "untrue:above plain": "a lowest peak is named that is some bytes above plain's need",
-}
+KNOWN: dict[str, str] = {}
 """The beginning of a signature -> what is the matter.
 
 A signature does not depend on the seed: it is the kind of the finding, with the error and the

@@ -299,6 +299,17 @@ def test_the_untouched_program_runs_where_only_it_fits():
     assert found.best.need == BUDGET
 
 
+@pytest.mark.parametrize("most", [1, 2, 4, 8])
+def test_a_compile_is_left_for_the_untouched_program(most):
+    """It bounds the lowest peak, whatever the other plans compile to."""
+    compile_plan = over(lambda plan: 1000 if plan.fenced else BUDGET + 1 - plan.predicted_peak)
+    group = [family(variant(compile_plan, auto(STAYING), slower(n))) for n in range(5)]
+    found = find(group, max_compiles=most, without=untouched(compile_plan), untouched=1e9)
+    assert not found.fits and not found.best.plan.fenced
+    assert found.best.need == BUDGET + 1
+    assert len(compile_plan.plans) <= most
+
+
 @pytest.mark.parametrize("factor, is_compiled", [(1.0, False), (1e9, True)])
 def test_the_untouched_program_is_not_compiled_where_it_is_far_too_large(factor, is_compiled):
     """It is predicted to need so many times what the lowest plan compiles to."""

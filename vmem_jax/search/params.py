@@ -37,7 +37,7 @@ class SearchParams:
       untouched: if nothing else fits, the untouched program is compiled, provided that its predicted
         need is at most this many times the budget. Its order is XLA's own and not known;
       untouched_lower: or this many times the lowest compiled need, so that no error names more than
-        plain jit needs.
+        plain jit needs. One compile is left for it.
       far: if the plan with the lowest predicted peak compiles to this many times the prediction,
         plans for `less_extreme` times its peak are compiled too. Such a plan recomputes nearly
         everything, and its fences cost memory.

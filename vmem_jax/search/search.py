@@ -233,6 +233,12 @@ class _Search:
         others = (dataclasses.replace(a, compiled=None) for a in self.attempts if a is not best)
         return Found(best, self._fits(best), (*others, best))
 
+    @property
+    def _spare(self) -> int:
+        """Compiles that are left; one belongs to the untouched program: it bounds the lowest peak."""
+        kept = self.best is None and self.untouched is not None
+        return self.params.max_compiles - len(self.attempts) - kept
+
     def _fits(self, attempt: Attempt) -> bool:
         return self.budget is None or attempt.need <= self.budget
 
@@ -342,7 +348,7 @@ class _Search:
         """Compiles its plan. If that needs too much, the candidate returns with a lower goal."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and candidate.estimate is not None
-        spare = self.params.max_compiles - len(self.attempts)
+        spare = self._spare
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
         plan = candidate.estimate.plan
@@ -418,7 +424,7 @@ class _Search:
           limit: bytes; plans that are expected to need more are skipped.
         """
         compiled: list[Attempt] = []
-        while self.over and self.best is None and len(self.attempts) < self.params.max_compiles:
+        while self.over and self.best is None and self._spare > 0:
             candidate = min(self.over, key=lambda one: (not one.is_proved, one.expected))
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
@@ -465,14 +471,13 @@ class _Search:
             return
         one = planned(self.untouched, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
+        lowest = min((a.need for a in self.attempts), default=math.inf)
         if self.plain_need is None:
-            lowest = min((a.need for a in self.attempts), default=math.inf)
             may_fit = one.need <= self.params.untouched * (self.budget or math.inf)
             may_be_lower = one.need <= self.params.untouched_lower * lowest
-            spare = len(self.attempts) < self.params.max_compiles
-            if not (spare and (may_fit or may_be_lower)):
+            if not (may_fit or may_be_lower):
                 return
-        elif self.attempts and self.plain_need >= min(a.need for a in self.attempts):
+        elif self.plain_need >= lowest:
             return
         try:
             self._attempt(self.untouched, one)
