@@ -108,6 +108,8 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _wide(a: np.ndarray) -> np.ndarray:
+    if a.dtype == jax.dtypes.float0:  # gradients of integers, which have no bytes
+        return np.zeros(a.shape)
     return a.astype(np.complex128 if a.dtype.kind == "c" else np.float64)
 
 

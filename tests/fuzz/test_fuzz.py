@@ -7,6 +7,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -190,3 +191,8 @@ def test_distance_sees_nan_and_infinities():
     assert distance(np.array([1.0]), np.array([nan])) == inf
     assert distance(np.array([inf]), np.array([-inf])) == inf
     assert distance(np.zeros(0), np.zeros(0)) == 0
+
+
+def test_gradients_of_integers_are_compared():
+    none = np.zeros(3, jax.dtypes.float0)
+    assert distance(none, none) == 0
