@@ -33,15 +33,15 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated`, forward and backward, within `workspace_limit`.
 
-    The batch is convolved in micro-batches where that is what the limit takes: by µ-cuDNN's dynamic
-    programme for one kernel (WR; Oyama et al., CLUSTER 2018, section III-B), for each pass of the
-    layer by itself. Takes and returns what `jax.lax.conv_general_dilated` does, up to the order in
-    which gradients to the kernel are summed. For Flax:
+    The batch runs in micro-batches where the limit requires it, chosen for each pass of the layer by
+    µ-cuDNN's dynamic program for one kernel (WR; Oyama et al., CLUSTER 2018, section III-B).
+    Arguments and results are those of `jax.lax.conv_general_dilated`, up to the order in which
+    gradients to the kernel are summed. For Flax:
 
         limited = functools.partial(vmem_jax.conv_general_dilated, workspace_limit="64MiB")
         nnx.Conv(..., conv_general_dilated=limited)
 
-    Inside `vmem_jax.jit` it is not needed: there the plan decides.
+    Inside `vmem_jax.jit` it is not needed, since the plan chooses workspaces.
 
     Args:
       workspace_limit: bytes, or a size such as "64MiB", that each kernel may use beside its operands
@@ -49,9 +49,9 @@ def conv_general_dilated(
 
     Raises:
       WorkspaceError: not even one sample at a time is within the limit.
-      ValueError: a limit that is no size; or a convolution that has no micro-batches: of integers,
-        of mixed dtypes, with negative padding, of more than three spatial dimensions, of nothing,
-        grouped by the batch.
+      ValueError: the limit is not a size; or the convolution cannot run in micro-batches: integers,
+        mixed dtypes, negative padding, more than three spatial dimensions, no elements, or groups of
+        the batch.
     """
     limit = parse_size(workspace_limit, "workspace_limit")
 

@@ -1,9 +1,9 @@
 """database: the micro-configurations of convolutions, kept on disk for all layers and programs.
 
-An entry is a convolution of so many samples and the algorithms for the whole of it in one call: the
-micro-batches of 64 of two layers are one entry if the layers differ in nothing but their batch. What
-was enumerated but not timed, as on a machine without the device, has no seconds there: null in the
-file, nan in a `Micro`.
+An entry has the algorithms that run a convolution of a given batch in one call. The micro-batches of
+64 of two layers share an entry if the layers differ only in their batch. Algorithms that were listed
+but
+not timed, as on a machine without the device, have no seconds: null in the file, nan in a `Micro`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vmem_jax.profile.kept import Identity, Kept, positive
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is known of one convolution.
+    """The algorithms of one convolution.
 
     Attributes:
-      micros: each of its batch; those that were timed first, fastest first.
-      complete: whether all that the library has on the device itself are there, and timed.
+      micros: micro-configurations of its whole batch: the timed ones, fastest first, then the others.
+      complete: whether every algorithm that the library has on the device is there, and timed.
     """
 
     micros: tuple[Micro, ...]
@@ -39,7 +39,7 @@ Entries = Mapping[Convolution, Entry]
 
 
 def identity_of(device: str, cudnn: str) -> Identity:
-    """What times of cuDNN's engines hold for: the kind of device and the version of cuDNN alone."""
+    """The key of cuDNN timings: the kind of device and the version of cuDNN."""
     return Identity(device, {"cudnn": cudnn})
 
 

@@ -13,7 +13,7 @@ from vmem_jax.jax_compat import open_jaxpr
 
 
 def kernels_of(jaxpr: Any) -> list[Convolution]:
-    """What there is to time for a step: every convolution alone, and with its epilogue."""
+    """The kernels to time for a step: every convolution alone, and with its epilogue."""
     steps = capture(jaxpr).program.steps
     fused = [step.convolution for step in steps if step.convolution is not None]
     every = [*convolutions_of(jaxpr), *(v for c in fused for v in c.variants)]
@@ -21,10 +21,10 @@ def kernels_of(jaxpr: Any) -> list[Convolution]:
 
 
 def convolutions_of(jaxpr: Any) -> collections.Counter[Convolution]:
-    """Every convolution of `jaxpr` that a library may do, in the order of the first of each, alone.
+    """How often `jaxpr` has each convolution that a library can run, by first occurrence, without
+    epilogues.
 
-    What stands in a loop, a branch or a call counts once. On several devices the sizes are those of
-    all together.
+    A convolution in a loop, a branch or a call counts once. On several devices sizes are global.
     """
     found: collections.Counter[Convolution] = collections.Counter()
     producer: dict[Any, Any] = {}

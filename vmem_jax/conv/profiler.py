@@ -1,14 +1,12 @@
 """profiler: times a library's algorithms for convolutions in micro-batches, as far as needed.
 
-Every algorithm is timed once for a device: what the database has is not timed again, and a
-micro-batch of 64 is the same for all layers that differ in their batch alone. Of each size of
-micro-batch those are handed out that are faster than all of no more workspace; no fastest
-configuration needs another.
+Every algorithm is timed once for a device. The database is reused, and a micro-batch of 64 is the
+same for all layers that differ only in their batch. For each size of micro-batch the result has the
+algorithms that are faster than all with no more workspace; a fastest configuration needs no other.
 
-Libraries have algorithms that take hundreds of times as long as their best, on whole batches
-seconds. A small micro-batch shows which these are; they are then left out where another makes them
-useless. The others are timed fastest expected first, so that what is slower meets the
-incumbent at once and is not run often (`conv/racing.py`).
+Some algorithms take hundreds of times as long as the best one, seconds for a whole batch. A small
+micro-batch shows which; they are skipped where another makes them useless. The others are timed by
+expected time, so that a slow one meets the incumbent at once and is not run often (`conv/racing.py`).
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ P = TypeVar("P", bound=Plan)
 
 
 class Library(Protocol[P]):
-    """What does convolutions. Either method raises RuntimeError where it fails, and `seconds` where
-    what is faster than the incumbent computes something else."""
+    """A library of convolution algorithms. Both methods raise RuntimeError if they fail; `seconds`
+    also if an algorithm that is faster than the incumbent computes wrong results."""
 
     def plans(self, convolution: Convolution) -> Sequence[P]:
         """All algorithms for the whole of `convolution` in one call; those likely fast first."""
@@ -78,14 +76,15 @@ class Library(Protocol[P]):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What profiling convolutions gave.
+    """The result of profiling convolutions.
 
     Attributes:
-      micros: for each convolution the micro-configurations to choose from, all timed.
-      timed: how many were timed now; `reused` were before.
-      untimed: "convolution: how many, and why" for what was left out, but for
-      hopeless: how many algorithms were left out because others make them useless.
-      seconds: that this took.
+      micros: for each convolution, the micro-configurations to choose from, all timed.
+      timed: how many algorithms were timed now.
+      reused: how many were timed before.
+      untimed: "convolution: how many, and why" for algorithms that were skipped for other reasons.
+      hopeless: how many algorithms were skipped because others make them useless.
+      seconds: the seconds that profiling took.
     """
 
     micros: Mapping[Convolution, tuple[Micro, ...]]
@@ -107,16 +106,16 @@ def profile(
     refresh: bool = False,
     on_progress: Progress = lambda done, total, what: None,
 ) -> Profile:
-    """Times the algorithms of `library` for `convolutions` that `database` lacks; adds them there.
+    """Times the algorithms of `library` for `convolutions` that `database` lacks; adds them to it.
 
-    Undivided batches come first, so that every convolution has something to choose from, each after
-    an eighth of it, which shows what is hopeless; then the other micro-batches, of which the nearest
-    size is the best guide. All by operations, the most first.
+    Undivided batches come first, each after an eighth of it that shows which algorithms are hopeless,
+    so that every convolution has a choice; then the other micro-batches. Within each group, those
+    with the most operations come first.
 
     Args:
       deadline: seconds after which no further timing begins.
-      limit: bytes; what needs a larger workspace is not timed.
-      refresh: time everything, whatever the database has.
+      limit: bytes; algorithms with a larger workspace are not timed.
+      refresh: time everything again.
       on_progress: called before every convolution of one size, and at the end.
     """
     began = time.monotonic()

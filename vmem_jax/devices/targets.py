@@ -1,8 +1,7 @@
-"""Compile targets: NVIDIA cards that XLA:GPU compiles for without one being there.
+"""Compile targets: NVIDIA cards that XLA:GPU can compile for without having one.
 
 XLA's GPU compiler needs only a description of the card, so a CPU machine with JAX's CUDA wheels
-(`pip install "vmem_jax[gpu-compile]"`) can compile a step for any card below and read off how much
-memory it takes::
+(`pip install "vmem_jax[gpu-compile]"`) can compile a step for any card below and read its memory::
 
     card = target("h200")
     x = jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=card.sharding())
@@ -69,9 +68,9 @@ device_description_str: "{card.title}"
 class Target:
     """A GPU to compile for, present or not.
 
-    For a card that `TARGETS` lacks, make one from the description that JAX gives on that card
-    (`target_config` of its topology). XLA aborts the process on a description without the basic
-    figures, so start from a complete one.
+    For a card that is not in `TARGETS`, use the description that JAX gives on that card
+    (`target_config` of its topology). XLA aborts the process if the description lacks basic figures,
+    so start from a complete one.
 
     Attributes:
       name: short name, such as "h200".

@@ -19,7 +19,7 @@ _MOST_ROUNDS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a task needs.
+    """The memory of a task.
 
     Attributes:
       nbytes: of its inputs and its output for the whole batch; they are proportional to it.

@@ -1,4 +1,4 @@
-"""calibrate: the seconds of the steps that were not timed, from those that were. No JAX here."""
+"""calibrate: predicts steps that were not timed from those that were, without JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vmem_jax.core.program import Program, Step
 
 
 class StepClass(enum.StrEnum):
-    """Steps whose rooflines err alike."""
+    """A class of steps whose rooflines have similar errors."""
 
     CONVOLUTION = "convolution"
     PRODUCT = "matrix product"
@@ -36,10 +36,10 @@ class Timing:
     """The seconds of one distinct step, or of neighbours together, on one device.
 
     Attributes:
-      seconds: of one run, a median.
+      seconds: the median seconds of one run.
       source: MEASURED or SCALED.
       batch: the part of its batch that was timed, "32 of 256"; "" for the whole.
-      what: for people, "conv_general_dilated bf16[32,56,56,64] bf16[3,3,64,64]".
+      what: a description for people, "conv_general_dilated bf16[32,56,56,64] bf16[3,3,64,64]".
     """
 
     seconds: float
@@ -49,20 +49,20 @@ class Timing:
 
 
 _DOUBT = 5
-"""As many measured steps say that the roofline of another class is right as it is: what one pooling
-took says next to nothing of convolutions."""
+"""The weight, in measured steps, of a factor of 1 for classes without measured steps: the time of one
+pooling says next to nothing about convolutions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """How much slower than its roofline each class of steps runs.
+    """The factors by which classes of steps are slower than their rooflines.
 
     Attributes:
-      factors: seconds of the roofline × factor = seconds on the device.
-      default: the factor of a class of which no step was measured: that of all others, and the
-        nearer to 1 the fewer these are.
-      error: median relative error of factor × roofline on the measured steps, each with the
-        factor that the others give; None for fewer than two.
+      factors: class -> factor; seconds of the roofline × factor = seconds on the device.
+      default: the factor of a class without measured steps: that of all others, drawn towards 1 if
+        these are few.
+      error: median relative error of factor × roofline on the measured steps, each with the factor of
+        the other steps; None for fewer than two.
     """
 
     factors: Mapping[StepClass, float]
@@ -71,7 +71,7 @@ class Calibration:
 
 
 def calibrate(samples: Sequence[tuple[StepClass, float, float]]) -> Calibration:
-    """Least squares in log space, one factor a class: the geometric mean of the ratios.
+    """Fits one factor per class by least squares in log space: the geometric mean of the ratios.
 
     Args:
       samples: (class, seconds by the roofline, seconds measured) of each distinct step.
@@ -102,16 +102,16 @@ def costs_from(
     timings: Mapping[str, Timing],
     folded: frozenset[int] = frozenset(),
 ) -> Costs:
-    """Costs of `program`: what was timed, and the calibrated roofline for the rest.
+    """Costs of `program`: timings where there are any, else the calibrated roofline.
 
-    What neighbours take together is shared among them: to a heavy step in proportion to what it
-    takes alone, to the others in proportion to their rooflines.
+    The seconds of neighbours that were timed together are divided among them: a heavy step in
+    proportion to its time alone, the others in proportion to their rooflines.
 
     Args:
       alone: the key of every step that is timed by itself; "" for the others.
       together: steps that are timed together, and their key. Equal ones have equal keys.
-      timings: by key.
-      folded: steps that their readers do in the same kernel, and that were timed with them.
+      timings: key -> timing.
+      folded: steps that run inside their readers' kernels and were timed with them.
     """
     times = [step.times for step in program.steps]
     once = lambda seconds: [s / n for s, n in zip(seconds, times, strict=True)]

@@ -1,7 +1,7 @@
-"""kept: what was measured, in a JSON file for each device and set of versions. No JAX here.
+"""kept: measurements in a JSON file for each device and set of versions, without JAX.
 
-The files lie in the user's cache directory, or in `VMEM_JAX_CACHE`. A file that cannot be trusted
-(damaged, not ours, of another device) is said and counts as absent: everything is measured again.
+The files are in the user's cache directory, or in `VMEM_JAX_CACHE`. A file that cannot be trusted
+(damaged, foreign, of another device) is logged and treated as absent: everything is measured again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What a measurement holds for.
+    """The device and versions for which a measurement is valid.
 
     Attributes:
-      device: its kind; for a CPU the processor and the cores that this process has.
-      versions: of everything that decides which code runs on it.
+      device: the kind of the device; for a CPU the processor and the cores of this process.
+      versions: the versions of everything that decides which code runs on it.
     """
 
     device: str
@@ -55,7 +55,7 @@ def cache_directory() -> Path:
 
 
 class Kept(abc.ABC, Generic[T]):
-    """A file that keeps one T. Any number of processes may read and write it at once."""
+    """A file that holds one T. Any number of processes may read and write it at once."""
 
     kind: ClassVar[str]
     """What it is, "profile": its format is "vmem_jax profile"."""
@@ -65,18 +65,18 @@ class Kept(abc.ABC, Generic[T]):
     """In the directory: kinds have their own, as their files have the same names."""
 
     def __init__(self, of: Identity, directory: Path | None = None) -> None:
-        """What is kept of `of` in `directory` (default: `cache_directory()`); touches no file."""
+        """The file of `of` in `directory` (default: `cache_directory()`); touches no file."""
         self.identity = of
         name = of.file_name(self.schema)
         self.path = (directory or cache_directory()) / self.folder / name
 
     @abc.abstractmethod
     def nothing(self) -> T:
-        """What an absent file holds."""
+        """The contents of an absent file."""
 
     @abc.abstractmethod
     def merged(self, old: T, new: T) -> T:
-        """Both; of what both have, the new holds."""
+        """The union of both; the new one wins."""
 
     @abc.abstractmethod
     def to_json(self, value: T) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Kept(abc.ABC, Generic[T]):
         """The inverse. What is damaged raises KeyError, TypeError, ValueError or AttributeError."""
 
     def load(self) -> T:
-        """What the file holds; nothing where there is none, or none that can be trusted."""
+        """The contents of the file; `nothing()` if there is none that can be trusted."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -114,14 +114,14 @@ class Kept(abc.ABC, Generic[T]):
             return self._distrust(f"is damaged ({type(error).__name__}: {error})")
 
     def keep(self, value: T) -> None:
-        """`add`, but for a file that cannot be written: that is said, and nothing is kept."""
+        """Like `add`, but if the file cannot be written, that is logged and nothing is kept."""
         try:
             self.add(value)
         except OSError as error:
             logging.warning("%s cannot be written, so nothing is kept: %s", self.path, error)
 
     def add(self, value: T) -> None:
-        """Adds `value` to the file. Of what both have, the new holds; nothing else is lost.
+        """Adds `value` to the file. New entries replace old ones; no other entry is lost.
 
         Raises:
           OSError: the directory cannot be written.

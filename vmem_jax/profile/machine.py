@@ -1,4 +1,4 @@
-"""machine: measures what a device and its link do, as achieved."""
+"""machine: measures the rates that a device and its link achieve."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NORMAL = 1 << 16  # random numbers, repeated: data of zeros runs faster than a 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is large enough to reach a device's rates, and still quick.
+    """Sizes that are large enough to reach a device's rates, and still quick.
 
     Attributes:
       product: n of an n × n × n matrix product.
       images: (batch, side, channels) of a 3 × 3 convolution.
-      nbytes: of a copy, in device memory and over the link.
+      nbytes: bytes of a copy, in device memory and over the link.
     """
 
     product: int
@@ -52,11 +52,12 @@ def measure(
     sizes: Sizes | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Machine:
-    """What `device` does, in some seconds. What cannot be measured keeps the shipped figure.
+    """Measures the rates of `device` in some seconds. What cannot be measured keeps the shipped
+    figure.
 
     Args:
-      sizes: of the work (default: `SIZES` of its platform).
-      on_progress: called with how many measurements are done, of how many, and what is next.
+      sizes: the sizes of the work (default: `SIZES` of its platform).
+      on_progress: called with the number of measurements done, their total, and the next one's name.
     """
     sizes = sizes or SIZES.get(device.platform, SIZES["gpu"])
     shipped = machine_for(device.device_kind)

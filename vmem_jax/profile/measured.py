@@ -1,4 +1,4 @@
-"""measured: from the device's file what is there, from the device what is not."""
+"""measured: rates and costs from the device's file; what it lacks is measured and added."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def measured_machine(
     """The rates of `device`: from its file, or measured now (some seconds) and kept there.
 
     Args:
-      refresh: measure, whatever the file says.
-      on_progress: called with how many measurements are done, of how many, and what is next.
+      refresh: measure everything again.
+      on_progress: called with the number of measurements done, their total, and the next one's name.
     """
     store = Store(identity(device))
     machine = None if refresh else store.load().machine
@@ -49,12 +49,12 @@ def measured_costs(
     refresh: bool = False,
     on_progress: Progress = lambda done, total, what: None,
 ) -> StepProfile:
-    """Costs of `captured` on `device`: times what its file lacks, and keeps it there.
+    """Costs of `captured` on `device`. Steps that the device's file lacks are timed and added to it.
 
     Args:
-      machine: whose roofline predicts what is not timed (default: `measured_machine`).
-      seconds: begin no further step after so long.
-      refresh: time every step, whatever the file says.
+      machine: the roofline of steps that are not timed (default: `measured_machine`).
+      seconds: seconds after which no further step is timed.
+      refresh: time every step again.
       on_progress: as in `profile_steps`.
     """
     machine = machine or measured_machine(device)
@@ -72,7 +72,7 @@ def measured_costs(
 
 
 def known_costs(captured: Captured, device: jax.Device) -> Costs | None:
-    """Costs from the file of `device` alone; None where it has no step of this program."""
+    """Costs from the file of `device` alone; None if it has no step of this program."""
     known = Store(identity(device)).load()
     if not known.steps:
         return None
@@ -86,11 +86,11 @@ def known_costs(captured: Captured, device: jax.Device) -> Costs | None:
 def costs_of(
     captured: Captured, device: jax.Device, *, machine: Machine | None, profile: bool | None
 ) -> Costs:
-    """Costs of `captured` on `device`: measured where that is wanted, else by the roofline.
+    """Costs of `captured` on `device`, measured or by the roofline.
 
     Args:
-      machine: whose roofline; by default what was measured, or the device's by its name.
-      profile: whether to measure what is not known; None takes what is known, and False nothing.
+      machine: the roofline; by default the measured one, or that of the device's name.
+      profile: True measures what is not known, None uses what is known, False ignores it.
     """
     if profile:
         return measured_costs(captured, device, machine=machine).costs

@@ -34,11 +34,11 @@ _SIZE = re.compile(r"size:(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What was seen.
+    """Observed runs of a step.
 
     Attributes:
-      runs: in order.
-      notes: what was not, and how the clocks were tied together, for people.
+      runs: the runs in order.
+      notes: what was not seen, and how the clocks were aligned, for people.
     """
 
     runs: tuple[Observation, ...]
@@ -53,11 +53,11 @@ def observe(
     runs: int = RUNS,
     warm_up: int = WARM_UP,
 ) -> Observed:
-    """Calls `call`, a step that runs on `device`, some times and says what it did.
+    """Observes some calls of `call`, a step that runs on `device`.
 
     Args:
       call: runs the step once and returns its results.
-      arena: of its transfers; None for a step that moves nothing.
+      arena: the arena of its transfers; None for a step that moves nothing.
 
     Raises:
       VmemError: the step ran, but the arena or the profile shows nothing of it.

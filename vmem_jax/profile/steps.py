@@ -1,4 +1,4 @@
-"""steps: times each distinct part of a program alone, largest first, until the time is up."""
+"""steps: times each distinct part of a program alone, the longest first, until the time is over."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ Progress = Callable[[int, int, str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is timed as one: a heavy step alone, or neighbours together.
+    """A unit of timing: a heavy step alone, or neighbours together.
 
     Attributes:
-      steps: of its first position in the order.
-      count: how often it stands there.
+      steps: the steps of its first occurrence in the order.
+      count: how often it occurs.
     """
 
     steps: tuple[int, ...]
@@ -60,11 +60,11 @@ class Distinct:
     """The distinct parts of one program.
 
     Attributes:
-      alone: of every step the key that it is timed by; "" for what is not timed by itself.
-      together: neighbours and the key that they are timed by.
-      parts: by key; equal parts have equal keys.
+      alone: for every step the key of its own timing; "" if it is not timed by itself.
+      together: neighbours and the key of their timing.
+      parts: key -> part; equal parts have equal keys.
       folded: steps that run inside their readers' kernels.
-      untimed: "step: why" for what cannot run alone.
+      untimed: "step: why" for steps that cannot run alone.
     """
 
     alone: tuple[str, ...]
@@ -80,16 +80,17 @@ class Distinct:
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """What timing a program's steps gave.
+    """The result of timing a program's steps.
 
     Attributes:
-      costs: of every step, with where its seconds come from.
-      distinct: how many distinct parts there are: heavy steps, and neighbours together.
-      measured: of those timed as they are, now or before; `scaled` on a part of the batch;
-        `calibrated` not timed.
-      reused: of those timed before.
-      untimed: "step: why" for those that cannot be timed alone.
-      seconds: that this took.
+      costs: the costs of every step, with their sources.
+      distinct: the number of distinct parts: heavy steps, and neighbours together.
+      measured: how many of them were timed whole, now or before.
+      scaled: how many were timed on a part of the batch.
+      calibrated: how many were not timed.
+      reused: how many were timed before.
+      untimed: "step: why" for steps that cannot be timed alone.
+      seconds: the seconds that timing took.
     """
 
     costs: Costs
@@ -145,17 +146,17 @@ def profile_steps(
     free_layouts: bool = True,
     workers: int | None = None,
 ) -> StepProfile:
-    """Times the distinct parts of `captured` on `device` that `timings` lacks, and adds them there.
+    """Times the distinct parts of `captured` on `device` that `timings` lacks, and adds them to it.
 
-    The order is by the seconds that the roofline predicts for all repetitions of a part together,
-    longest first. What time or memory does not allow is predicted by the roofline, calibrated by
-    what was timed.
+    Parts are timed by the seconds that the roofline predicts for all their repetitions, the longest
+    first. Parts for which time or memory is not enough are predicted by the calibrated roofline.
 
     Args:
-      machine: whose roofline that is.
-      timings: by key, from before; gets the new ones as they are made.
-      seconds: begin no further part after so long.
-      limit_nbytes: for a step's arguments and results; default: half of the device's free memory.
+      machine: the roofline.
+      timings: key -> timing, from before; new timings are added as they are made.
+      seconds: seconds after which no further part is timed.
+      limit_nbytes: the most bytes of a step's arguments and results (default: half of the device's
+        free memory).
       on_progress: called before every step and at the end.
       free_layouts: let the compiler choose the layouts of temporaries, as in the whole program.
       workers: threads that compile, never while a step is timed (default: half of the cores, 8 at

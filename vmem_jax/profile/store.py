@@ -29,11 +29,11 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclasses.dataclass
 class Measured:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-      machine: its rates; None where they were not measured.
-      steps: timings of distinct steps, by key.
+      machine: the device's rates; None if they were not measured.
+      steps: key -> timing of a distinct step.
     """
 
     machine: Machine | None = None
@@ -41,7 +41,7 @@ class Measured:
 
 
 def identity(device: jax.Device) -> Identity:
-    """What measurements on `device` hold for, in this process."""
+    """The device and versions for which measurements of this process are valid."""
     name = device.device_kind
     if device.platform == "cpu":
         name = f"{_processor()}, {_cores()} cores"

@@ -1,4 +1,4 @@
-"""compare: predicted transfers and stalls beside real ones, as a table, in words and as lanes."""
+"""compare: predicted and real transfers and stalls, as a table, in words and as lanes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Times = list[tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True)
 class CopyRow:
-    """One copy, predicted and real. Seconds; the real ones are medians over the runs.
+    """One copy, predicted and real, in seconds; the real ones are medians over the runs.
 
     Attributes:
-      transfer: index in the plan.
+      transfer: the index in the plan's transfers.
       direction: "out" to the host, "into" the device.
-      predicted, real: when it ran.
-      predicted_stall: seconds that the compute lane was to wait for it.
-      real_stall: seconds that it did.
+      predicted, real: the time of the copy.
+      predicted_stall: seconds that the compute lane was predicted to wait for it.
+      real_stall: seconds that it waited.
     """
 
     transfer: int
@@ -52,13 +52,13 @@ class CopyRow:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How long lanes are busy, and at once; seconds.
+    """The seconds in which lanes are busy.
 
     Attributes:
-      out, into: copying to the host, to the device.
-      both: both at once.
-      copies: one or both.
-      hidden: copying while computing.
+      out, into: seconds of copies to the host, and to the device.
+      both: seconds in which both lanes copy.
+      copies: seconds in which at least one lane copies.
+      hidden: seconds of copies during compute.
     """
 
     out: float
@@ -78,13 +78,14 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A plan's transfers as they were predicted and as they ran.
+    """A plan's transfers, predicted and real.
 
     Attributes:
-      rows: every copy, in the order of their predicted begin.
-      predicted_seconds, real_seconds: of the step; real ones are medians over the runs.
-      lanes: both as recordings, the real one being the run of median length.
-      notes: what was not seen, and how the clocks were tied together.
+      rows: every copy, by its predicted begin.
+      predicted_seconds, real_seconds: the seconds of the step; the real ones are a median over the
+      runs.
+      lanes: recordings of the prediction and of the run with the median length.
+      notes: what was not seen, and how the clocks were aligned.
     """
 
     rows: tuple[CopyRow, ...]
@@ -142,10 +143,10 @@ def compare(
     budget: int | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """Lays `runs` of a plan beside its `timeline`.
+    """Compares `runs` of a plan with its `timeline`.
 
     Raises:
-      ValueError: a run lacks a copy that the plan has: it ran something else.
+      ValueError: a run lacks a copy of the plan, so it ran something else.
     """
     for run in runs:
         lacking = [

@@ -1,4 +1,4 @@
-"""convolutions: configurations of one in micro-batches, for people, as tables and a picture."""
+"""convolutions: tables and a picture of the configurations of convolutions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configurations_table(
 
 
 def steps_table(program: Program, plan: Plan) -> Table:
-    """What does each convolution of `plan`, in the order in which they run first."""
+    """The configuration of each convolution of `plan`, in the order of their first runs."""
     table = Table("layer", "pass", "by", "micro-batches", "workspace", "ms", title="convolutions")
     for column in table.columns[4:]:
         column.justify = "right"
@@ -60,10 +60,10 @@ def steps_table(program: Program, plan: Plan) -> Table:
 def totals_table(
     chosen: Mapping[Convolution, Configuration], counts: Mapping[Convolution, int] | None = None
 ) -> Table:
-    """What was chosen for each convolution of a network, those that take longest first, and the sums.
+    """The chosen configuration of each convolution of a network, the slowest first, and the sums.
 
     Args:
-      counts: how often the network has each; once where that is not said.
+      counts: how often the network has each convolution (default: once).
     """
     table = Table("convolution", "times", "micro-batches", "workspace", "ms", show_footer=True)
     for column in (table.columns[1], *table.columns[3:]):
