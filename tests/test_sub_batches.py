@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
@@ -374,3 +375,39 @@ def test_what_can_be_split_is_what_no_other_sample_changes(seed):
     same = np.allclose(network(W, X)[: N // 2], network(W, other)[: N // 2], atol=1e-9)
     _, found, _ = traced(training(lambda w, x, y, mask: jnp.square(network(w, x)).mean()))
     assert isinstance(found, Batch) == same, found
+
+
+def cudnn_step(has_bias=False, **options):
+    """A gradient through cuDNN's attention of 8 sequences, and what it takes; the first is no batch."""
+
+    def step(w, x, bias, lengths):
+        def loss(w, bias):
+            q, k, v = jnp.split(x * w, [4, 6], 2)
+            given = {"bias": bias} if has_bias else {"query_seq_lengths": lengths}
+            how = {"implementation": "cudnn", **options}
+            y = jax.nn.dot_product_attention(q, k, v, **given, key_value_seq_lengths=lengths, **how)
+            return jnp.square(y).sum().astype(jnp.float32)
+
+        return jax.grad(loss, (0, 1) if has_bias else 0)(w, bias)
+
+    shapes = {"w": (64,), "x": (8, 128, 8, 64), "bias": (1, 4, 128, 128)}
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values()]
+    return step, [*args, jax.ShapeDtypeStruct((8,), jnp.int32)]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_cudnns_attention_is_of_each_sequence_for_itself(has_bias):
+    step, args = cudnn_step(has_bias, is_causal=not has_bias)
+    captured = capture(jax.jit(step).trace(*args).jaxpr)
+    layouts = [None, Layout(0), None, Layout(0)]
+    batch = follow_batch(captured.flat, layouts, 8)
+    assert isinstance(batch, Batch), batch
+    split = captured.in_sub_batches(batch, 4)
+    eqns = compat.open_jaxpr(rewrite(split, keep_plan(split.program, None, 0, 0.0))).eqns
+    [loop] = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+    inside = compat.open_jaxpr(loop.params["jaxpr"]).eqns
+    calls = [eqn for eqn in inside if "dot_product_attention" in eqn.primitive.name]
+    assert len(calls) == 2 and all(eqn.invars[0].aval.shape[0] == 2 for eqn in calls)
+    compiled = vmem_jax.jit(step, budget="1GiB", sub_batches=4, batch_argnums=(1, 3))
+    assert compiled.lower(*args).compile(target="h200").plan.sub_batches == 4

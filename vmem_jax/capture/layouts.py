@@ -355,6 +355,28 @@ def _scatter(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     )
 
 
+def _attention(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
+    """cuDNN's attention (`jax.nn.dot_product_attention`), of each row of its first dimension for itself.
+
+    What it drops depends on the place in the batch, and packed sequences and pages are counted from
+    the first row.
+    """
+    layout = _one(at)
+    query, bias = eqn.invars[0], eqn.invars[3]
+    packed = any(math.prod(_shape(a)) for a in eqn.invars[6:10])
+    if layout is None or layout.dim != 0 or eqn.params["dropout_rate"] or packed:
+        return None
+    rows = _shape(query)[0]
+    along = lambda atom: math.prod(_shape(atom)) > 0 and _shape(atom)[0] == rows
+    wants = [layout if along(a) else None for a in eqn.invars]
+    if any(own is not None and want is None for own, want in zip(at, wants, strict=True)):
+        return None
+    has_bias = math.prod(_shape(bias)) > 0 and not along(bias)
+    if has_bias and eqn.params["variadic_args"][1] and _shape(bias)[0] != 1:
+        return None
+    return [layout if along(v) else SUMMED for v in eqn.outvars], wants
+
+
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(
@@ -383,6 +405,8 @@ _RULES: dict[str, _Rule] = {
     "concatenate": _concatenate,
     "conv_general_dilated": _conv,
     "dot_general": _dot_general,
+    "dot_product_attention_bwd_wrapper": _attention,
+    "dot_product_attention_fwd_wrapper": _attention,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
