@@ -378,7 +378,7 @@ def test_what_can_be_split_is_what_no_other_sample_changes(seed):
 
 
 def cudnn_step(has_bias=False, **options):
-    """A gradient through cuDNN's attention of 8 sequences, and what it takes; the first is no batch."""
+    """A gradient through cuDNN's attention of 8 sequences, and what it takes."""
 
     def step(w, x, bias, lengths):
         def loss(w, bias):

@@ -356,7 +356,7 @@ def _scatter(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
 
 
 def _attention(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
-    """cuDNN's attention (`jax.nn.dot_product_attention`), of each row of its first dimension for itself.
+    """cuDNN's attention (`jax.nn.dot_product_attention`), of each sequence for itself.
 
     What it drops depends on the place in the batch, and packed sequences and pages are counted from
     the first row.
