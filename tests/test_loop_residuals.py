@@ -329,7 +329,8 @@ def test_an_ordered_body_gives_the_same_results(name):
         (pair, [vs[b] for b in buffers])
         for pair, vs, buffers in zip(pairs, variables, kept.buffers, strict=True)
     ]
-    ordered = with_ordered_bodies(captured.rewritten(with_residuals(captured.separate, chosen)))
+    separate = with_residuals(captured.separate, chosen)
+    ordered = captured.rewritten(separate, bodies=with_ordered_bodies)
     bodies = [
         e.params["jaxpr"] for e in compat.open_jaxpr(ordered.flat).eqns if "jaxpr" in e.params
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -86,35 +86,40 @@ class Captured:
     stacked: tuple[Stacked, ...] = ()
 
     def rewritten(
-        self, separate: ClosedJaxpr, kept: tuple[tuple[int, ...], ...] | None = None
+        self,
+        separate: ClosedJaxpr,
+        kept: tuple[tuple[int, ...], ...] | None = None,
+        bodies: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda flat: flat,
     ) -> Captured:
         """The same step, which must run as a whole, by other equations.
 
         Args:
           separate: they, as `Captured.separate` has them.
           kept: as `Program.kept` has it.
+          bodies: gives the loops of `flat` other bodies that compute the same.
         """
         given = self.inputs
         separate = drop_dead(separate)
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
-        captured = _captured(flat, separate, self.applied, given, None)
+        captured = _captured(bodies(flat), separate, self.applied, given, None)
         return dataclasses.replace(captured, stacked=stacked)._keeping(kept)
 
     def _keeping(self, kept: tuple[tuple[int, ...], ...] | None) -> Captured:
         return dataclasses.replace(self, program=dataclasses.replace(self.program, kept=kept))
 
-    def in_sub_batches(self, batch: Batch, count: int) -> Captured:
-        """The same step, which must run as a whole, in at most `count` sub-batches."""
+    def in_sub_batches(
+        self,
+        batch: Batch,
+        count: int,
+        bodies: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda flat: flat,
+    ) -> Captured:
+        """The same step, which must run as a whole, in at most `count` sub-batches; `bodies` as
+        `rewritten` has it."""
         if count == 1:
             return self
         flat, sub_batches = divided(self.separate, batch, count)
-        parts = _captured(flat, flat, self.applied, self.inputs, sub_batches)
+        parts = _captured(bodies(flat), flat, self.applied, self.inputs, sub_batches)
         return parts._keeping(self.program.kept)
-
-    def with_bodies(self, flat: ClosedJaxpr) -> Captured:
-        """The same step, of whose loops `flat` has other bodies that compute the same."""
-        other = _captured(flat, self.separate, self.applied, self.inputs, self.sub_batches)
-        return dataclasses.replace(other, stacked=self.stacked)._keeping(self.program.kept)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]

@@ -10,23 +10,21 @@ its first use, and a weight gradient as soon as its cotangent exists. It costs n
 from __future__ import annotations
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.capture import Captured, capture_body
+from vmem_jax.capture.capture import capture_body
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase
-from vmem_jax.jax_compat import JaxprEqn
+from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 from vmem_jax.policy.exact import Exact
 from vmem_jax.rewrite.rewrite import rewrite
 
 
-def with_ordered_bodies(captured: Captured) -> Captured:
-    """`captured` with the bodies of its backward loops ordered and fenced."""
-    opened = compat.open_jaxpr(captured.flat)
+def with_ordered_bodies(flat: ClosedJaxpr) -> ClosedJaxpr:
+    """`flat` with the bodies of its backward loops ordered and fenced."""
+    opened = compat.open_jaxpr(flat)
     eqns = [_ordered(eqn) if eqn.primitive.name == "scan" else eqn for eqn in opened.eqns]
-    if all(new is old for new, old in zip(eqns, opened.eqns, strict=True)):
-        return captured
-    parts = opened.constvars, compat.constants(captured.flat), opened.invars, opened.outvars, eqns
-    return captured.with_bodies(compat.close(*parts, like=captured.flat))
+    parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
+    return compat.close(*parts, like=flat)
 
 
 def _ordered(eqn: JaxprEqn) -> JaxprEqn:

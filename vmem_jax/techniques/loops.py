@@ -114,8 +114,8 @@ class _Variants:
             )
         ]
         ids = tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
-        captured = self.traced.captured.rewritten(with_residuals(self.flat, chosen), ids)
-        captured = with_ordered_bodies(captured)
+        separate = with_residuals(self.flat, chosen)
+        captured = self.traced.captured.rewritten(separate, ids, with_ordered_bodies)
         program = captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"

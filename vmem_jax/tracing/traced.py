@@ -39,9 +39,9 @@ class TracedStep:
 
     def in_sub_batches(self, batch: Batch, count: int) -> TracedStep:
         """The same, which must run its batch as a whole, in at most `count` sub-batches."""
-        captured = self.captured.in_sub_batches(batch, count)
-        if captured.program.kept is not None:
-            captured = with_ordered_bodies(captured)
+        chosen = self.captured.program.kept is not None
+        bodies = [with_ordered_bodies] if chosen else []
+        captured = self.captured.in_sub_batches(batch, count, *bodies)
         return dataclasses.replace(self, captured=captured)
 
     def moved_by(self, transport: str) -> TracedStep:
