@@ -83,7 +83,7 @@ class Comparison:
     Attributes:
       rows: every copy, by its predicted begin.
       predicted_seconds, real_seconds: the seconds of the step; the real ones are a median over the
-      runs.
+        runs.
       lanes: recordings of the prediction and of the run with the median length.
       notes: what was not seen, and how the clocks were aligned.
     """
