@@ -259,6 +259,36 @@ def planning() -> str:
     return "\n" + grid([f"of {len(rows)} cases", "median", "largest"], lines)
 
 
+README = {
+    "VGG-16 (256)": ("vgg16", 256, "bfloat16", ("50%", "30%")),
+    "VGG-116 (32)": ("vgg116", 32, "bfloat16", ("20%",)),
+    "ResNet-50 (256)": ("resnet50", 256, "bfloat16", ("40%",)),
+    "ResNet-152 (128)": ("resnet152", 128, "bfloat16", ("25%",)),
+}
+"""The networks of the README: model, batch, dtype, budgets."""
+
+
+def readme() -> str:
+    """Peak and time, relative to plain, of some networks in a budget, and of `jax.checkpoint`."""
+    rows = compared("h200_recompute")
+    lines = []
+    for name, (model, batch, dtype, budgets) in README.items():
+        own = [e for e in rows if (e.row.model, e.row.batch, e.row.dtype) == (model, batch, dtype)]
+        [wrapped] = [e for e in own if e.row.variant == "checkpoint"]
+        for budget in budgets:
+            [fits] = [e for e in own if e.row.variant == "auto" and e.asked == budget]
+            other = f"{wrapped.share}, {float(wrapped.ratio):.2f}" if budget == budgets[0] else ""
+            lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
+    plain, wrapped_loops, *budgeted = [r for r in _json("loops_h200") if r["way"] != "dots"]
+    for row in budgeted:
+        first = row is budgeted[0]
+        name = "decoder, 1.1 B parameters, 16 scanned layers (8 × 2,048)" if first else "the same"
+        share = lambda each: f"{each['gib'] / plain['gib']:.0%}, {each['of_plain']:.2f}"
+        lines.append([name, *share(row).split(", "), share(wrapped_loops) if first else ""])
+    header = ["model (batch)", "peak", "time", "`jax.checkpoint`: peak, time"]
+    return "\n" + grid(header, lines)
+
+
 def _json(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
@@ -277,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
         zero_values,
         largest,
         planning,
+        readme,
     )
 }
 

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/papers.md and docs/benchmarks.md, all of docs/rows/, and the figures.
+"""Makes the tables of docs/papers.md, docs/benchmarks.md and README.md, docs/rows/, and the figures.
 
     python benchmarks/pages.py
 
@@ -226,14 +226,17 @@ def pages() -> dict[str, str]:
     """The pages below docs/ that hold tables, and their text."""
     rows, texts = all_rows(), {}
     tables = {name: manifest.load(name) for name in manifest.names()}
-    prose = {name: (DOCS / name).read_text() for name in ("papers.md", "benchmarks.md")}
+    prose = {name: (DOCS / name).read_text() for name in ("papers.md", "benchmarks.md", README)}
     texts["papers.md"] = filled(prose["papers.md"], lambda name: short(tables[name], rows))
-    texts["benchmarks.md"] = filled(prose["benchmarks.md"], measured.table)
+    for name in ("benchmarks.md", README):
+        texts[name] = filled(prose[name], measured.table)
     order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
     texts["rows/benchmarks.md"] = OF_BENCHMARKS + measured.every_row()
     return texts
 
+
+README = "../README.md"
 
 OF_PAPERS = """# Data: the papers' tables
 
