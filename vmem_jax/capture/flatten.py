@@ -16,6 +16,7 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.reducers import without_barriers_in_reducers
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 # The parameter that holds the callee, by primitive.
@@ -34,7 +35,7 @@ _CALLS = {
 
 def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns `closed` with calls inlined, then dead equations dropped and repeated ones merged."""
-    return merge_repeated(drop_dead(inline(closed)))
+    return merge_repeated(drop_dead(inline(without_barriers_in_reducers(closed))))
 
 
 def callee(eqn: JaxprEqn) -> Any | None:
