@@ -1,16 +1,19 @@
-"""batch: which part of a step can run on some samples at a time, and what stands in the way.
+"""batch: which equations of a step can run on a part of the batch, and what prevents it.
 
-An abstract interpretation of the flat jaxpr. A value is the same for all samples; or the samples lie
-along one of its dimensions (`layouts`); or it is a sum over samples, complete only after the last of
-them, and everything that is not linear in it comes *late*, after the loop. What samples are mixed in
-otherwise (a maximum over the batch, a sort) is late as well: it runs on the whole batch.
+This is an abstract interpretation of the flat jaxpr. Each value is one of these:
 
-Late work on samples is no gain: what a loop over sub-batches is for would run on the whole batch. So
+- the same for all samples;
+- batched: the samples lie along one of its dimensions (`layouts`);
+- a sum over samples, complete only after the last sub-batch. Everything that is not linear in it is
+  *late*: it runs after the loop;
+- a mixture of samples (a maximum over the batch, a sort). It is late too, on the whole batch.
 
-- a sum that is made from the arguments without any heavy equation (of a loss's mask) and that work
-  on samples reads is *early*: it is made of the whole batch, before the loop;
-- if a heavy equation on samples is late all the same (behind a batch norm), the step cannot be
-  split, and the equation that needs all samples first is named.
+Late work on samples would run on the whole batch, so it defeats the loop. Therefore
+
+- a sum from the arguments without any heavy equation (of a loss's mask) that work on samples reads is
+  *early*: it is computed from the whole batch before the loop;
+- if a heavy equation on samples is still late (behind a batch norm), the step cannot be split, and
+  the first equation that needs all samples is named.
 
 moDNN (Chen et al., DATE 2018, section III) accumulates the gradients of sub-batches, with the layers
 of a framework in place of equations.
@@ -35,14 +38,14 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a value.
+    """The abstract value of a variable.
 
     Attributes:
-      layout: how the samples lie in it; None where it is the same for all.
-      summed: the equation that first summed it over samples, −1 if it is no such sum.
-      late: the equation that needs all samples and that it depends on, −1 if there is none.
-      mixed: it is made of samples that were mixed, and is as large as a batch.
-      zero: all of it is zero.
+      layout: how the samples lie in it; None if it is the same for all samples.
+      summed: the equation that first summed it over samples; −1 if it is no such sum.
+      late: the equation that needs all samples and on which it depends; −1 if there is none.
+      mixed: whether it is made of mixed samples and is as large as a batch.
+      zero: whether all of it is zero.
     """
 
     layout: Layout | None = None
@@ -65,9 +68,10 @@ class Mixing:
     """Why a step cannot be split.
 
     Attributes:
-      mixer: the equation that needs all samples, an index.
-      reader: the heavy equation on samples that waits for it, or is it; −1 if no heavy one does.
-      why: for people, where it is neither.
+      mixer: the index of the equation that needs all samples.
+      reader: the heavy equation on samples that waits for it, or that is the mixer itself; −1 for
+      none.
+      why: another reason, for people.
     """
 
     mixer: int = -1
@@ -81,11 +85,11 @@ class Batch:
 
     Attributes:
       size: samples in the batch.
-      values: what is known of every variable.
-      wants: for every equation the layouts that its operands must have.
+      values: the abstract value of every variable.
+      wants: for every equation, the layouts that its operands must have.
       early: equations that sum or mix samples before the loop.
-      rows: equations whose indices have in a column, which is given, the place of each sample in the
-        batch (`x[jnp.arange(n), labels]`).
+      rows: equation -> the column of its indices that has each sample's position in the batch, as in
+        `x[jnp.arange(n), labels]`.
     """
 
     size: int
@@ -109,11 +113,11 @@ class Batch:
 
 
 def follow_batch(flat: ClosedJaxpr, layouts: Sequence[Layout | None], size: int) -> Batch | Mixing:
-    """The step `flat` by samples, or what stands in the way.
+    """The batch analysis of the step `flat`, or why it cannot be split.
 
     Args:
       layouts: how the samples lie in each argument.
-      size: of the batch, in samples; at least 2.
+      size: samples in the batch; at least 2.
     """
     opened = compat.open_jaxpr(flat)
     effect = next((i for i, eqn in enumerate(opened.eqns) if eqn.effects), None)
@@ -168,12 +172,12 @@ def follow_body(body: Any, values: Sequence[Value], size: int) -> Batch:
 
 
 def follow_slices(flat: ClosedJaxpr, at: int, made: Sequence[Value], size: int) -> Batch:
-    """The equations of `flat` behind equation `at` by the slices of what that makes, as if they were
-    samples; what is made before it is the same for all of them, and nothing is early.
+    """The analysis of the equations of `flat` behind equation `at`, with the slices of its results as
+    samples. Values made before it are the same for all slices, and nothing is early.
 
     Args:
-      made: what is known of its results.
-      size: slices.
+      made: the abstract values of its results.
+      size: the number of slices.
     """
     opened = compat.open_jaxpr(flat)
     before, behind = opened.eqns[: at + 1], opened.eqns[at + 1 :]
@@ -261,7 +265,7 @@ def _mixes(i: int, eqn: JaxprEqn, read: Sequence[Value], outs: Sequence[Value]) 
 def _step(
     i: int, eqn: JaxprEqn, read: Sequence[Value], size: int, early: frozenset[int]
 ) -> tuple[Sequence[Value], Sequence[Where]]:
-    """What is known of the results of equation `i`, and the layouts that its operands must have."""
+    """The abstract values of the results of equation `i`, and the layouts its operands must have."""
     count, none = len(eqn.outvars), [None] * len(read)
     if i in early:
         return [SAME] * count, none
@@ -302,10 +306,10 @@ class Scan:
     """A scan by samples.
 
     Attributes:
-      outs: what is known of its results.
+      outs: the abstract values of its results.
       wants: the layouts that its operands must have.
       closed: its body without calls.
-      body: that by samples.
+      body: the analysis of its body.
     """
 
     outs: Sequence[Value]
@@ -315,7 +319,7 @@ class Scan:
 
 
 def follow_scan(eqn: JaxprEqn, read: Sequence[Value], size: int) -> Scan | None:
-    """A scan over operands of which `read` is known; None where it mixes samples."""
+    """The analysis of a scan with operands `read`; None if it mixes samples."""
     consts, carry = compat.scan_counts(eqn)
     start = [dataclasses.replace(v) for v in read[: consts + carry]]
     slices = []
@@ -349,7 +353,7 @@ def follow_scan(eqn: JaxprEqn, read: Sequence[Value], size: int) -> Scan | None:
 
 
 def _join(a: Value, b: Value) -> Value | None:
-    """What is known of a carried value that is `a` before an iteration and `b` after it."""
+    """The abstract value of a carried value that is `a` before an iteration and `b` after it."""
     if a.layout is not None or b.layout is not None:
         if a.layout is not None and b.layout not in (None, a.layout):
             return None

@@ -1,8 +1,8 @@
-"""convolutions: which layer's convolution an equation of a jaxpr is, and in which of three passes.
+"""convolutions: matches `conv_general_dilated` equations to the layer and pass that they compute.
 
-After differentiation all three are `conv_general_dilated`, and their parameters alone distinguish
-them: the gradient to x is a convolution of the dilated gradient with a flipped kernel, the gradient
-to w is one in which samples and channels have changed places. cuDNN has a kernel for each.
+After differentiation all three passes are `conv_general_dilated`, and only parameters distinguish
+them: the gradient to x convolves the dilated gradient with a flipped kernel, and the gradient to w
+exchanges samples and channels. cuDNN has a kernel for each pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """flatten: a jaxpr without calls, without dead and without repeated equations.
 
 `jit`, `custom_jvp`, `custom_vjp`, `checkpoint` and scans of one iteration are inlined, so that the
-plan sees every equation.
-Inlining a `jax.checkpoint` and merging what it repeats turns the user's recomputation into values
-that the plan may keep or recompute: the user's checkpoint is a hint, the budget decides.
+plan sees every equation. A `jax.checkpoint` is inlined and its repetitions are merged, so it becomes
+a hint: the plan keeps or recomputes these values by the budget.
 """
 
 from __future__ import annotations

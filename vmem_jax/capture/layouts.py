@@ -1,8 +1,8 @@
-"""layouts: how the samples of a batch lie in a value, and how they lie in what is made of it.
+"""layouts: propagates through equations along which dimension of a value the samples lie.
 
-A rule by primitive. It says how the samples lie in the results, and how they must lie in those
-operands that are the same for all samples but as large as the batch: a dropout mask, zeros. Where it
-gives nothing, the equation mixes samples, or its primitive has no rule.
+There is one rule per primitive. It gives the layout of the results, and the layout that is required
+of operands that are the same for all samples but as large as the batch (a dropout mask, zeros). If it
+gives none, the equation mixes samples, or its primitive has no rule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layout:
 
 
 SUMMED = "summed"
-"""In place of a layout: each result is a sum over the samples."""
+"""The layout of a result that is a sum over the samples."""
 
 Where = Layout | None
 Ruled = tuple[Sequence[Any], Sequence[Where]]
@@ -48,11 +48,11 @@ _Rule = Callable[[JaxprEqn, Sequence[Where], int], Ruled | None]
 
 
 def ruled(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
-    """How the samples lie in the results and operands of `eqn`; None where it mixes them.
+    """The layouts of the results and operands of `eqn`; None if it mixes samples.
 
     Args:
       at: the layout of each operand, None for those that are the same for all samples.
-      size: of the batch.
+      size: samples in the batch.
     """
     rule = _RULES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, at, size)

@@ -1,6 +1,6 @@
-"""What each primitive means for memory: a table of names, and one default for the unknown.
+"""primitives: tables of how XLA treats each primitive, with a default for unknown ones.
 
-The class of a primitive says what XLA does with it; flops and workspace rules sit beside it.
+The class of a primitive says whether it is fused; further tables give its flops and workspace.
 """
 
 from __future__ import annotations

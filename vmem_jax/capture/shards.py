@@ -1,16 +1,17 @@
-"""shards: over how many devices XLA splits each value of a flat jaxpr, derived from its arguments.
+"""shards: how XLA splits each value of a flat jaxpr over devices, predicted from the arguments.
 
-The partitioner decides that while it compiles; a plan is needed before. So the usual cases are
-followed here, dimension by dimension: the mesh axes that split a batch or a weight go through
-elementwise work, products, convolutions, reductions and loops, and back from a result to what is
-made for it alone (random bits, zeros). What no rule knows counts as whole, which is too large, never
-too small. A product whose operand is split by an axis that the result cannot have, as in fully
-sharded data parallelism, gathers that operand first: its workspace.
+XLA's partitioner decides while it compiles, but a plan is needed before. So the usual cases are
+propagated here, dimension by dimension: the mesh axes that split a batch or a weight go through
+elementwise operations, products, convolutions, reductions and loops, and from a result back to what
+is made for it alone (random bits, zeros). A value without a rule counts as whole, so the prediction
+is never too small. A product whose operand is split by an axis that the result cannot have, as in
+fully sharded
+data parallelism, gathers that operand first: its workspace.
 
-What moves to the host moves shard by shard, and the calls that move it state how it is split. Where
-the partitioner would have split it otherwise, it would send it between the devices for that. So only
-values whose split is *certain* are moved: by the arguments, through equations whose rule the
-partitioner shares, without an axis lost on the way; or by what is computed from them elementwise.
+Transfers move shard by shard, and their calls state how a value is split. If the partitioner would
+have split it otherwise, that costs a collective. So only values whose split is *certain* are moved:
+it follows from the arguments through equations whose rule the partitioner shares, without an axis
+lost; or the value is computed elementwise from such values.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Shards:
     """How a step is split over its devices.
 
     Attributes:
-      sizes: devices along each mesh axis.
-      splits: the split of every value that is split at all.
-      certain: values whose split is certain, whole ones among them.
-      device_count: devices that the step runs on.
-      mesh: that all arguments on several devices share; None for one device, or if there is none.
+      sizes: the number of devices along each mesh axis.
+      splits: the split of every value that is not whole.
+      certain: values whose split is certain, whole ones included.
+      device_count: the number of devices of the step.
+      mesh: the mesh that all arguments on several devices share; None for one device or several
+      meshes.
     """
 
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -420,4 +422,4 @@ _WINDOWS = frozenset(
 """Split as their operands are, along the dimensions that no window runs over."""
 
 _STATED: dict[str, _Rule] = {"sharding_constraint": _constraint, "shard_map": _shard_map}
-"""Where the user says it."""
+"""Primitives by which the user states a sharding."""

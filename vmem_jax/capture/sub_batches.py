@@ -7,9 +7,9 @@
     everything after that, once
 
 So one sub-batch stands for all of them, between two *boundaries*: for the Program, for policies, and
-for `rewrite`, which makes a loop of what it finds between them. Sums are kept in float32 at least.
-What is as large as the batch without depending on its samples (zeros, a dropout mask) is made for the
-sub-batch alone; what is not larger than what it is made of (a cast weight) is made once.
+for `rewrite`, which makes a loop of the equations between them. Sums are kept in float32 or wider. A
+value as large as the batch that does not depend on its samples (zeros, a dropout mask) is made for
+the sub-batch alone; a value that is no larger than its inputs (a cast weight) is made once.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ end_p.def_abstract_eval(lambda *given, count: list(given[:count]))
 
 @dataclasses.dataclass(frozen=True)
 class SubBatches:
-    """How the batch of a step runs in parts.
+    """The division of a step's batch into sub-batches.
 
     Attributes:
-      count: sub-batches, one after another.
-      size: samples in each, but perhaps the last.
-      last: the step for a last one that is smaller, equation by equation the same; None if none is.
-      last_size: samples in that one.
+      count: the number of sub-batches.
+      size: samples in each sub-batch, except perhaps the last.
+      last: the step for a smaller last sub-batch, with the same equations; None if there is none.
+      last_size: samples in the last sub-batch.
     """
 
     count: int
@@ -62,9 +62,9 @@ class SubBatches:
 
 
 def divided(flat: ClosedJaxpr, batch: Batch, count: int) -> tuple[ClosedJaxpr, SubBatches]:
-    """`flat` for one of at most `count` sub-batches, and how many there are.
+    """`flat` for one of at most `count` sub-batches, and their division.
 
-    They are equal, but for the last one where `count` is no divisor of the batch.
+    All are equal, except the last one if `count` does not divide the batch.
     """
     size = -(-batch.size // count)
     whole, last = divmod(batch.size, size)

@@ -1,28 +1,27 @@
-"""updates: what is made of the gradients that a loop stacks, made slice by slice in that loop.
+"""updates: runs the optimiser's updates of scanned layers inside the loop that makes their gradients.
 
-The backward loop over scanned layers stacks the gradients of all of them, and the optimiser reads the
-stacks: gradients as large as the parameters are there at once. But an optimiser works on each element
-for itself. So the equations behind the loop that make new stacks (parameters, moments) of these run
-in its body, each on the slice of its iteration, and the stack of gradients never exists:
+The backward loop over scanned layers stacks their gradients, and the optimiser reads the stacks,
+which are as large as the parameters. But an optimiser works elementwise. So the equations behind the
+loop that make new stacks (parameters, moments) from the gradients run in its body, each on the slice
+of its iteration, and the stack of gradients never exists:
 
     for i in layers, last first:
         gradients of layer i by the slices i of parameters and residuals
         -- barrier --
         slices i of the new stacks, by these gradients and slices i of the old ones
 
-A new stack takes over the memory of a donated old one: that is carried, read at i and written at i.
-The barrier has whatever the iteration reads of the old slices come before it writes the new ones; a
-read behind that would have XLA copy the whole stack. All else is read from where it lies, and stacks
-that only it needs (a cast of them, a broadcast number) are made by the slice, too: the rules are
-those by which a batch is cut into sub-batches, with slices for samples. Without donation nothing is
-gained, since gradients then lie where the new stacks will.
+A new stack takes over the memory of a donated old one, which is carried, read at i and written at i.
+The barrier orders all reads of old slices before the writes of new ones; a later read would make XLA
+copy the whole stack. Stacks that only an update needs (a cast, a broadcast number) are made by slices
+too, by the rules that cut a batch into sub-batches. Without donation nothing is gained, since
+gradients then lie where the new stacks will.
 
-It costs no memory, so it is no choice of a plan: a value that exists for it alone must be smaller
-than the gradients that no longer do. The equations are the same, and so are the results, but where
-LLVM or XLA makes one rounding of two in another fusion (a product and a sum, in Adam's moments).
+This is not a choice of a plan, since it costs no memory: a value that exists for it alone must be
+smaller than the gradients that disappear. The equations are unchanged. Results differ only where LLVM
+or XLA rounds a product and a sum once in another fusion (in Adam's moments).
 
-What needs a whole stack of gradients (the norm of all of them), and what depends on that, stays
-behind the loop; so does what takes over memory that something else still reads.
+Readers of a whole stack of gradients (a global norm), and everything that depends on them, stay
+behind the loop; so do updates of memory that something else still reads.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Stacked:
 
     Attributes:
       loop: the layer of the loop that makes them, or "".
-      nbytes: their bytes, of all slices.
-      why: what stands in the way of updates in the loop, for people.
+      nbytes: the bytes of all slices.
+      why: the reason why updates cannot run in the loop, for people.
     """
 
     loop: str

@@ -1,10 +1,10 @@
-"""heap: the bytes that XLA's heap takes for a plan, before it is compiled.
+"""heap: predicts the bytes of XLA's heap for a plan, before it is compiled.
 
-XLA gives every buffer one place for as long as it lives. It takes them by size, the largest first, or
-by how long they live, whichever heap is smaller, and puts each into the smallest gap that is free all
-that time (GlobalDecreasingSizeBestFitHeap in XLA's heap_simulator.h). Buffers of many sizes whose
-lives cross, as those that leave and come back do, leave gaps: the heap is then up to a third larger
-than what is live at once, which is what `simulate` predicts and policies plan with.
+XLA gives every buffer one offset for its live range. It allocates them by size, the largest first, or
+by length of live range, whichever heap is smaller, each in the smallest gap that is free all that
+time (GlobalDecreasingSizeBestFitHeap in XLA's heap_simulator.h). Buffers of many sizes whose live
+ranges cross, such as those that leave and return, leave gaps. The heap is then up to a third larger
+than the most bytes live at once, which `simulate` predicts and policies plan with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def heap_nbytes(
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
 ) -> int:
-    """Bytes of device memory that `order` needs as XLA places it, residents included; `events` as in
+    """Bytes of device memory that `order` needs on XLA's heap, residents included; `events` as in
     `intervals`."""
     return program.resident_nbytes + best_fit_nbytes(intervals(program, order, transfers, events))
 

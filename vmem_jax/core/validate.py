@@ -1,7 +1,7 @@
-"""validate: whether a plan is a correct schedule, by the plain definition.
+"""validate: checks by definition whether a plan is a correct schedule.
 
-It shares no code with `simulate`: it replays the order with sets of versions, the slow way, so that
-a mistake in one is caught by the other.
+It does not use `simulate`. It replays the order with sets of versions, slowly, so that each catches
+the mistakes of the other.
 """
 
 from __future__ import annotations
@@ -55,14 +55,20 @@ def check_program(program: Program) -> list[str]:
 def violations(program: Program, plan: Plan) -> list[str]:
     """What is wrong with `plan` as a schedule of `program`, in words; empty for a valid plan.
 
-    Rules: every step stands in the order; a read finds a version made before it; only pure steps
-    stand there again; steps with effects keep their traced order; a donated input is not read after
-    the step that overwrites it; a transferred buffer is movable, made before it leaves, neither read
-    nor made again while it is away, and read after that; a hosted input that is read comes once,
-    before its first read, and a hosted output that is made leaves once, after that; what is looped is
-    a stack, and its loops run once; a configuration is of a convolution, and of all its samples,
-    padded as it can be; the steps on samples stand between the boundaries of their sub-batches, no
-    others; what moves between them does so there alone.
+    Rules:
+
+    - every step is in the order, and only pure steps are repeated;
+    - a read finds a version that was made before it;
+    - steps with effects keep their traced order;
+    - a donated input is not read after the step that overwrites it;
+    - a transferred buffer is movable, made before it leaves, neither read nor made again while it is
+      away, and read after its return;
+    - a hosted input that is read is fetched once, before its first read, and a hosted output leaves
+      once, after it is made;
+    - a looped buffer is a stack, and its loops run once;
+    - a configuration belongs to a convolution, covers all its samples, and pads it as possible;
+    - exactly the steps on samples are between the boundaries of sub-batches, and transfers of their
+      buffers stay there.
     """
     for i, b in enumerate(plan.looped):
         name = f"looped buffer {b}"
