@@ -1,13 +1,16 @@
 """The code in README.md and on the pages of docs/ runs, and their commands exist, as they stand."""
 
 import re
+import runpy
 import shlex
+import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from vmem_jax import cli
+from vmem_jax import POLICIES, cli
 
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
@@ -79,6 +82,25 @@ def test_no_block_is_overlooked(page):
     assert len(re.findall(r"^ *(?:```|~~~)", text, re.M)) == 2 * len(found)
     assert {block.needs for block in found} <= {"", *MARKERS}
     assert {block.language for block in found} <= {"python", "sh", "text"}
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        "test_plans_are_valid_and_fit",
+        "test_recomputation_passes_through_no_effect",
+        "test_plans_are_valid_with_effects_and_donation",
+        "test_never_a_higher_peak_than_keep",
+        "test_program_without_steps",
+    ],
+)
+def test_the_policy_of_the_page_keeps_the_laws_of_all(law, monkeypatch):
+    """What tests/policy/test_conformance.py demands of every registered policy."""
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # where its dataclass is looked up
+    exec(on("docs/contributing.md", "python")[0].code, module.__dict__)
+    monkeypatch.setitem(POLICIES, "largest-first", module.LargestFirst)
+    runpy.run_path(str(ROOT / "tests/policy/test_conformance.py"))[law](name="largest-first")
 
 
 # -- commands
