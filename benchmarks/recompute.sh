@@ -1,5 +1,5 @@
 #!/bin/sh
-# The table of docs/benchmarks.md, "Order, exact residuals, recompute": run on one NVIDIA GPU.
+# The table of docs/benchmarks.md, "Recomputation": run on one NVIDIA GPU.
 #   sh benchmarks/recompute.sh rows.jsonl [model ...]
 # Some ten minutes on an H200. Each model is one process; its variants take turns in it.
 set -e

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The table of docs/benchmarks.md, "Transfers": run on one NVIDIA GPU, with the native extension.
+# The table of docs/benchmarks.md, "Transfers to host memory": run on one NVIDIA GPU, with the native extension.
 #   sh benchmarks/transfers.sh rows.jsonl [model ...]
 # Some fifteen minutes on an H200. Each model is one process; its steps are timed first, and its
 # variants take turns.

@@ -1,5 +1,4 @@
-"""compiling: a step's jaxpr, compiled as `jax.jit` would, for the devices of its arguments or a card
-that is not there."""
+"""compile: compiles a step's jaxpr as `jax.jit` would, for its devices or for a target."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from vmem_jax.tracing import arguments, hosted
 from vmem_jax.tracing.traced import TracedStep
 
 LONG = 20_000
-"""Steps of a program from which on XLA's passes that grow with their square are left out."""
+"""From so many steps on, XLA's passes that take quadratic time are disabled."""
 
 _PASSES = "xla_disable_hlo_passes"
 
@@ -29,12 +28,12 @@ def with_ours(
     described: bool = False,
     fenced: bool = True,
 ) -> dict[str, Any]:
-    """The compiler options of a program of so many steps: ours, and over them the user's. Of the
-    passes those are left out that either names.
+    """The compiler options of a program of so many steps: ours, overridden by the user's. The passes
+    that either disables are disabled.
 
     Args:
-      described: it is compiled for a device that is not there.
-      fenced: barriers of ours hold it. Without, it is what plain `jax.jit` compiles.
+      described: whether it is compiled for a device that is only described.
+      fenced: whether it has our barriers; if not, it is compiled as by plain `jax.jit`.
     """
     ours = [compat.FENCE_OPTIONS.get(platform, {})] if fenced else []
     if described:
@@ -48,7 +47,8 @@ def with_ours(
 
 
 def left_out(platform: str, steps: int) -> str:
-    """What the compiler leaves out of a program of so many steps, for people; "" for nothing."""
+    """The compiler passes that are disabled for a program of so many steps, for people; "" for
+    none."""
     passes = compat.LONG_OPTIONS.get(platform, {}).get(_PASSES, "")
     if not passes or steps <= LONG:
         return ""
@@ -68,17 +68,17 @@ def compile_jaxpr(
     options: Mapping[str, Any],
     streams: bool = False,
 ) -> Any:
-    """`jaxpr`, which does what `traced` does, compiled.
+    """Compiles `jaxpr`, a form of the step `traced`.
 
     Args:
-      target: a card to compile for, by name.
-      name: of the step.
-      options: the user's for the compiler.
-      streams: whether arguments in host memory are taken from there; without, all are on the device.
+      target: the name of a card to compile for; None for the devices of the arguments.
+      name: the name of the step.
+      options: the user's compiler options.
+      streams: whether hosted arguments are in host memory; if not, all are on the device.
 
     Raises:
-      CompileError: XLA cannot compile `jaxpr`, which is not the user's own (`traced.plain`). An
-        error on that one, or on one of the user's `options`, is passed on as it is.
+      CompileError: XLA cannot compile `jaxpr`, and it is not the user's own program (`traced.plain`).
+        Errors of that program, or of the user's `options`, are raised unchanged.
     """
     try:
         return _compiled(traced, jaxpr, target, name, sig, options, streams)

@@ -32,9 +32,9 @@ class LayerRow:
 
     Attributes:
       layer: its name.
-      kept_nbytes: bytes of its forward values that live until the backward pass reads them.
-      recomputed_nbytes: bytes of its forward values that are dropped and made again.
-      recompute_seconds: seconds that making them again takes.
+      kept_nbytes: bytes of its forward values that are kept for the backward pass.
+      recomputed_nbytes: bytes of its forward values that are dropped and recomputed.
+      recompute_seconds: the seconds of that recomputation.
     """
 
     layer: str
@@ -52,18 +52,18 @@ class LayerRow:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a plan does and what it costs. `str()` gives the table.
+    """A report of a plan and its costs. `str()` gives the table.
 
     Attributes:
-      plain_need, compiled_need: bytes, the compiler's figures for plain jit and for the plan.
-      peak_at: the user's layer and line where the plan's peak is predicted.
+      plain_need, compiled_need: the compiled needs of plain jit and of the plan, in bytes.
+      peak_at: the user's layer and line of the plan's predicted peak.
       holders: what holds the bytes there.
-      program, costs: what the plan was made from.
-      timeline: what running it is predicted to be.
-      tuning: what timing it gave (`jit(tune=True)`), once that is done.
-      log: what the search did; None for an explanation without one.
-      spared: what the search for the plan left out; "" for nothing.
-      stacked: which gradients of scanned layers exist all at once, and why; "" for none.
+      program, costs: the program and costs that the plan was made from.
+      timeline: the predicted execution.
+      tuning: the result of `jit(tune=True)`; None before it is known.
+      log: the events of the search; None without a search.
+      spared: the parts of the search that were skipped; "" for none.
+      stacked: the gradients of scanned layers that exist all at once, and why; "" for none.
     """
 
     program: Program
@@ -125,8 +125,8 @@ class Explanation:
 
     @functools.cached_property
     def bound(self) -> Bound | None:
-        """What no plan goes below that runs the steps for the first time in this plan's order, within
-        the budget by prediction, or this plan's own peak where that is higher; None without a budget.
+        """Lower bounds for the plans with this plan's order of first runs, within the budget or this
+        plan's own peak if that is higher; None without a budget.
 
         Takes a second or two for thousands of steps.
         """
@@ -145,7 +145,7 @@ class Explanation:
         )
 
     def _effort(self) -> str:
-        """What the search did: compiles in all, plain jit's where the budget is a share of that."""
+        """The effort of the search: plans and compiles, plain jit's included if it was compiled."""
         if self.log is None:
             return "no search"
         plans, compiles = self.log.plans, self.log.compiles
@@ -193,7 +193,7 @@ class Explanation:
 
     @property
     def shares(self) -> dict[Source, float]:
-        """Of the predicted seconds of all steps that run, the part from each source; sums to 1."""
+        """The share of the predicted seconds of all runs of steps by source; sums to 1."""
         sources = self.costs.sources or (Source.ROOFLINE,) * len(self.costs.seconds)
         seconds = dict.fromkeys(Source, 0.0)
         for s in self.plan.order:

@@ -1,8 +1,7 @@
-"""What a call hands over: its arrays as leaves, what is static, what is donated, what it returns.
+"""arguments: turns a call of the user's function into a flat list of arrays, and back.
 
-`jit` works on flat lists of arrays. This module turns a call of the user's function into one and
-back, for pytrees; `flax.py` and `equinox.py` do it for modules that are updated in place or that
-hold more than arrays.
+This module does so for pytrees; `flax.py` and `equinox.py` do it for modules that are updated in
+place or that hold more than arrays.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from vmem_jax import jax_compat as compat
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Which arguments of the user's function are static, which are donated and which hold the batch,
-    by position and name."""
+    """The static, the donated and the batch arguments of the user's function, by position and
+    name."""
 
     fun: Callable
     static_nums: frozenset[int]
@@ -38,13 +37,13 @@ class Call:
     """One call, ready to be traced or run.
 
     Attributes:
-      fun: dynamic tree -> (output arrays, what of the output is static); static arguments are
-        inside it. Called only to trace.
+      fun: dynamic tree -> (output arrays, static part of the output), with the static arguments
+        bound. It is called only to trace.
       tree: the dynamic arguments, a pytree of arrays.
-      static: hashable; with the avals it decides which compiled step is run.
-      donated: dynamic tree path -> whether the caller gives that leaf up.
-      finish: (output arrays, static part) -> what the user's function returns.
-      plain: the leaves of (args, kwargs) are just the leaves of `tree`, and `finish` does nothing.
+      static: a hashable key; with the avals it selects the compiled step.
+      donated: path in the dynamic tree -> whether that leaf is donated.
+      finish: (output arrays, static part) -> the result of the user's function.
+      plain: whether the leaves of (args, kwargs) are those of `tree`, and `finish` does nothing.
     """
 
     fun: Callable[[Any], tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""Which arguments hold the batch: those that the user names, or whose leading dimensions agree."""
+"""batch_arguments: finds the arguments that hold the batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vmem_jax.tracing.arguments import Signature
 
 @dataclasses.dataclass(frozen=True)
 class BatchArguments:
-    """How the batch of a step comes in.
+    """The batch among the arguments of a step.
 
     Attributes:
-      size: samples; 0 where there is no batch.
-      layouts: for each argument how the samples lie in it, None where it has none.
+      size: the number of samples; 0 without a batch.
+      layouts: for each argument, how the samples lie in it; None if it has none.
       why: why there is no batch, for people.
     """
 
@@ -38,18 +38,18 @@ def batch_arguments(
 ) -> BatchArguments:
     """The arguments that hold the batch, along their first dimensions.
 
-    That is what `batch_argnums` and `batch_argnames` name. Where they name nothing: among the
-    arguments that are neither donated nor returned as they came (by the shapes and dtypes of their
-    leaves), those whose leaves agree on the size of their first dimensions, if there is but one such
-    size. Scalars and PRNG keys count for nothing.
+    They are those that `batch_argnums` and `batch_argnames` name. If these name none: among the
+    arguments that are neither donated nor returned (by the shapes and dtypes of their leaves), those
+    whose leaves agree on their first dimension, if there is only one such size. Scalars and PRNG keys
+    do not count.
 
     Args:
-      paths: of the leaves: position or name, argument, path in that argument.
+      paths: the paths of the leaves: position or name, argument, path in that argument.
       names: the user's names of the leaves.
-      out_avals: of the results.
+      out_avals: the avals of the results.
 
     Raises:
-      ValueError: what is named holds no array, or arrays of different sizes.
+      ValueError: a named argument holds no array, or arrays of different sizes.
     """
     argument_of = [_argument(path) for path in paths]
     sized = [i for i, a in enumerate(avals) if _may_be_split(a)]

@@ -1,4 +1,4 @@
-"""The call of a user, by the framework that knows its arguments: Flax NNX, Equinox, or pytrees."""
+"""frameworks: prepares a call by the framework of its arguments: Flax NNX, Equinox, or pytrees."""
 
 from __future__ import annotations
 

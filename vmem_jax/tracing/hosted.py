@@ -1,8 +1,8 @@
-"""State in host memory between steps: which leaves are, and how a step takes them.
+"""hosted: state that lies in host memory between steps.
 
 The user puts leaves of the state (Adam's moments, say) into pinned host memory, by their sharding.
-The step is traced as if they were on the device; a plan streams them, and returns those leaves in
-host memory again.
+The step is traced as if they were on the device. A plan streams them, and returns their successors in
+host memory.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def pairs(
     out_avals: Sequence[Any],
     out_paths: Sequence[tuple],
 ) -> tuple[tuple[int, int | None], ...]:
-    """For each hosted argument its index, and that of the result that replaces it, if any.
+    """For each hosted argument, its index and that of the result that replaces it, if any.
 
-    That is a result of the same shape and dtype whose path in its tree ends as the argument's does:
-    `state.opt_state[0].mu['w']` returns as `[0].opt_state[0].mu['w']`. The longest common ends are
-    matched first, of all arguments; equal ones in order. Where nothing agrees, only an argument that
-    is no tree is matched, in order.
+    It is a result of the same shape and dtype whose path in its tree has the same end:
+    `state.opt_state[0].mu['w']` returns as `[0].opt_state[0].mu['w']`. The longest common ends of all
+    arguments are matched first, equal ones in order. If no end is common, only an argument that is
+    not a tree is matched, in order.
 
     Args:
-      paths: of each argument within its tree.
-      out_paths: of each result.
+      paths: the path of each argument within its tree.
+      out_paths: the path of each result.
     """
     partner: dict[int, int] = {}
     taken: set[int] = set()
@@ -137,11 +137,11 @@ def _nbytes(aval: jax.ShapeDtypeStruct) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Donations:
-    """Which arguments of a step give their memory to which results, and an order that says so.
+    """The pairs of donated arguments and results of a step, and an order that makes JAX pair them so.
 
-    `jax.jit` pairs donated arguments with results of the same shape and dtype, first with first,
-    wherever they lie; an argument in host memory must not be paired with a result on the device. In
-    the order given here the donated arguments and their results come first, in the same order.
+    `jax.jit` pairs donated arguments with results of the same shape and dtype, first with first, in
+    whatever memory they are. An argument in host memory must not be paired with a result on the
+    device. In this order the donated arguments come first, in the order of their results.
     """
 
     arguments: tuple[int, ...]
