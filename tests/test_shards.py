@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 from processes import in_subprocess
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.capture import capture, capture_pair
 from vmem_jax.capture.flatten import flatten
+from vmem_jax.capture.loop_pairs import find_pairs
 from vmem_jax.capture.shards import Shards, follow_shards
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -229,3 +231,41 @@ def test_arguments_over_two_meshes_have_no_mesh():
     assert follow_shards(closed, [one, None]).mesh == MESH
     assert follow_shards(closed, [one, two]).mesh is None
     assert follow_shards(closed, [one, two]).device_count == 8
+
+
+def scanned(w, x):
+    def loss(w):
+        layer = lambda y, w: (y + jnp.tanh(jnp.tanh(y @ w[0]) @ w[1]), None)
+        return jnp.square(lax.scan(layer, x, w)[0]).mean()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+
+def test_an_iteration_of_a_loop_is_what_one_device_holds_of_it():
+    """As in fully sharded data parallelism: weights and batch are split over one axis."""
+    shapes = [(4, 8, 16), (4, 16, 8), (32, 8)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    closed = jax.jit(lambda a, b, x: scanned((a, b), x)).trace(*args).jaxpr
+    split = [NamedSharding(MESH, P(*spec)) for spec in ((None, "data"), (None, "data"), ("data",))]
+    whole, ours = capture(closed), capture(closed, shardings=split)
+
+    def largest(captured, shardings):
+        [pair] = find_pairs(captured.separate)
+        loop, variables = capture_pair(pair, follow_shards(captured.separate, shardings))
+        made = {v: b.nbytes for v, b in zip(variables, loop.program.buffers, strict=True)}
+        return {v.aval.shape: made[v] for v in variables}, loop.program
+
+    of_one, of_four = largest(whole, [None] * 3), largest(ours, split)
+    for shape in ((32, 16), (32, 8)):
+        assert of_four[0][shape] == of_one[0][shape] / 4
+    flops = lambda program: sum(step.flops for step in program.steps)
+    assert flops(of_four[1]) == flops(of_one[1]) / 4
+    # a weight is held whole for its product, and only there
+    products = [step for step in of_four[1].steps if step.op == "dot_general"]
+    assert any(step.workspace >= 8 * 16 * 4 for step in products)
+    loops = [
+        next(s for s in captured.program.steps if s.op == "scan" and s.phase == "backward")
+        for captured in (whole, ours)
+    ]
+    count = lambda step: sum(inner.flops for inner in step.body)
+    assert count(loops[1]) == count(loops[0]) / 4

@@ -474,3 +474,30 @@ def test_a_lowest_plan_that_nearly_fits_is_planned_again_for_less():
     budget = Gloomy().plan(PROGRAM, STILL, BUDGET).plan.predicted_peak
     found = find(variant(compile_plan, Gloomy(), STILL), budget=budget)
     assert found.fits and len(compile_plan.plans) > 1
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, alike):
+    def named(name, predicted):
+        class Fixed(POLICIES["recompute"]):
+            def plan(self, program, costs, budget):
+                plan = super().plan(program, costs, HIGH)
+                if budget is not None and budget < predicted:
+                    return Infeasible(name, budget, predicted, "somewhere")
+                return dataclasses.replace(plan, policy=name)
+
+        Fixed.name = name
+        return Fixed()
+
+    predicted = {"first": BUDGET - 1, "second": BUDGET - 2, "third": BUDGET - 40}
+    heap(lambda program, plan: predicted[plan.policy])
+    compilers = [Compiler(lambda plan: predicted[plan.policy] + 30) for _ in predicted]
+    group = [
+        dataclasses.replace(
+            family(variant(compiler, named(name, predicted[name]), slower(n), name)), alike=alike
+        )
+        for n, (name, compiler) in enumerate(zip(predicted, compilers, strict=True))
+    ]
+    found = find(group)
+    assert found.fits and found.best.variant.name == "third"
+    assert [len(compiler.plans) for compiler in compilers] == [1, 0 if alike else 1, 1]

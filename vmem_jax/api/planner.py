@@ -168,8 +168,8 @@ def _of_loops(
     """The family of a step whose loops stack other values, planned by the chosen policy."""
     settings = context.settings
     make = functools.partial(_variant, context, settings.policy, moves=moves)
-    counts, margin = parts_of(context).counts, PARAMS.loop_margin
-    return Family(counts, make, settings.splitting, margin=margin, proved=proved)
+    counts = parts_of(context).counts
+    return Family(counts, make, settings.splitting, alike=True, proved=proved)
 
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:

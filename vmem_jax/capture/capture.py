@@ -179,13 +179,20 @@ def capture(
     return dataclasses.replace(captured, stacked=stacked)
 
 
-def capture_pair(pair: Pair) -> tuple[PairedLoop, tuple[Var, ...]]:
-    """One iteration of the two loops of `pair`, and the variable of `pair.body` of every buffer."""
-    captured = _captured(pair.body, pair.body, (), Inputs(), None, _boundary(pair))
+def capture_pair(pair: Pair, outside: Shards | None = None) -> tuple[PairedLoop, tuple[Var, ...]]:
+    """One iteration of the two loops of `pair`, and the variable of `pair.body` of every buffer.
+
+    Args:
+      outside: how the values of the step are split over its devices.
+    """
+    given = pair.given
+    groups = (given.consts, given.slices, given.forward, given.backward)
+    values = {v: a for group in groups for v, a in group.items()}
+    shards = None if outside is None else outside.within(pair.body, values, given.slices)
+    captured = _captured(pair.body, pair.body, (), Inputs(), None, _boundary(pair), shards)
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
     results = lambda made: buffers(a for a, _ in (*made.carried, *made.stacked))
-    given = pair.given
     loop = PairedLoop(
         program=captured.program,
         length=pair.length,
@@ -213,16 +220,18 @@ def _captured(
     given: Inputs,
     sub_batches: SubBatches | None,
     boundary: int | None = None,
+    shards: Shards | None = None,
 ) -> Captured:
     """The Program of `flat`, in which all exact-residual rules are applied and updates are moved.
 
     Args:
       boundary: as `fuse` has it.
+      shards: how its values are split, where its arguments' shardings do not say it.
     """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
     kernels = fuse(flat, boundary)
-    shards = follow_shards(flat, given.shardings)
+    shards = follow_shards(flat, given.shardings) if shards is None else shards
     slices = stacks(flat)
 
     inputs = [*opened.invars, *opened.constvars]
@@ -388,7 +397,7 @@ def _step(
     values = (*kernel.reads, *kernel.writes)
     sizes = {index[v]: size(v) for v in values}
     gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
-    body = _body(root)
+    body = _body(root, shards)
     own_nbytes = workspace(root) if body is None else body_nbytes(body)
     in_place: list[tuple[int, int]] = []
     apart = 0  # bytes of what is made before it is added to a total
@@ -436,15 +445,23 @@ def _step(
     )
 
 
-def capture_body(eqn: compat.JaxprEqn) -> Captured:
-    """An iteration of the scan `eqn`."""
+def capture_body(eqn: compat.JaxprEqn, outside: Shards | None = None) -> Captured:
+    """An iteration of the scan `eqn`.
+
+    Args:
+      outside: how the values of the step are split over its devices.
+    """
     body = flatten(eqn.params["jaxpr"])
-    return _captured(body, body, (), Inputs(), None)
+    inputs = compat.open_jaxpr(body).invars
+    values = dict(zip(inputs, eqn.invars, strict=True))
+    slices = inputs[sum(compat.scan_counts(eqn)) :]
+    shards = None if outside is None else outside.within(body, values, slices)
+    return _captured(body, body, (), Inputs(), None, None, shards)
 
 
-def _body(eqn: compat.JaxprEqn) -> Program | None:
+def _body(eqn: compat.JaxprEqn, shards: Shards) -> Program | None:
     """An iteration of `eqn`, if that is a scan."""
-    return capture_body(eqn).program if eqn.primitive.name == "scan" else None
+    return capture_body(eqn, shards).program if eqn.primitive.name == "scan" else None
 
 
 def _layer_of_loop(body: Program | None) -> str:

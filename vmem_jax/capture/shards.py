@@ -95,6 +95,26 @@ class Shards:
         """Whether no device holds only some of the slices of `v`, along its first dimension."""
         return not any(self._of(v)[:1])
 
+    def within(
+        self, body: ClosedJaxpr, outside: Mapping[Var, Atom], slices: Collection[Var]
+    ) -> Shards:
+        """The splits of the values of `body`, an iteration of a loop of this step.
+
+        Args:
+          body: without calls.
+          outside: for its arguments the values here that they are, or are slices of.
+          slices: those that are slices.
+        """
+        if self.device_count == 1:
+            return Shards()
+        opened = compat.open_jaxpr(body)
+        own = lambda v: self._of(outside[v])[1:] if v in slices else self._of(outside[v])
+        known = {v: own(v) for v in opened.invars if v in outside and any(own(v))}
+        certain = {*opened.constvars, *(v for v in opened.invars if outside.get(v) in self.certain)}
+        sizes = dict(self.sizes)
+        _follow(opened, known, certain, sizes)
+        return Shards(sizes, known, certain, self.device_count, self.mesh)
+
     def _of(self, atom: Atom) -> Split:
         return self.splits.get(atom, _WHOLE) if isinstance(atom, Var) else _WHOLE
 

@@ -31,9 +31,6 @@ class SearchParams:
       long_steps: see `plan_tolerance`.
       memory_step: share of the budget by which the goal is lowered further after each plan that
         compiled to too much, since freeing other values moves the peak.
-      loop_margin: share of the budget by which the predicted need of a step whose loops stack other
-        values may exceed the budget. A decoder of 1.1 billion parameters was predicted to need 4 %
-        more than it compiled to.
       untouched: if nothing else fits, the untouched program is compiled, provided that its predicted
         need is at most this many times the budget. Its order is XLA's own and not known;
       untouched_lower: or this many times the lowest compiled need, so that no error names more than
@@ -58,7 +55,6 @@ class SearchParams:
     plan_tolerance: float = 0.01
     long_steps: int = 1_000
     memory_step: float = 0.01
-    loop_margin: float = 0.03
     untouched: float = 2.0
     untouched_lower: float = 2.0
     far: float = 1.1

@@ -193,6 +193,7 @@ class _Search:
         self.is_last = False  # nothing else is left to try, so no compile is reserved
         self.order = 0
         self.opened: set[tuple[Family, int]] = set()
+        self.missed: list[tuple[Family, int, Attempt]] = []  # what compiled to too much
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
         for group in groups:
@@ -250,8 +251,7 @@ class _Search:
         """Queues the variant of `family` in `count` sub-batches, once; its bound is `seconds`."""
         if (family, count) not in self.opened:
             self.opened.add((family, count))
-            goal = None if self.budget is None else int((1 + family.margin) * self.budget)
-            self._push(_Candidate(family, count, seconds=seconds, goal=goal))
+            self._push(_Candidate(family, count, seconds=seconds, goal=self.budget))
 
     def _open_next(self, candidate: _Candidate, seconds: float) -> None:
         """Queues the variant of the same family with the next number of sub-batches, if any."""
@@ -359,10 +359,27 @@ class _Search:
             self._give_up(candidate)
         elif known and not self._fits(known[0]):  # compiled before for another variant
             self._again(candidate, known[0])
+        elif (goal := self._goal_of_others(candidate)) is not None:
+            self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
         else:
             attempt = self._attempt(variant, candidate.estimate)
             if not self._fits(attempt):
                 self._again(candidate, attempt)
+
+    def _goal_of_others(self, candidate: _Candidate) -> int | None:
+        """A lower goal, if its plan would need too much with the lowest excess of the variants that are
+        like it; None otherwise."""
+        of_others = [
+            attempt.excess
+            for family, count, attempt in self.missed
+            if family.alike and family is not candidate.family and count == candidate.count
+        ]
+        if not (candidate.family.alike and of_others and not candidate.misses):
+            return None
+        assert self.budget is not None and candidate.estimate is not None
+        goal = self.budget - min(of_others)
+        is_new = candidate.goal is None or candidate.goal > goal
+        return goal if is_new and not candidate.estimate.fits(goal) else None
 
     def _known(self, variant: Variant, plan: Plan) -> list[Attempt]:
         """The attempts with the same plan for the same form of the step, by any policy."""
@@ -375,6 +392,7 @@ class _Search:
         corrected costs, and after its first miss also without transfers."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and self.budget is not None, "without a budget everything fits"
+        self.missed.append((candidate.family, candidate.count, attempt))
         if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
             still = variant.without_transfers
             if not misses:

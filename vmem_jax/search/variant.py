@@ -64,7 +64,8 @@ class Family:
       must_gain: share of the time by which this family must be faster than others.
       bounded_by: count -> a variant of another family whose lower bounds hold for this one too; None
         for its own.
-      margin: share of the budget by which the predicted need of a first plan may exceed the budget.
+      alike: its variants differ little from those of other such families, so that XLA takes about as
+        much more for them than is predicted.
       proved: plans of this family that were compiled before, with their needs in bytes.
     """
 
@@ -73,5 +74,5 @@ class Family:
     splitting: Splitting = Splitting.FASTEST
     must_gain: float = 0.0
     bounded_by: Callable[[int], Variant] | None = None
-    margin: float = 0.0
+    alike: bool = False
     proved: Sequence[tuple[Plan, int]] = ()

@@ -11,6 +11,7 @@ from absl import logging
 from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_pairs import Pair, find_pairs
 from vmem_jax.capture.loop_residuals import with_residuals
+from vmem_jax.capture.shards import follow_shards
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.paired import PairedLoop
@@ -102,7 +103,8 @@ class _Variants:
         self.traced, self.machine = traced, machine
         self.flat = traced.captured.separate
         self.pairs: Sequence[Pair] = find_pairs(self.flat)
-        made = [capture_pair(pair) for pair in self.pairs]
+        shards = follow_shards(self.flat, traced.captured.inputs.shardings)
+        made = [capture_pair(pair, shards) for pair in self.pairs]
         self.loops: list[PairedLoop] = [loop for loop, _ in made]
         self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
 
