@@ -60,6 +60,19 @@ def test_plan_prints_the_table_and_saves(capsys, tmp_path):
     assert {e["args"]["budget"] for e in events if e["name"] == "budget"} == {plan.budget}
 
 
+@pytest.mark.slow
+def test_plan_sweeps_all_budgets(capsys):
+    status, out, _ = run(
+        capsys,
+        *("plan", "resnet11", "--batch", 8, "--image", 16, "--classes", 10, "--sweep", 3),
+    )
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│")]
+    assert status == 0 and len(rows) >= 2
+    seconds = [float(row[3]) for row in rows]
+    assert seconds == sorted(seconds, reverse=True)
+    assert rows[0][0].strip() == rows[0][2].strip() and "recompute" in rows[0][5]
+
+
 def test_info_names_versions_and_devices(capsys):
     status, out, _ = run(capsys, "info")
     assert status == 0
@@ -75,6 +88,8 @@ def test_info_names_versions_and_devices(capsys):
         (("train", "--model", "vgg17", "--image", 32), "19 or 16 + 5k"),
         (("train", "--batch", 2000), "1437 images"),
         (("plan", "resnet11", "--batch", 4, "--budget", "1KB"), "cannot fit this step in 1000 B"),
+        (("plan", "resnet11", "--batch", 4), "--budget for one plan"),
+        (("plan", "resnet11", "--batch", 4, "--sweep", 2, "--budget", 1), "or --sweep"),
         (("plan", "resnet11", "--batch", 4, "--budget", "900TiB"), "but the device has"),
     ],
 )
@@ -95,7 +110,6 @@ def test_an_error_keeps_its_traceback_on_demand():
         (["train", "--budget", "50%"], "give the fraction as a float"),
         (["train", "--steps", "0"], "must be 1 or more"),
         (["train", "--steps", "1", "--epochs", "1"], "not allowed with"),
-        (["plan", "vgg16", "--batch", "4"], "--budget"),
         ([], "COMMAND"),
     ],
 )

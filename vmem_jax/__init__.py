@@ -7,6 +7,7 @@ runs the same step inside 12 GiB, and proves that it fits before anything runs.
 
 from vmem_jax.api.jit import BudgetedStep, jit
 from vmem_jax.api.lowest import Lowest, lowest
+from vmem_jax.api.pareto import ParetoPoint, pareto
 from vmem_jax.conv.api import conv_general_dilated
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "LayersError",
     "Lowest",
     "MoDNN",
+    "ParetoPoint",
     "Plan",
     "PlanError",
     "Recompute",
@@ -67,4 +69,5 @@ __all__ = [
     "conv_general_dilated",
     "jit",
     "lowest",
+    "pareto",
 ]

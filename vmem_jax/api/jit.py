@@ -305,17 +305,7 @@ class BudgetedStep:
         )
         entry = self._entries.get(key)
         if entry is None:
-            platform = "gpu" if target is not None else devices_of(avals)[0].platform
-            traced = self._trace(call, avals, tree, platform)
-            hosted.check(
-                self._settings.name,
-                traced.names,
-                avals,
-                traced.donated,
-                traced.hosted,
-                allowed="stream" in self._settings.allowed,
-            )
-            step = StepContext(self._settings, traced, leaves, target, inlined)
+            step = self._context(call, avals, leaves, tree, target, inlined)
             entry = plan_step(step)
             if self._tune and target is None and not inlined:
                 compile_plan = functools.partial(step.compile, entry.traced)
@@ -324,6 +314,34 @@ class BudgetedStep:
                 entry = tuned(self._settings.name, entry, compile_plan, limit, settle)
             self._entries[key] = entry
         return entry
+
+    def context(self, args: tuple, kwargs: dict, target: str | None) -> StepContext:
+        """The step for these arguments as it is traced, not yet planned."""
+        call = frameworks.prepare(self._settings.signature, args, kwargs)
+        leaves, tree = jax.tree.flatten(call.tree)
+        avals = hosted.committed(tuple(map(arguments.aval_of, leaves)))
+        return self._context(call, avals, leaves, tree, target)
+
+    def _context(
+        self,
+        call: arguments.Call,
+        avals: tuple,
+        leaves: list[Any],
+        tree: Any,
+        target: str | None,
+        inlined: bool = False,
+    ) -> StepContext:
+        platform = "gpu" if target is not None else devices_of(avals)[0].platform
+        traced = self._trace(call, avals, tree, platform)
+        hosted.check(
+            self._settings.name,
+            traced.names,
+            avals,
+            traced.donated,
+            traced.hosted,
+            allowed="stream" in self._settings.allowed,
+        )
+        return StepContext(self._settings, traced, leaves, target, inlined)
 
     def _trace(self, call: arguments.Call, avals: tuple, tree: Any, platform: str) -> TracedStep:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]

@@ -24,7 +24,8 @@ from vmem_jax.search import memory
 from vmem_jax.search.failure import budget_error
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import Attempt, need_nbytes, search
+from vmem_jax.search.search import Attempt, Found, need_nbytes, search
+from vmem_jax.search.sweep import Compiles
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.compress import compressing, with_compressed
@@ -49,24 +50,9 @@ def plan_step(step: StepContext) -> CompiledStep:
     """
     if step.settings.plan is not None:
         return _by_given(step, step.settings.plan)
-    settings, log = step.settings, SearchLog(step.settings.name)
-    _check_techniques(step, log)
+    settings, log = step.settings, checked_log(step)
     budget, plain_need = budget_nbytes(step)
-    settings_key = dataclasses.replace(settings, name="", budget=None)
-    key = memory.key_of(step.traced.captured.program, (settings_key, step.target, step.inlined))
-    groups = _groups(step, budget, log, memory.proved(key))
-    hosted = bool(step.traced.captured.program.hosted)
-    untouched = None if hosted else _variant(step, Keep(), 1)
-    found = search(
-        groups,
-        budget,
-        untouched=untouched,
-        plain_need=plain_need,
-        params=PARAMS,
-        log=log,
-    )
-    unbound = lambda plan: dataclasses.replace(plan, budget=None)
-    memory.keep(key, [(unbound(attempt.plan), attempt.need) for attempt in found.attempts])
+    found = find_plan(step, budget, log, plain_need)
     if found.best is None or not found.fits:
         assert budget is not None, "without a budget everything fits"
         raise budget_error(settings.policy.name, budget, found, _hints(step, log))
@@ -82,6 +68,43 @@ def plan_step(step: StepContext) -> CompiledStep:
     return CompiledStep(origin, budget, plain_need, best.costs, found.attempts, policy, log)
 
 
+def find_plan(
+    step: StepContext,
+    budget: int | None,
+    log: SearchLog,
+    plain_need: int | None = None,
+    params: SearchParams = PARAMS,
+    compiles: Compiles | None = None,
+) -> Found:
+    """What the search finds for `budget` bytes.
+
+    Args:
+      log: of `checked_log`.
+      plain_need: bytes that plain jit needs, where that was compiled.
+      compiles: compiles the plans of several searches, and keeps no executable.
+    """
+    program = step.traced.captured.program
+    settings_key = dataclasses.replace(step.settings, name="", budget=None)
+    key = memory.key_of(program, (settings_key, step.target, step.inlined))
+    predicted = compiles.plans if compiles is not None and compiles.predicts else None
+    proved = memory.proved(key) if predicted is None else [*predicted]
+    groups = _groups(step, budget, log, proved)
+    untouched = None if program.hosted else _variant(step, Keep(), 1)
+    if compiles is not None:
+        groups = [[compiles.of(family) for family in group] for group in groups]
+        untouched = untouched and compiles.of_variant(untouched)
+    found = search(
+        groups, budget, untouched=untouched, plain_need=plain_need, params=params, log=log
+    )
+    unbound = lambda plan: dataclasses.replace(plan, budget=None)
+    plans = [(unbound(attempt.plan), attempt.need) for attempt in found.attempts]
+    if predicted is None:
+        memory.keep(key, plans)
+    else:
+        predicted += plans
+    return found
+
+
 def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
     """(the budget in bytes, plain jit's need in bytes or None if it was not compiled)."""
     budget, traced = step.settings.budget, step.traced
@@ -92,13 +115,13 @@ def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
     return limit_nbytes(budget, traced.avals, own, step.target), None
 
 
-def _check_techniques(step: StepContext, log: SearchLog) -> None:
-    """Logs the allowed techniques that the step cannot use.
+def checked_log(step: StepContext) -> SearchLog:
+    """A log with the allowed techniques that the step cannot use.
 
     Raises:
       TechniqueError: one of them is required.
     """
-    settings = step.settings
+    settings, log = step.settings, SearchLog(step.settings.name)
     for name in settings.allowed:
         why = TECHNIQUES[name].unusable(step)
         if why and name in settings.required:
@@ -106,6 +129,7 @@ def _check_techniques(step: StepContext, log: SearchLog) -> None:
             raise TechniqueError(f"`{settings.name}` cannot {verb}: {why.removesuffix('.')}.")
         if why and (name in settings.named or name in _ALWAYS_SAID):
             log.add(What.SKIPPED, name, why=why)
+    return log
 
 
 # -- the variants that the search chooses from
@@ -188,12 +212,17 @@ def _same(variant: Variant, count: int) -> Variant:
 def _variant(
     step: StepContext, policy: AbstractPolicy, count: int, moves: bool | None = None
 ) -> Variant:
-    """`step` in `count` sub-batches by `policy`.
+    """`step` in `count` sub-batches by `policy`, made once: it remembers its bounds.
 
     Args:
       moves: whether plans may move values; by default unless `step.immovable` says otherwise.
     """
     moves = not step.immovable if moves is None else moves
+    key = f"variant {policy!r} {count} {moves}"
+    return step.cached(key, lambda: _new_variant(step, policy, count, moves))
+
+
+def _new_variant(step: StepContext, policy: AbstractPolicy, count: int, moves: bool) -> Variant:
     traced = step.traced if count == 1 else parts_of(step, count).into(count)
     form = Form(traced, count, policy, policy, step.costs, moves)
     for technique in TECHNIQUES.values():

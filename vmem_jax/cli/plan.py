@@ -9,6 +9,7 @@ import jax
 from rich.console import Console
 
 import vmem_jax
+from vmem_jax.api.pareto import UNLIMITED
 from vmem_jax.cli.options import (
     Subparsers,
     add_command,
@@ -19,6 +20,7 @@ from vmem_jax.cli.options import (
 )
 from vmem_jax.core.cards import TARGETS
 from vmem_jax.devices.targets import target
+from vmem_jax.report.trade import trade_table
 from vmem_jax.techniques.jit_arguments import TECHNIQUES
 
 
@@ -31,7 +33,6 @@ def add_plan(commands: Subparsers) -> None:
     parser.add_argument(
         "--budget",
         type=budget_of,
-        required=True,
         help="a fraction of plain jit's peak, a size such as 12GiB, or 'device'",
     )
     parser.add_argument(
@@ -51,6 +52,15 @@ def add_plan(commands: Subparsers) -> None:
         type=float,
         help="with 'compress': the share of the values behind ReLUs that is not zero",
     )
+    parser.add_argument(
+        "--sweep",
+        type=positive,
+        nargs="?",
+        const=8,
+        metavar="POINTS",
+        help="in place of --budget: the seconds of a step for every number of bytes, in so many "
+        "searches",
+    )
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
     parser.add_argument(
         "--trace",
@@ -61,13 +71,17 @@ def add_plan(commands: Subparsers) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if (arguments.budget is None) == (arguments.sweep is None):
+        raise ValueError("give --budget for one plan, or --sweep for the trade.")
+    if arguments.sweep and (arguments.save or arguments.trace):
+        raise ValueError("--save and --trace are for one plan, with --budget.")
     console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
         target(arguments.target).device()
     work = job_of(arguments)
     step = vmem_jax.jit(
         work.step,
-        budget=arguments.budget,
+        budget=arguments.budget or UNLIMITED,
         policy=arguments.policy,
         allow=arguments.allow,
         density=arguments.density,
@@ -76,6 +90,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     shapes = work.state_shapes(), work.batch
     where = arguments.target or jax.devices()[0].device_kind
     with console.status(f"planning and compiling {work.name} for {where}"):
+        if arguments.sweep:
+            points = vmem_jax.pareto(step, *shapes, target=arguments.target, points=arguments.sweep)
+            console.print(trade_table(work.name, points))
+            return 0
         explanation = step.explain(*shapes, target=arguments.target)
     console.print(explanation.table())
     console.print(explanation.summary(), markup=False, highlight=False, soft_wrap=True)

@@ -52,6 +52,24 @@ def predicted_need(program: Program, plan: Plan) -> int:
     return heap_nbytes(planned_program(program, plan), plan.order, plan.transfers, events)
 
 
+def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:
+    """What `plan` does to `program`, by the names that `jit(allow=…)` has for it.
+
+    What is recomputed within loops (`Plan.kept`) is recomputed.
+    """
+    hosted = set(program.hosted)
+    found = {
+        "order": plan.fenced,
+        "recompute": bool(plan.recomputed) or plan.kept is not None,
+        "offload": bool(plan.looped) or any(t.buffer not in hosted for t in plan.transfers),
+        "stream": any(t.buffer in hosted for t in plan.transfers),
+        "workspace": bool(plan.divided),
+        "sub_batches": plan.sub_batches > 1,
+        "compress": bool(plan.compressed),
+    }
+    return tuple(name for name, does in found.items() if does)
+
+
 def restated(plan: Plan, costs: Costs) -> Plan:
     """`plan` with the workspaces that `costs` has for its convolutions, XLA's own included.
 

@@ -13,6 +13,12 @@ from vmem_jax.core.program import Program
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 
 
+def nothing_learned(costs: Costs, compiled: Any) -> Costs:
+    """`costs`, of a step that shows nothing more when it is compiled."""
+    del compiled
+    return costs
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
     """One form of a step, with the functions that plan and compile it.
@@ -31,7 +37,7 @@ class Variant:
     policy: AbstractPolicy
     costs: Costs
     compile_plan: Callable[[Plan], Any]
-    learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs
+    learn: Callable[[Costs, Any], Costs] = nothing_learned
     origin: Any = None
 
     def lower_bound(self, budget: int | None = None) -> float:

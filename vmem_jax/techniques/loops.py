@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from absl import logging
@@ -43,8 +44,11 @@ def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
     chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
     if budget is None or not chooses or "compress" in settings.named:
         return []
-    found = loop_variants(step.traced, step.machine, budget)
-    return [step.of(variant.traced) for variant in found]
+    variants = step.cached("loops", lambda: _Variants(step.traced, step.machine))
+    return [  # the same ones for another budget
+        step.cached(f"loops {_ids(variant.kept)}", functools.partial(step.of, variant.traced))
+        for variant in _chosen(variants, budget)
+    ]
 
 
 def with_loops(step: StepContext, kept: tuple[tuple[int, ...], ...]) -> StepContext:
@@ -86,16 +90,24 @@ def loop_variants(
     Args:
       machine: what the choices are made for.
     """
-    variants = _Variants(traced, machine)
+    return _chosen(_Variants(traced, machine), budget)
+
+
+def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
     if not variants.pairs:
         return ()
-    found = [variants.of(kept) for kept in front(variants.loops, machine, _CHOICES)]
+    found = [variants.of(kept) for kept in variants.front]
     goals = [] if budget is None else [int(share * budget) for share in _GOALS]
     for goal in goals:
         found += variants.near(goal, found)
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
+
+
+def _ids(kept: Kept) -> tuple[tuple[int, ...], ...]:
+    """As `Program.kept` has them."""
+    return tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
 
 
 class _Variants:
@@ -107,17 +119,27 @@ class _Variants:
         made = [capture_pair(pair, shards) for pair in self.pairs]
         self.loops: list[PairedLoop] = [loop for loop, _ in made]
         self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
+        self.made: dict[tuple[tuple[int, ...], ...], LoopVariant] = {}
+
+    @functools.cached_property
+    def front(self) -> Sequence[Kept]:
+        return front(self.loops, self.machine, _CHOICES)
 
     def of(self, kept: Kept) -> LoopVariant:
+        """The step that stacks `kept`, made once."""
+        if _ids(kept) not in self.made:
+            self.made[_ids(kept)] = self._new(kept)
+        return self.made[_ids(kept)]
+
+    def _new(self, kept: Kept) -> LoopVariant:
         chosen = [
             (pair, [variables[b] for b in sorted(buffers)])
             for pair, variables, buffers in zip(
                 self.pairs, self.variables, kept.buffers, strict=True
             )
         ]
-        ids = tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
         separate = with_residuals(self.flat, chosen)
-        captured = self.traced.captured.rewritten(separate, ids, with_ordered_bodies)
+        captured = self.traced.captured.rewritten(separate, _ids(kept), with_ordered_bodies)
         program = captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"

@@ -1,0 +1,201 @@
+"""sweep: the trade of seconds against bytes, from searches that share their work.
+
+Between two plans, one that needs less and one that is faster, lies a box of bytes and seconds that
+may hold others. The largest box is searched next, at the middle of its bytes; what is found there
+divides it. So a few searches go where the trade is steep. Hamacher, Pedersen and Ruzika, "Finding
+representative systems for discrete bicriterion optimization problems", Operations Research Letters
+35 (2007).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import predicted_need, techniques_of
+from vmem_jax.search.search import Attempt, Found
+from vmem_jax.search.variant import Family, Variant, nothing_learned
+
+CLOSE = 0.01
+"""Of the bytes, or of the seconds: two plans that differ by less have no box between them. Predicted
+seconds are off by more than that (`SearchParams.time_tolerance`)."""
+
+SAME = 0.001
+"""Of the seconds: a larger plan that is faster by less is no point of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParetoPoint:
+    """One plan of which none is both slower and larger than another.
+
+    Attributes:
+      budget: bytes; the smallest budget that the plan meets.
+      predicted_seconds: of one step.
+      predicted_peak: bytes that the compiled step was predicted to need.
+      compiled_peak: bytes that it needs; None where nothing was compiled.
+      techniques: what the plan does, by the names that `allow` has for it; empty where it leaves the
+        step as it is.
+      plan: it, for `jit(plan=…)`.
+    """
+
+    budget: int
+    predicted_seconds: float
+    predicted_peak: int
+    compiled_peak: int | None
+    techniques: tuple[str, ...]
+    plan: Plan
+
+
+def point_of(attempt: Attempt, compiled: bool) -> ParetoPoint:
+    """`attempt` as a point, which may be predicted alone."""
+    plan = dataclasses.replace(attempt.plan, budget=attempt.need)
+    return ParetoPoint(
+        budget=attempt.need,
+        predicted_seconds=plan.predicted_seconds,
+        predicted_peak=attempt.predicted_need,
+        compiled_peak=attempt.need if compiled else None,
+        techniques=techniques_of(attempt.variant.program, plan),
+        plan=plan,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """What is not searched: budgets of more than `low` and less than `high` bytes, whose plans take
+    between `fast` and `slow` seconds."""
+
+    low: int
+    high: int
+    fast: float
+    slow: float
+
+    @property
+    def area(self) -> float:
+        """In bytes times seconds; 0 for a box that is too small to search."""
+        nbytes, seconds = self.high - self.low, self.slow - self.fast
+        small = nbytes <= CLOSE * self.high or seconds <= CLOSE * self.fast
+        return 0.0 if small else nbytes * seconds
+
+
+def sweep(find: Callable[[int], Found], most: int, points: int) -> list[Attempt]:
+    """The plans of which none is both slower and larger than another, from the smallest.
+
+    Args:
+      find: what a search finds for a budget in bytes.
+      most: the budget that anything fits.
+      points: searches.
+    """
+    seen: list[Attempt] = []
+
+    def search(budget: int) -> Attempt | None:
+        found = find(budget)
+        seen.extend(found.attempts)
+        return found.best if found.fits else None
+
+    fastest = search(most)
+    search(1)  # what nothing fits shows the minimum
+    if not seen:
+        return []
+    lowest = min(seen, key=lambda attempt: (attempt.need, attempt.plan.predicted_seconds))
+    fastest = fastest or lowest
+    seconds = lambda attempt: attempt.plan.predicted_seconds
+    boxes = [_Box(lowest.need, fastest.need, seconds(fastest), seconds(lowest))]
+    for _ in range(points - 2):
+        box = max(boxes, key=lambda box: box.area, default=None)
+        if box is None or not box.area:
+            break
+        boxes.remove(box)
+        middle = (box.low + box.high) // 2
+        found = search(middle)
+        slow = box.slow if found is None else min(seconds(found), box.slow)
+        boxes.append(_Box(middle, box.high, box.fast, slow))
+        if found is not None:
+            boxes.append(_Box(box.low, min(found.need, middle), slow, box.slow))
+    return front(seen)
+
+
+def front(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Those of which none is both slower and larger than another, from the smallest."""
+    ranked = sorted(attempts, key=lambda one: (one.need, one.plan.predicted_seconds))
+    found: list[Attempt] = []
+    for one in ranked:
+        if not found or one.plan.predicted_seconds < (1 - SAME) * found[-1].plan.predicted_seconds:
+            found.append(one)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a search reads of a compiled step, without the step.
+
+    Attributes:
+      stats: its memory figures.
+      text: its HLO; "" where nothing reads that.
+    """
+
+    stats: Any
+    text: str = ""
+
+    def memory_analysis(self) -> Any:
+        return self.stats
+
+    def as_text(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """The memory figures of a step that was not compiled."""
+
+    temp_size_in_bytes: int
+    argument_size_in_bytes: int = 0
+    output_size_in_bytes: int = 0
+    alias_size_in_bytes: int = 0
+
+
+class Compiles:
+    """Compiles each plan once, whatever search asks for it, and keeps its figures alone.
+
+    Attributes:
+      predicts: nothing is compiled: a plan needs what it is predicted to need.
+      plans: that searches found, and the bytes that they need.
+    """
+
+    def __init__(self, predicts: bool) -> None:
+        self.predicts = predicts
+        self.plans: list[tuple[Plan, int]] = []
+        self._known: dict[Hashable, Figures] = {}
+        self._made: dict[int, tuple[Variant, Variant]] = {}
+
+    def of(self, family: Family) -> Family:
+        """`family`, whose variants compile here."""
+        bounded_by = family.bounded_by
+        return dataclasses.replace(
+            family,
+            make=lambda count: self.of_variant(family.make(count)),
+            bounded_by=None if bounded_by is None else lambda n: self.of_variant(bounded_by(n)),
+        )
+
+    def of_variant(self, variant: Variant) -> Variant:
+        """`variant`, which compiles here; the same one each time, since it remembers its bounds."""
+        if id(variant) not in self._made:
+            learn = nothing_learned if self.predicts else variant.learn
+            compile_plan = lambda plan: self._compile(variant, plan)
+            own = dataclasses.replace(variant, compile_plan=compile_plan, learn=learn)
+            self._made[id(variant)] = variant, own
+        return self._made[id(variant)][1]
+
+    def _compile(self, variant: Variant, plan: Plan) -> Figures:
+        schedule = plan.order, plan.transfers, plan.looped, plan.convolutions, plan.fenced
+        key = (id(variant), schedule)
+        if key not in self._known:
+            if self.predicts:
+                figures = Figures(_Need(predicted_need(variant.program, plan)))
+            else:
+                compiled = variant.compile_plan(plan)
+                text = "" if variant.learn is nothing_learned else compiled.as_text()
+                figures = Figures(compiled.memory_analysis(), text)
+            self._known[key] = figures
+        return self._known[key]
