@@ -36,14 +36,13 @@ Rows = Mapping[Case, Record]
 
 def summary(table: Table, rows: Rows) -> str:
     """Markdown for docs/papers.md: the table's first quantity, times if it has any; "" for a table
-    without rows of steps. Peaks of a table with many variants are shown for its first dtype."""
+    without rows of steps. Peaks and bytes are shown for the table's first dtype."""
     if not (table.cases and table.runs):
         return ""
     dtypes = dict.fromkeys(case.dtype for case in table.cases)
     quantity = "seconds" if "seconds" in table.compares else table.compares[0]
     found = [text for dtype in dtypes if (text := _of_dtype(table, rows, dtype, quantity))]
-    many = len({case.how for case in table.cases}) > FEW
-    return "".join(found[:1] if many and quantity != "seconds" else found)
+    return "".join(found if quantity == "seconds" else found[:1])
 
 
 def _of_dtype(table: Table, rows: Rows, dtype: str, quantity: str) -> str:
