@@ -1,9 +1,8 @@
 """compression: a captured step that compresses values between its forward and its backward pass.
 
-Two equations for each such value: it is compressed behind the last of its readers in the forward
-pass and decompressed in front of the first in the backward pass, and all that the backward pass
-reads of it comes from there. The result is captured again: to plans it is a step like any other, in
-which a smaller value idles.
+Each such value gets two equations: it is compressed after its last reader in the forward pass and
+decompressed before its first reader in the backward pass, and the backward pass reads the result. The
+step is captured again, so for plans a smaller value is idle in between.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from vmem_jax.transfer.compression import Site, compress, decompress
 
 
 def compressible(captured: Captured, share: float) -> tuple[int, ...]:
-    """The buffers of `captured` that can be compressed: floats that the forward pass leaves to the
+    """The buffers of `captured` that can be compressed: floats that the forward pass makes for the
     backward pass, on one device and outside of loops.
 
     Args:
-      share: those smaller than this share of all temporaries are left out.
+      share: smaller buffers than this share of all temporaries are omitted.
     """
     program = captured.program
     if captured.shards.device_count > 1 or captured.sub_batches is not None:
@@ -49,7 +48,7 @@ def compressible(captured: Captured, share: float) -> tuple[int, ...]:
 
 
 def rectified(captured: Captured, buffers: Sequence[int]) -> tuple[int, ...]:
-    """Those of `buffers` that a ReLU, or a product with a mask, has put zeros into."""
+    """The buffers among `buffers` that have zeros from a ReLU or a product with a mask."""
     editor = Editor(captured.flat)
 
     def has_zeros(v: Atom) -> bool:
@@ -75,13 +74,13 @@ def _is_mask(editor: Editor, a: Atom) -> bool:
 
 
 def compressed(captured: Captured, sizes: Sequence[tuple[int, int]]) -> Captured:
-    """`captured` with each buffer of `sizes` compressed into so many bytes."""
+    """`captured` with each buffer of `sizes` compressed into the given capacity in bytes."""
     sizes = tuple(sorted(sizes))
     return captured.with_compressed(_Compressor(captured, sizes).run(), sizes)
 
 
 def sites(captured: Captured) -> tuple[Site, ...]:
-    """What is compressed in `captured`, in the order of its equations' sites."""
+    """The compressed tensors of `captured`, in the order of their sites."""
     found = {}
     for eqn in compat.open_jaxpr(captured.flat).eqns:
         if eqn.primitive.name == DECOMPRESS:
@@ -131,7 +130,7 @@ class _Compressor:
         return max(end for end in ends if end not in late)
 
     def _in_backward(self, atom: Atom, like: JaxprEqn) -> Atom:
-        """What stands for `atom` in the backward pass, of which `like` is an equation."""
+        """The variable that replaces `atom` in the backward pass, of which `like` is an equation."""
         if isinstance(atom, Literal):
             return atom
         if atom in self.site and atom not in self.late:

@@ -35,14 +35,14 @@ def rewrite(
     """Returns the flat jaxpr of `captured` rewritten to `plan`. An identity plan changes nothing.
 
     Args:
-      transport: what makes the plan's transfers, with the layout of `layout_of`; none for those
-        of hosted inputs and outputs, which are arguments and results in host memory.
-      store: the id of the one that what is compressed overflows into.
-      body: `captured` is the body of a loop.
+      transport: the transport of the plan's transfers, with the layout of `layout_of`. Transfers of
+        hosted inputs and outputs need none.
+      store: the id of the store for the overflow of compressed values.
+      body: whether `captured` is the body of a loop.
 
-    A step that stands in the order again becomes a clone of its equations on new variables; each
+    A step that appears again in the order becomes a clone of its equations on new variables. Each
     fence becomes one `optimization_barrier`, whose results replace the fenced values from there on.
-    Of a step in sub-batches that one which it is of becomes the body of a loop.
+    In sub-batches the equations of one sub-batch become the body of a loop.
     """
     parts = captured.sub_batches
     rewritten = _in_order(captured, plan, transport, store, body)
@@ -147,7 +147,7 @@ class _Rewriter:
         )
 
     def _run(self, s: int) -> None:
-        """Emits step `s`. What is fenced between the boundaries of sub-batches is so there alone."""
+        """Emits step `s`. Fences between the boundaries of sub-batches have no effect outside."""
         if self.program.steps[s].op == BEGIN:
             self.outside = dict(self.current)
         self._step(s)
@@ -155,7 +155,7 @@ class _Rewriter:
             self.current.update(self.outside)
 
     def _step(self, s: int) -> None:
-        """Emits the equations of step `s` on the current versions of what it reads."""
+        """Emits the equations of step `s` on the current versions of its reads."""
         step = self.program.steps[s]
         local: dict[Var, Atom] = {
             self.variables[b]: self.current[self.variables[b]] for b in step.reads
@@ -190,7 +190,7 @@ class _Rewriter:
             self.current[v] = local[v]
 
     def _behind(self, s: int) -> Behind | None:
-        """What the calls of step `s` do after its convolution; None where they do nothing."""
+        """The epilogue that the calls of step `s` run after its convolution; None without one."""
         if s not in self.configurations or not self.configurations[s].epilogue:
             return None
         eqns, equations = self.opened.eqns, self.program.steps[s].equations
@@ -206,7 +206,8 @@ class _Rewriter:
         """Emits `eqn` of step `s`, a convolution by its configuration; returns its results.
 
         Args:
-          behind: `eqn` is the end of it; `invars` are then those of the convolution, and the bias.
+          behind: the epilogue that ends in `eqn`; `invars` are then those of the convolution, and the
+            bias.
         """
         if behind is not None:
             matched = self._matched(self.opened.eqns[behind.equations[0]])
@@ -249,7 +250,7 @@ def _divided(
     rhs: jax.Array,
     *bias: jax.Array,
 ) -> jax.Array:
-    """A convolution by `configuration`, between the operands and the result of its equation."""
+    """Emits a convolution with `configuration`, from its equation's operands to its result."""
     operands = matched.operands(lhs, rhs)
     if matched.convolution.epilogue:
         [values] = bias

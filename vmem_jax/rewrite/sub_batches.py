@@ -1,6 +1,6 @@
-"""The loop over sub-batches: what stands between the two boundaries, once, in a `lax.scan`.
+"""sub_batches: puts the equations between the two boundaries into a `lax.scan` over sub-batches.
 
-A last sub-batch that is smaller follows the loop, in the same order as the others.
+A smaller last sub-batch follows the loop, with its equations in the same order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
 class _Part:
-    """What stands between the boundaries of `closed`: one sub-batch.
+    """The equations between the boundaries of `closed`: one sub-batch.
 
     Attributes:
-      begin, end: where the boundaries stand.
-      free: what it reads from before, other than through the first boundary.
-      run: (first sample, what goes through the first boundary, totals so far, free) -> totals.
+      begin, end: the indices of the boundaries.
+      free: variables from before that it reads directly, not through the first boundary.
+      run: (first sample, operands of the first boundary, totals so far, free) -> totals.
     """
 
     def __init__(self, closed: ClosedJaxpr) -> None:
@@ -45,10 +45,10 @@ class _Part:
 
 
 def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | None) -> ClosedJaxpr:
-    """`closed`, which has one sub-batch between two boundaries, with a loop over all in their place.
+    """`closed` with its one sub-batch replaced by a loop over all sub-batches.
 
     Args:
-      last: the same for the last sub-batch, where it is smaller.
+      last: the same step for a smaller last sub-batch, if there is one.
     """
     opened = compat.open_jaxpr(closed)
     part = _Part(closed)

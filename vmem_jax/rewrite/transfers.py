@@ -1,8 +1,8 @@
-"""The four points of a transfer in a rewritten jaxpr, and the barriers that hold them where they are.
+"""transfers: emits the points of transfers into a rewritten jaxpr, with the barriers that order them.
 
-`core.schedule` says where both stand and what the barriers hold. A token goes through all of them,
-so that our own calls run in the order of the plan also where every running value is on its way itself
-and nothing else ties them.
+`core.schedule` gives the positions of both and the operands of the barriers. A token passes through
+all barriers. So the calls of the native extension run in the planned order even if every running
+value is being copied itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 
 
 def layout_of(program: Program, plan: Plan) -> Layout:
-    """The host memory of `plan`.
+    """The layout of the host memory of `plan`.
 
-    One slot a transfer, taken from `start` to `back`, but for those of hosted buffers, whose host
-    memory is the caller's; then one a looped stack, as deep as the loop is long, taken from the loop
-    that makes it on. Nothing takes over the place of a stack: the loop that reads it gives no token.
+    It has one slot for each transfer, in use from `start` to `back`, except those of hosted buffers,
+    whose host memory is the caller's; then one for each looped stack, as deep as the loop is long, in
+    use from the loop that makes it. The memory of a stack is not reused, since the loop that reads it
+    gives no token.
     """
     slots = [
         Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in parked(program, plan)
@@ -59,10 +60,10 @@ class Transfers:
     """Emits the points of a plan's transfers, position by position.
 
     Args:
-      transport: what copies the bytes; None if only hosted inputs and outputs do. Those go by
-        XLA's own copies always, since XLA owns their memory.
+      transport: the transport of the plan's transfers; None if only hosted buffers move. Those always
+        use XLA's own copies, since XLA owns their memory.
       calls: emits into the rewritten jaxpr.
-      current: the variable that holds each captured value now; changed where a buffer comes back.
+      current: the current variable of each captured value; changed when a buffer returns.
     """
 
     def __init__(
