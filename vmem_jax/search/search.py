@@ -367,8 +367,8 @@ class _Search:
                 self._again(candidate, attempt)
 
     def _goal_of_others(self, candidate: _Candidate) -> int | None:
-        """A lower goal, if its plan would need too much with the lowest excess of the variants that are
-        like it; None otherwise."""
+        """A lower goal if its plan needs too much with the lowest excess of similar variants; else
+        None."""
         of_others = [
             attempt.excess
             for family, count, attempt in self.missed
