@@ -249,7 +249,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
     if plan.kept is not None:
-        step = with_loops(step, plan.kept)
+        step = with_loops(step, plan.kept, plan.segments)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     variant = _variant(step, step.settings.policy, plan.sub_batches)

@@ -16,6 +16,7 @@ from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_pairs import Pair
+from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import (
     Class,
@@ -89,23 +90,32 @@ class Captured:
         self,
         separate: ClosedJaxpr,
         kept: tuple[tuple[int, ...], ...] | None = None,
+        segments: tuple[tuple[int, ...], ...] | None = None,
+        divided_loops: Sequence[Segments] = (),
         bodies: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda flat: flat,
     ) -> Captured:
         """The same step, which must run as a whole, by other equations.
 
         Args:
           separate: they, as `Captured.separate` has them.
-          kept: as `Program.kept` has it.
+          kept, segments: as `Program` has them.
+          divided_loops: the loops that run in segments.
           bodies: gives the loops of `flat` other bodies that compute the same.
         """
         given = self.inputs
         separate = drop_dead(separate)
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
+        flat, separate = (segmented(each, divided_loops) for each in (flat, separate))
         captured = _captured(bodies(flat), separate, self.applied, given, None)
-        return dataclasses.replace(captured, stacked=stacked)._keeping(kept)
+        return dataclasses.replace(captured, stacked=stacked)._keeping(kept, segments)
 
-    def _keeping(self, kept: tuple[tuple[int, ...], ...] | None) -> Captured:
-        return dataclasses.replace(self, program=dataclasses.replace(self.program, kept=kept))
+    def _keeping(
+        self,
+        kept: tuple[tuple[int, ...], ...] | None,
+        segments: tuple[tuple[int, ...], ...] | None,
+    ) -> Captured:
+        program = dataclasses.replace(self.program, kept=kept, segments=segments)
+        return dataclasses.replace(self, program=program)
 
     def in_sub_batches(
         self,
@@ -119,7 +129,7 @@ class Captured:
             return self
         flat, sub_batches = divided(self.separate, batch, count)
         parts = _captured(bodies(flat), flat, self.applied, self.inputs, sub_batches)
-        return parts._keeping(self.program.kept)
+        return parts._keeping(self.program.kept, self.program.segments)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
@@ -193,6 +203,7 @@ def capture_pair(pair: Pair, outside: Shards | None = None) -> tuple[PairedLoop,
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
     results = lambda made: buffers(a for a, _ in (*made.carried, *made.stacked))
+    carried = zip(given.forward, (a for a, _ in pair.forward_made.carried), strict=True)
     loop = PairedLoop(
         program=captured.program,
         length=pair.length,
@@ -201,6 +212,7 @@ def capture_pair(pair: Pair, outside: Shards | None = None) -> tuple[PairedLoop,
         late=buffers(given.late),
         made=results(pair.forward_made),
         returned=results(pair.backward_made),
+        carries=tuple((index[v], index[a] if isinstance(a, Var) else -1) for v, a in carried),
     )
     return loop, captured.variables
 
@@ -285,6 +297,8 @@ def _captured(
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)
         buffers = _within(buffers, steps, movable=sub_batches.last is None)
+    for b in _carried_into_results(steps, len(inputs), set(outputs)):
+        buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     in_host_memory = hosted_values(flat, given.hosted)
     program = Program(
         buffers=tuple(buffers),
@@ -298,6 +312,21 @@ def _captured(
     )
     every = tuple(variables)
     return Captured(flat, program, every, shards, applied, given, separate, sub_batches)
+
+
+def _carried_into_results(steps: Sequence[Step], inputs: int, outputs: set[int]) -> set[int]:
+    """The buffers that only exist to be carried by loops until they are results of the step: they are
+    where these will be, and take nothing beside them."""
+    readers: dict[int, int] = {}
+    for step in steps:
+        for b in step.reads:
+            readers[b] = readers.get(b, 0) + 1
+    found: set[int] = set()
+    for step in reversed(steps):
+        if step.op == "scan":
+            same = [r for r, w in step.in_place if w in outputs or w in found]
+            found.update(r for r in same if inputs <= r and readers[r] == 1 and r not in outputs)
+    return found
 
 
 def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
@@ -411,6 +440,12 @@ def _step(
     elif class_of(root) in (Class.FUSIBLE, Class.VIEW):
         given = [index[v] for v in kernel.reads if v not in convolved]
         in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
+    elif root.primitive.name == "scan":  # what it carries
+        consts, carry = compat.scan_counts(root)
+        pairs = zip(root.invars[consts : consts + carry], root.outvars, strict=False)
+        in_place = [
+            (index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index and w in index
+        ]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
     else:  # a sum over samples that is added to a total where it is made

@@ -21,7 +21,14 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 def with_residuals(
     flat: ClosedJaxpr, chosen: Sequence[tuple[Pair, Collection[Var]]]
 ) -> ClosedJaxpr:
-    """`flat` with other values stacked between the scans of its pairs.
+    """`flat` with other values stacked between the scans of its pairs, as `with_stacks` has it."""
+    return with_stacks(flat, chosen)[0]
+
+
+def with_stacks(
+    flat: ClosedJaxpr, chosen: Sequence[tuple[Pair, Collection[Var]]]
+) -> tuple[ClosedJaxpr, tuple[Mapping[Var, Atom], ...]]:
+    """`flat` with other values stacked between the scans of its pairs, and their stacks.
 
     Args:
       chosen: each pair, as `find_pairs` has it, with the values of its body to stack: of those that
@@ -52,7 +59,7 @@ def with_residuals(
         equations,
         flat,
     )
-    return drop_dead(closed)
+    return drop_dead(closed), tuple(stacks[pair.backward] for pair, _ in chosen)
 
 
 def _forward(

@@ -10,7 +10,8 @@ def body_nbytes(program: Program) -> int:
     with its steps in their order.
 
     A result waits for the end of the iteration. What a step makes in the place of an operand that
-    dies there takes nothing, and neither does a stack that it writes a slice of.
+    dies there takes nothing, and neither does a stack that it writes a slice of, or what a loop in it
+    carries and nothing else reads.
     """
     pairs = [_in_place(program, s) for s in range(len(program.steps))]
     owner: dict[int, int] = {}  # of what is a stack that is written to, or went through a barrier
@@ -18,9 +19,13 @@ def body_nbytes(program: Program) -> int:
     def own(b: int) -> int:
         return owner.get(b, b)
 
-    for step, same in zip(program.steps, pairs, strict=True):
+    read_last = {b: s for s, step in enumerate(program.steps) for b in step.reads}
+    read_last.update(dict.fromkeys(program.outputs, len(program.steps)))
+    for s, (step, same) in enumerate(zip(program.steps, pairs, strict=True)):
         if step.op in ("optimization_barrier", "dynamic_update_slice"):
             owner.update((w, own(r)) for r, w in same)
+        elif step.op == "scan":
+            owner.update((w, own(r)) for r, w in same if read_last[r] == s)
     last = {own(b): s for s, step in enumerate(program.steps) for b in step.reads}
     last.update((own(b), len(program.steps)) for b in program.outputs)
     size = lambda buffers: sum(program.buffers[b].nbytes for b in buffers)

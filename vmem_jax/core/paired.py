@@ -21,6 +21,8 @@ class PairedLoop:
       late: inputs that only the second loop has: cotangents.
       made: values that the first loop has to make, whatever is kept.
       returned: results of the second loop.
+      carries: of every value of `carried` what it is in the next iteration: a buffer of this one, or
+        −1 for a constant.
     """
 
     program: Program
@@ -30,6 +32,7 @@ class PairedLoop:
     late: frozenset[int]
     made: frozenset[int]
     returned: frozenset[int]
+    carries: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def late_steps(self) -> frozenset[int]:
@@ -67,3 +70,10 @@ class PairedLoop:
                 found.add(s)
                 needed.update(step.reads)
         return frozenset(found)
+
+
+def in_segments(length: int, every: int) -> tuple[int, int]:
+    """(segments of `every` iterations, iterations behind them) of `length` iterations. There are at
+    least one and at most `every` behind them, which need not be run again."""
+    count = -(-length // every) - 1
+    return count, length - count * every

@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 8
+FORMAT = 9
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -80,7 +80,7 @@ class Plan:
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed, kept: the same fields of the program that it was made for.
+      compressed, kept, segments: the same fields of the program that it was made for.
     """
 
     program: str
@@ -96,6 +96,7 @@ class Plan:
     sub_batches: int = 1
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
+    segments: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def moves(self) -> bool:
@@ -127,6 +128,8 @@ class Plan:
         moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
         moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
+        every = [str(each[0]) for each in self.segments or () if each]
+        moved += f", in segments of {', '.join(every)} iterations" if every else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -200,6 +203,7 @@ class Plan:
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "compressed": _are_integers(values["compressed"], 2),
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
+            "segments": values["segments"] is None or _are_lists_of_integers(values["segments"]),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -211,9 +215,10 @@ class Plan:
             for s, epilogue, micros in values["convolutions"]
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
-        kept = None if values["kept"] is None else tuple(map(tuple, values["kept"]))
+        of_loops = lambda field: None if values[field] is None else tuple(map(tuple, values[field]))
         parts: dict[str, Any] = {"order": order, "transfers": transfers, "looped": looped}
-        parts |= {"compressed": compressed, "kept": kept}
+        parts |= {"compressed": compressed}
+        parts |= {field: of_loops(field) for field in ("kept", "segments")}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -272,4 +277,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         sub_batches=program.sub_batches,
         compressed=program.compressed,
         kept=program.kept,
+        segments=program.segments,
     )

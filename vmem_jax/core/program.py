@@ -164,6 +164,8 @@ class Program:
       kept: of every pair of loops the values of one iteration that the first stacks for the second,
         by their buffers in that iteration (`core.paired`); None where they stack what they were
         traced to.
+      segments: of every pair of loops (iterations in a segment, *those of `kept` that are stacked for
+        one segment at a time), () of one that is not divided; None where none is.
     """
 
     buffers: tuple[Buffer, ...]
@@ -174,6 +176,7 @@ class Program:
     hosted: tuple[int, ...] = ()
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
+    segments: tuple[tuple[int, ...], ...] | None = None
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

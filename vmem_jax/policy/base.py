@@ -132,6 +132,7 @@ def finish(
         sub_batches=program.sub_batches,
         compressed=program.compressed,
         kept=program.kept,
+        segments=program.segments,
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

@@ -12,7 +12,19 @@ mixed-integer program, the same whatever the number of layers:
                 need[b] = 1                      for what the backward loop itself reads
                 sum of length x bytes(b) keep[b] <= limit
 
-Without the last row it is a minimum cut, as in the partitioners that cut a graph between its forward
+Where a loop is divided into segments of k iterations (`capture.loop_segments`), a value may also be
+kept in a stack of k slices, if it is made again for one segment at a time from what the segment
+carries in. That has the same rows once more, of what has to be made again there:
+
+    keep[b] + part[b] + redo[producer of b] >= need[b]
+    again_need[b] >= part[b]
+    keep[b] + again[producer of b] + carry[b] >= again_need[b]
+    again_need[r] >= again[s]            for every operand r of step s
+    again_need[c'] >= carry[c]           where c is c' of the iteration before
+
+and carry[c] costs a slice a segment. Every k is a program of its own.
+
+Without the bound it is a minimum cut, as in the partitioners that cut a graph between its forward
 and its backward part at one price for memory (Herrmann et al., 2019, survey what else there is). With
 it every number of bytes has its best choice. Of several loops the rows stand in one program.
 """
@@ -20,13 +32,14 @@ it every number of bytes has its best choice. Of several loops the rows stand in
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy import optimize, sparse
 
 from vmem_jax.core.costs import Machine
-from vmem_jax.core.paired import PairedLoop
+from vmem_jax.core.paired import PairedLoop, in_segments
 
 _PASSES = 2
 """Over memory for each byte that is kept in a stack, beside the step that makes it. Scanned, the
@@ -38,6 +51,13 @@ _FEWEST = 100
 _GAP = 1e-3
 """Relative, at which a choice is as good as the best."""
 
+_OCTAVES = 2
+"""Lengths of segments that are tried for each doubling. With k off by a factor of 2 ** (1 / 4) from
+the best, n / k + k is 1.5 % above its minimum."""
+
+_SHORTEST = 4
+"""Iterations of a loop that is divided: two segments of two."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
@@ -47,15 +67,31 @@ class Kept:
       buffers: of each loop what is kept, in stacks.
       nbytes: of all stacks.
       seconds: that computing the rest again takes, and the stacks.
+      every: of each loop the iterations in a segment; 0 where it is not divided.
+      parts: of each loop those of `buffers` whose stacks exist for a segment at a time.
     """
 
     buffers: tuple[frozenset[int], ...]
     nbytes: int
     seconds: float
+    every: tuple[int, ...] = ()
+    parts: tuple[frozenset[int], ...] = ()
+
+    @property
+    def segments(self) -> tuple[tuple[int, ...], ...] | None:
+        """Of each loop (`every`, *`parts`), () of one that is not divided; None where none is."""
+        if not any(self.every):
+            return None
+        both = zip(self.every, self.parts, strict=True)
+        return tuple((every, *sorted(parts)) if every else () for every, parts in both)
 
 
 def choose(
-    loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
+    loops: Sequence[PairedLoop],
+    machine: Machine,
+    limit: int | None = None,
+    fewest: bool = False,
+    every: Sequence[int] = (),
 ) -> Kept | None:
     """The fastest choice for `loops` whose stacks are within `limit` bytes; None where none is.
 
@@ -63,8 +99,32 @@ def choose(
       machine: what the steps take time on.
       limit: bytes of all stacks together; None for no limit.
       fewest: the choice with the fewest bytes instead, and of those the fastest.
+      every: of each loop the iterations in a segment, 0 where it is not to be divided.
     """
-    return _Model(loops, machine).solve(limit, fewest)
+    return _Model(loops, machine, every or (0,) * len(loops)).solve(limit, fewest)
+
+
+def choose_divided(
+    loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
+) -> Kept | None:
+    """`choose` where loops may be divided into segments, of whatever length is the best."""
+    found = [choose(loops, machine, limit, fewest)]
+    found += [choose(loops, machine, limit, fewest, every) for every in divisions(loops)]
+    rank = lambda kept: (kept.nbytes if fewest else kept.seconds, kept.seconds)
+    return min(filter(None, found), key=rank, default=None)
+
+
+def divisions(loops: Sequence[PairedLoop]) -> tuple[tuple[int, ...], ...]:
+    """Lengths of segments, of each loop one, 0 of one that is too short: from 2 iterations to half of
+    them, where there are several loops each with the same multiple of its square root."""
+    lengths = [loop.length for loop in loops]
+    most = max(lengths, default=0)
+    found = dict[tuple[int, ...], None]()
+    for step in range(-_OCTAVES * most.bit_length(), _OCTAVES * most.bit_length() + 1):
+        share = 2 ** (step / _OCTAVES)
+        fit = lambda n, share=share: min(max(round(share * math.sqrt(n)), 2), -(-n // 2))
+        found[tuple(fit(n) if n >= _SHORTEST else 0 for n in lengths)] = None
+    return tuple(every for every in found if any(every))
 
 
 def front(loops: Sequence[PairedLoop], machine: Machine, count: int) -> tuple[Kept, ...]:
@@ -94,16 +154,19 @@ def _distinct(found: Sequence[Kept]) -> Iterator[Kept]:
 class _Model:
     """The program of all loops; its variables are those of one after another."""
 
-    def __init__(self, loops: Sequence[PairedLoop], machine: Machine) -> None:
-        self.loops = loops
+    def __init__(
+        self, loops: Sequence[PairedLoop], machine: Machine, every: Sequence[int]
+    ) -> None:
+        self.loops, self.machine, self.every = loops, machine, every
         self.costs: list[float] = []
         self.nbytes: list[int] = []
         self.upper: list[float] = []
         self.lower: list[float] = []
         self.rows: list[tuple[list[int], list[float], float]] = []  # sum of these >= the last
         self.keeps: list[dict[int, int]] = []  # of each loop the variable of every buffer
-        for loop in loops:
-            self.keeps.append(self._add(loop, machine))
+        self.parts: list[dict[int, int]] = []  # the same of its stack for one segment
+        for loop, k in zip(loops, every, strict=True):
+            self._add(loop, *(in_segments(loop.length, k) if k else (0, loop.length)))
 
     def _variable(self, cost: float, nbytes: int = 0, low: float = 0, high: float = 1) -> int:
         self.costs.append(cost)
@@ -112,31 +175,67 @@ class _Model:
         self.upper.append(high)
         return len(self.costs) - 1
 
-    def _add(self, loop: PairedLoop, machine: Machine) -> dict[int, int]:
+    def _needs(self, needed: int, *makers: int | None) -> None:
+        """What `needed` stands for is there by one of `makers`."""
+        by = [i for i in makers if i is not None]
+        self.rows.append(([*by, needed], [*([1.0] * len(by)), -1.0], 0.0))
+
+    def _excludes(self, a: int, b: int) -> None:
+        self.rows.append(([a, b], [-1.0, -1.0], -1.0))
+
+    def _add(self, loop: PairedLoop, count: int, last: int) -> None:
+        """Adds `loop` in `count` segments of as many iterations, and the `last` ones."""
         program, length = loop.program, loop.length
-        seconds = [length * machine.seconds(step) for step in program.steps]
+        again_length = length - last
+        every = again_length // count if count else 0
+        seconds = [self.machine.seconds(step) for step in program.steps]
         steps = [s for s in range(len(program.steps)) if s not in loop.late_steps]
-        redo = {s: self._variable(seconds[s], high=program.steps[s].pure) for s in steps}
+        pure = lambda s: program.steps[s].pure
+        redo = {s: self._variable(length * seconds[s], high=pure(s)) for s in steps}
         early = [b for b in range(len(program.buffers)) if program.producer[b] in redo]
         early += sorted(loop.carried)
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
-        keep = {}
+        keep, part = dict[int, int](), dict[int, int]()
+        stacking = lambda b: _PASSES * program.buffers[b].nbytes / self.machine.bandwidth
         for b in early:
-            size, by = length * program.buffers[b].nbytes, program.producer[b]
-            cost = _PASSES * size / machine.bandwidth
-            if by >= 0 and by not in loop.first_steps:
-                cost += seconds[by]  # it is there for the backward loop alone, and made once anyway
-            keep[b] = self._variable(cost, size)
-            made = [keep[b], need[b]] + ([redo[by]] if by >= 0 else [])
-            self.rows.append((made, [1.0, -1.0, 1.0][: len(made)], 0.0))
+            size, by = program.buffers[b].nbytes, program.producer[b]
+            # it is there for the backward loop alone, and made once anyway
+            making = seconds[by] if by >= 0 and by not in loop.first_steps else 0.0
+            keep[b] = self._variable(length * (stacking(b) + making), length * size)
+            if count:
+                part[b] = self._variable(length * stacking(b) + last * making, every * size)
+            self._needs(need[b], keep[b], part.get(b), redo.get(by))
         for s in steps:
             for r in program.steps[s].reads:
                 if r in need:
-                    self.rows.append(([need[r], redo[s]], [1.0, -1.0], 0.0))
-            if program.steps[s].tied:  # made again, nothing of it is of the first time
-                for w in program.steps[s].writes:
-                    self.rows.append(([keep[w], redo[s]], [-1.0, -1.0], -1.0))
-        return keep
+                    self._needs(redo[s], need[r])
+        tied = [(s, w) for s in steps if program.steps[s].tied for w in program.steps[s].writes]
+        for s, w in tied:  # made again, nothing of it is of the first time
+            self._excludes(keep[w], redo[s])
+            if count:
+                self._excludes(part[w], redo[s])
+        self.keeps.append(keep)
+        self.parts.append(part)
+        if not count:
+            return
+        again = {s: self._variable(again_length * seconds[s], high=pure(s)) for s in steps}
+        wanted = {b: self._variable(0.0) for b in early}
+        carry = {
+            b: self._variable(count * stacking(b), count * program.buffers[b].nbytes)
+            for b in loop.carried
+        }
+        for b in early:
+            self._needs(part[b], wanted[b])
+            self._needs(wanted[b], keep[b], again.get(program.producer[b]), carry.get(b))
+        for s in steps:
+            for r in program.steps[s].reads:
+                if r in wanted:
+                    self._needs(again[s], wanted[r])
+        for s, w in tied:
+            self._excludes(keep[w], again[s])
+        for b, after in loop.carries:
+            if after in wanted:
+                self._needs(carry[b], wanted[after])
 
     def solve(self, limit: int | None, fewest: bool) -> Kept | None:
         count = len(self.costs)
@@ -151,7 +250,8 @@ class _Model:
                 (columns, [self.nbytes[i] / share for i in columns], -np.inf, limit / share)
             )
         if not count:
-            return Kept(tuple(frozenset() for _ in self.loops), 0, 0.0)
+            none = tuple(frozenset[int]() for _ in self.loops)
+            return Kept(none, 0, 0.0, (0,) * len(none), none)
         matrix = sparse.csr_array(
             (
                 np.concatenate([np.asarray(values, float) for _, values, *_ in rows]),
@@ -172,7 +272,11 @@ class _Model:
         if found.x is None:
             return None
         taken = found.x > 0.5
-        kept = tuple(frozenset(b for b, i in keep.items() if taken[i]) for keep in self.keeps)
+        chosen = lambda of: tuple(frozenset(b for b, i in each.items() if taken[i]) for each in of)
+        whole, parts = chosen(self.keeps), chosen(self.parts)
+        parts = tuple(part - keep for keep, part in zip(whole, parts, strict=True))
         nbytes = sum(n for n, taken in zip(self.nbytes, taken, strict=True) if taken)
         seconds = sum(c for c, taken in zip(self.costs, taken, strict=True) if taken)
-        return Kept(kept, nbytes, seconds)
+        kept = tuple(keep | part for keep, part in zip(whole, parts, strict=True))
+        every = tuple(k if part else 0 for k, part in zip(self.every, parts, strict=True))
+        return Kept(kept, nbytes, seconds, every, parts)

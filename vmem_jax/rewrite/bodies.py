@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture_body
+from vmem_jax.capture.flatten import flatten
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase
@@ -20,7 +21,7 @@ from vmem_jax.rewrite.rewrite import rewrite
 
 
 def with_ordered_bodies(flat: ClosedJaxpr) -> ClosedJaxpr:
-    """`flat` with the bodies of its backward loops ordered and fenced."""
+    """`flat` with the bodies of its backward loops, and of those in them, ordered and fenced."""
     opened = compat.open_jaxpr(flat)
     eqns = [_ordered(eqn) if eqn.primitive.name == "scan" else eqn for eqn in opened.eqns]
     parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
@@ -28,7 +29,8 @@ def with_ordered_bodies(flat: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _ordered(eqn: JaxprEqn) -> JaxprEqn:
-    captured = capture_body(eqn)
+    inside = with_ordered_bodies(flatten(eqn.params["jaxpr"]))
+    captured = capture_body(eqn.replace(params={**eqn.params, "jaxpr": inside}))
     program = captured.program
     if not any(step.phase is Phase.BACKWARD for step in program.steps):
         return eqn

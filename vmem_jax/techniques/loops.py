@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from absl import logging
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_pairs import Pair, find_pairs
-from vmem_jax.capture.loop_residuals import with_residuals
+from vmem_jax.capture.loop_residuals import with_stacks
+from vmem_jax.capture.loop_segments import Segments, can_be_divided
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.machine import Machine
@@ -21,7 +23,7 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.exact import Exact
-from vmem_jax.policy.residuals import Kept, choose, front
+from vmem_jax.policy.residuals import Kept, choose, choose_divided, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.tracing.traced import TracedStep
@@ -46,19 +48,28 @@ def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
         return []
     variants = step.cached("loops", lambda: _Variants(step.traced, step.machine))
     return [  # the same ones for another budget
-        step.cached(f"loops {_ids(variant.kept)}", functools.partial(step.of, variant.traced))
+        step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
         for variant in _chosen(variants, budget)
     ]
 
 
-def with_loops(step: StepContext, kept: tuple[tuple[int, ...], ...]) -> StepContext:
-    """`step` whose loops stack what a plan says, `Plan.kept`; itself where it has no such loops."""
+def with_loops(
+    step: StepContext,
+    kept: tuple[tuple[int, ...], ...],
+    segments: tuple[tuple[int, ...], ...] | None,
+) -> StepContext:
+    """`step` whose loops stack what a plan says, `Plan.kept` and `Plan.segments`; itself where it has
+    no such loops."""
     variants = _Variants(step.traced, step.machine)
-    if len(variants.loops) != len(kept):
+    segments = ((),) * len(kept) if segments is None else segments
+    if not len(variants.loops) == len(kept) == len(segments):
         return step
-    if not all(loop.keepable >= {*own} for loop, own in zip(variants.loops, kept, strict=True)):
-        return step
-    return step.of(variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0)).traced)
+    every = tuple(each[0] if each else 0 for each in segments)
+    parts = tuple(frozenset(each[1:]) for each in segments)
+    for loop, own, k, part in zip(variants.loops, kept, every, parts, strict=True):
+        if not loop.keepable >= {*own} >= part or (k and not 2 <= k < loop.length):
+            return step
+    return step.of(variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0, every, parts)).traced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +108,8 @@ def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
     if not variants.pairs:
         return ()
     found = [variants.of(kept) for kept in variants.front]
+    if budget is not None and all(variant.need > budget for variant in found):
+        found += variants.divided()
     goals = [] if budget is None else [int(share * budget) for share in _GOALS]
     for goal in goals:
         found += variants.near(goal, found)
@@ -110,16 +123,24 @@ def _ids(kept: Kept) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(buffers)) for buffers in kept.buffers)
 
 
+def _key(kept: Kept) -> Hashable:
+    """Equal for choices that give the same step."""
+    return _ids(kept), kept.segments
+
+
 class _Variants:
     def __init__(self, traced: TracedStep, machine: Machine) -> None:
         self.traced, self.machine = traced, machine
         self.flat = traced.captured.separate
+        self.eqns = compat.open_jaxpr(self.flat).eqns
         self.pairs: Sequence[Pair] = find_pairs(self.flat)
         shards = follow_shards(self.flat, traced.captured.inputs.shardings)
         made = [capture_pair(pair, shards) for pair in self.pairs]
         self.loops: list[PairedLoop] = [loop for loop, _ in made]
         self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
-        self.made: dict[tuple[tuple[int, ...], ...], LoopVariant] = {}
+        scans = [self.eqns[i] for pair in self.pairs for i in (pair.forward, pair.backward)]
+        self.are_divisible = all(map(can_be_divided, scans))
+        self.made: dict[Hashable, LoopVariant] = {}
 
     @functools.cached_property
     def front(self) -> Sequence[Kept]:
@@ -127,9 +148,9 @@ class _Variants:
 
     def of(self, kept: Kept) -> LoopVariant:
         """The step that stacks `kept`, made once."""
-        if _ids(kept) not in self.made:
-            self.made[_ids(kept)] = self._new(kept)
-        return self.made[_ids(kept)]
+        if _key(kept) not in self.made:
+            self.made[_key(kept)] = self._new(kept)
+        return self.made[_key(kept)]
 
     def _new(self, kept: Kept) -> LoopVariant:
         chosen = [
@@ -138,13 +159,31 @@ class _Variants:
                 self.pairs, self.variables, kept.buffers, strict=True
             )
         ]
-        separate = with_residuals(self.flat, chosen)
-        captured = self.traced.captured.rewritten(separate, _ids(kept), with_ordered_bodies)
+        made, stacks = with_stacks(self.flat, chosen)
+        parts = zip(kept.every, kept.parts, self.variables, stacks, self.pairs, strict=True)
+        divided = [
+            Segments(every, frozenset(own[variables[b]] for b in part), len(pair.given.backward))
+            for every, part, variables, own, pair in parts
+            if every
+        ]
+        captured = self.traced.captured.rewritten(
+            made, _ids(kept), kept.segments, divided, with_ordered_bodies
+        )
         program = captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
         traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
         return LoopVariant(traced, kept, predicted_need(program, plan))
+
+    def choose(self, limit: int | None, fewest: bool = False) -> Kept | None:
+        chooses = choose_divided if self.are_divisible else choose
+        return chooses(self.loops, self.machine, limit, fewest)
+
+    def divided(self) -> Iterator[LoopVariant]:
+        """The loops in segments, with the fewest bytes in stacks, where that is of use."""
+        lowest = self.choose(None, fewest=True)
+        if lowest is not None and lowest.segments is not None:
+            yield self.of(lowest)
 
     def near(self, budget: int, found: Sequence[LoopVariant]) -> Iterator[LoopVariant]:
         """What needs `budget` bytes as nearly as can be, if it is between two of `found`."""
@@ -155,8 +194,8 @@ class _Variants:
         before = max(under, key=lambda v: v.need)
         limit = before.kept.nbytes + budget - before.need
         for _ in range(_TRIES):
-            kept = choose(self.loops, self.machine, limit)
-            if kept is None or kept.nbytes <= before.kept.nbytes:
+            kept = self.choose(limit)
+            if kept is None or kept.seconds >= before.kept.seconds:
                 return
             variant = self.of(kept)
             if variant.need <= budget:
