@@ -444,7 +444,9 @@ def _step(
         consts, carry = compat.scan_counts(root)
         pairs = zip(root.invars[consts : consts + carry], root.outvars, strict=False)
         in_place = [
-            (index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index and w in index
+            (index[r], index[w])
+            for r, w in pairs
+            if isinstance(r, Var) and r in index and w in index
         ]
     elif root.primitive.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]

@@ -55,8 +55,8 @@ class Segments:
 
 
 def can_be_divided(eqn: JaxprEqn) -> bool:
-    """Whether scan `eqn` can run in segments: its values are on the device, and their types do not say
-    how they are split over several."""
+    """Whether scan `eqn` can run in segments: its values are on the device, and no type of them says
+    how it is split over several."""
     values = [a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)]
     return not any(compat.is_in_host_memory(v.aval) or _is_typed(v) for v in values)
 
@@ -96,10 +96,12 @@ def segmented(flat: ClosedJaxpr, loops: Sequence[Segments]) -> ClosedJaxpr:
     return drop_dead(compat.close(*parts, like=flat))
 
 
-def _scans(eqns: Sequence[JaxprEqn], parts: Collection[Var]) -> tuple[int, int]:
+def _scans(eqns: Sequence[JaxprEqn], parts: frozenset[Var]) -> tuple[int, int]:
     """The scans that make and read `parts`."""
     made = [i for i, eqn in enumerate(eqns) if not parts.isdisjoint(eqn.outvars)]
-    read = [i for i, e in enumerate(eqns) if any(isinstance(a, Var) and a in parts for a in e.invars)]
+    read = [
+        i for i, e in enumerate(eqns) if any(isinstance(a, Var) and a in parts for a in e.invars)
+    ]
     [forward], [backward] = made, read
     return forward, backward
 

@@ -154,9 +154,7 @@ def _distinct(found: Sequence[Kept]) -> Iterator[Kept]:
 class _Model:
     """The program of all loops; its variables are those of one after another."""
 
-    def __init__(
-        self, loops: Sequence[PairedLoop], machine: Machine, every: Sequence[int]
-    ) -> None:
+    def __init__(self, loops: Sequence[PairedLoop], machine: Machine, every: Sequence[int]) -> None:
         self.loops, self.machine, self.every = loops, machine, every
         self.costs: list[float] = []
         self.nbytes: list[int] = []

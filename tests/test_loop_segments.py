@@ -1,0 +1,239 @@
+"""Pairs of scans in segments, of which only the carry-ins are stacked."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import FAST
+from jax import lax
+from test_loop_residuals import BODIES, MACHINE, assert_near, captured_of, run, temporaries
+
+import vmem_jax
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.capture import capture_pair
+from vmem_jax.capture.loop_pairs import find_pairs
+from vmem_jax.capture.loop_residuals import with_stacks
+from vmem_jax.capture.loop_segments import Segments, segmented
+from vmem_jax.core.paired import in_segments
+from vmem_jax.policy.residuals import Kept, choose, choose_divided, divisions
+
+WIDTH = 16
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(0, 0.3, shape), jnp.float32)
+
+
+def recurrent_step(length, rows=64):
+    """A recurrent network over `length` inputs, and its arguments."""
+
+    def step(w, xs):
+        start = jnp.zeros((rows, WIDTH))
+        cell = lambda w: lambda h, x: (jnp.tanh(h @ w + x), None)
+        loss = lambda w: jnp.square(lax.scan(cell(w), start, xs)[0]).mean()
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    return step, (normal(1, WIDTH, WIDTH), normal(2, length, WIDTH))
+
+
+class Loops:
+    """The pairs of a step, and the step made again by a choice."""
+
+    def __init__(self, step, args):
+        self.args = args
+        self.closed, captured = captured_of(step, args)
+        self.flat = captured.separate
+        self.pairs = find_pairs(self.flat)
+        self.loops, self.variables = zip(*map(capture_pair, self.pairs), strict=True)
+
+    def by(self, kept: Kept):
+        chosen = [
+            (pair, [vs[b] for b in sorted(buffers)])
+            for pair, vs, buffers in zip(self.pairs, self.variables, kept.buffers, strict=True)
+        ]
+        made, stacks = with_stacks(self.flat, chosen)
+        each = zip(kept.every, kept.parts, self.variables, stacks, self.pairs, strict=True)
+        divided = [
+            Segments(every, frozenset(own[vs[b]] for b in part), len(pair.given.backward))
+            for every, part, vs, own, pair in each
+            if every
+        ]
+        again = segmented(made, divided)
+        compat.check_jaxpr(again)
+        return again
+
+
+# -- the segments
+
+
+@pytest.mark.parametrize("length", [4, 5, 7, 13, 16, 60])
+def test_segments_cover_all_iterations(length):
+    for every in range(2, length):
+        count, last = in_segments(length, every)
+        assert count * every + last == length
+        assert count >= 1
+        assert 1 <= last <= every
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_segments_give_the_same_results(name):
+    made = Loops(*BODIES[name]())
+    expected = run(made.closed, made.args)
+    for every in divisions(made.loops)[-1:]:
+        kept = choose(made.loops, MACHINE, fewest=True, every=every)
+        assert kept.every == every
+        assert_near(run(made.by(kept), made.args), expected)
+
+
+@pytest.mark.parametrize(("length", "every"), [(4, 2), (5, 2), (7, 3), (13, 4), (13, 11), (12, 3)])
+def test_any_number_of_iterations_can_be_divided(length, every):
+    made = Loops(*recurrent_step(length))
+    kept = choose(made.loops, MACHINE, fewest=True, every=(every,))
+    assert kept.every == (every,)
+    assert_near(run(made.by(kept), made.args), run(made.closed, made.args))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["dropout", "carried_key", "nested", "reverse", "unrolled"])
+def test_any_values_can_be_stacked_whole_or_for_a_segment(name, seed):
+    made = Loops(*BODIES[name]())
+    rng = np.random.default_rng(seed)
+    loop = made.loops[0]
+    early = [b for b in loop.keepable if rng.random() < 0.4]
+    parts = frozenset(b for b in early if rng.random() < 0.5) | loop.carried
+    kept = Kept((frozenset(early) | parts,), 0, 0.0, (2 + seed % 2,), (parts,))
+    assert_near(run(made.by(kept), made.args), run(made.closed, made.args))
+
+
+def test_segments_need_less_memory_than_a_stack_of_all_that_is_carried():
+    made = Loops(*recurrent_step(100, rows=256))
+    whole = choose(made.loops, MACHINE, fewest=True)
+    divided = choose_divided(made.loops, MACHINE, fewest=True)
+    assert divided.segments is not None
+    assert divided.nbytes < 0.25 * whole.nbytes
+    needs = [temporaries(made.by(kept), made.args) for kept in (whole, divided)]
+    assert needs[1] < 0.35 * needs[0]
+
+
+# -- the choice
+
+
+def test_the_fewest_bytes_are_those_of_the_square_root():
+    made = Loops(*recurrent_step(100))
+    kept = choose_divided(made.loops, MACHINE, fewest=True)
+    size = 4 * 64 * WIDTH
+    [count, last] = in_segments(100, kept.every[0])
+    assert kept.nbytes == (count + kept.every[0]) * size
+    assert kept.nbytes <= 1.03 * 19 * size  # of 10 iterations: 9 carry-ins and 10 slices
+    assert last <= kept.every[0]
+
+
+def test_a_loop_is_divided_only_where_that_is_faster():
+    """Within a number of bytes segments take no longer. Without a limit nothing is divided."""
+    made = Loops(*BODIES["plain"]())
+    free = choose_divided(made.loops, MACHINE)
+    assert free.segments is None
+    fewest = choose(made.loops, MACHINE, fewest=True).nbytes
+    for share in (1.0, 1.3, 1.7):
+        limit = int(share * fewest)
+        kept = choose_divided(made.loops, MACHINE, limit)
+        assert kept.nbytes <= limit
+        assert kept.seconds <= choose(made.loops, MACHINE, limit).seconds * 1.001
+
+
+def test_each_iteration_but_those_of_the_last_segment_runs_forwards_once_more():
+    made = Loops(*recurrent_step(12))
+    [loop] = made.loops
+    forward = sum(MACHINE.seconds(loop.program.steps[s]) for s in loop.first_steps)
+    seconds = []
+    for every in (2, 3, 4, 6):
+        kept = choose(made.loops, MACHINE, fewest=True, every=(every,))
+        count, _ = in_segments(12, every)
+        stacks = 2 * (12 + count) * 4 * 64 * WIDTH / MACHINE.bandwidth
+        again = kept.seconds - stacks - 12 * forward  # and for the backward loop once again
+        assert again <= count * every * forward * 1.01
+        seconds.append(kept.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_lengths_of_segments_are_tried_by_octaves():
+    made = Loops(*recurrent_step(128))
+    found = [every for (every,) in divisions(made.loops)]
+    assert min(found) == 2
+    assert max(found) == 64
+    assert all(b <= 1.6 * a for a, b in itertools.pairwise(sorted(found)))
+
+
+# -- the whole of it
+
+
+def test_a_step_runs_in_less_than_its_carry_ins_take(tmp_path):
+    step, args = recurrent_step(97, rows=512)
+    carried = 97 * 512 * WIDTH * 4
+    budgeted = vmem_jax.jit(step, budget=carried // 2, machine=FAST, sub_batches=1)
+    plan = budgeted.plan(*args)
+    assert plan.segments is not None
+    assert_near(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(jax.jit(step)(*args)))
+    plan.save(tmp_path / "plan.json")
+    again = vmem_jax.jit(step, plan=vmem_jax.Plan.load(tmp_path / "plan.json"))
+    assert again.plan(*args).segments == plan.segments
+
+
+def test_weights_are_not_copied_by_segments():
+    """Donated weights, updated in the loop, are read where they are written, so that neither a second
+    stack of them nor one of their gradients exists."""
+
+    def step(w, x):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)
+        value, grad = jax.value_and_grad(lambda w: jnp.square(lax.scan(layer, x, w)[0]).mean())(w)
+        return w - 0.1 * grad, value
+
+    args = normal(1, 40, 64, 64), normal(2, 32, 64)
+    weights = args[0].nbytes
+    budget = weights + args[1].nbytes + 40 * 32 * 64 * 4 // 2  # half of what is carried in
+    kwargs = {"machine": FAST, "sub_batches": 1, "donate_argnums": 0}
+    compiled = vmem_jax.jit(step, budget=budget, **kwargs).lower(*args).compile()
+    assert compiled.plan.segments is not None
+    assert compiled.need_nbytes <= budget < 1.5 * weights
+    expected = jax.jit(step)(*args)
+    donated = jnp.array(args[0])
+    assert_near(vmem_jax.jit(step, budget=budget, **kwargs)(donated, args[1]), expected)
+
+
+@pytest.mark.gpu_compile
+def test_segments_reach_what_the_square_root_by_hand_reaches():
+    length, rows, every = 36, 4096, 6
+
+    def by_hand(w, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w.T), None))
+        inner = jax.checkpoint(lambda x, w: lax.scan(layer, x, w))
+        loss = lambda w: jnp.square(
+            lax.scan(inner, x, w.reshape(-1, every, *w.shape[1:]))[0]
+        ).mean()
+        return update(w, *jax.value_and_grad(loss)(w))
+
+    def plain(w, x):
+        layer = lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w.T), None)
+        loss = lambda w: jnp.square(lax.scan(layer, x, w)[0]).mean()
+        return update(w, *jax.value_and_grad(loss)(w))
+
+    def update(w, value, grad):
+        return optax.apply_updates(w, jax.tree.map(lambda g: -0.1 * g, grad)), value
+
+    shapes = ((length, 128, 128), (rows, 128))
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def compiled(step, **options):
+        step = vmem_jax.jit(step, donate_argnums=0, **options)
+        return step.lower(*args).compile(target="h200")
+
+    theirs = compiled(by_hand, budget="100GiB", policy="keep").need_nbytes
+    ours = compiled(plain, budget=int(1.05 * theirs), allow=("order", "recompute"))
+    assert ours.plan.segments is not None
+    assert ours.need_nbytes <= 1.05 * theirs
