@@ -421,7 +421,7 @@ def test_a_scanned_step_fits_where_its_stacks_as_traced_do_not(monkeypatch):
     for a, b in zip(jax.tree.leaves(tight(*args)), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert not tight.plan(*args).looped
-    monkeypatch.setattr("vmem_jax.techniques.loops.loop_variants", lambda *_: ())
+    monkeypatch.setattr("vmem_jax.techniques.loops._chosen", lambda *_: ())
     with pytest.raises(BudgetError):
         vmem_jax.jit(step, **options).plan(*args)
 
