@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +82,7 @@ class Child:
                     left = [one for one in left if one[0] != at]
                     self.close()
         self._served += 1
+        self._forget_compiled()
         if self._served >= PROGRAMS:
             self.close()
 
@@ -91,6 +94,12 @@ class Child:
         self._process.communicate()
         self._process, self._served = None, 0
         self._stderr.close()
+        shutil.rmtree(self._compiled, ignore_errors=True)
+
+    def _forget_compiled(self) -> None:
+        for name in os.listdir(self._compiled) if self._process is not None else ():
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(self._compiled, name))
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -99,6 +108,14 @@ class Child:
         root = Path(__file__).parents[__package__.count(".") + 1]
         path = os.pathsep.join([str(root), *filter(None, sys.path)])
         self._stderr = tempfile.TemporaryFile()
+        # what several options of a program compile alike, plain jit and a plan that is asked for
+        # again, is compiled once
+        self._compiled = tempfile.mkdtemp(prefix="vmem_jax_fuzz_compiled_")
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": self._compiled,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
         module = f"{__package__}.worker"
         code = f"import runpy\n{self._preface}\nrunpy.run_module({module!r}, run_name='__main__')"
         self._process = subprocess.Popen(
@@ -106,7 +123,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": path, **self._environment},
+            env={**os.environ, **cache, "PYTHONPATH": path, **self._environment},
             cwd=root,
         )
         self._buffer = b""

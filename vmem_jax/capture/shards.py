@@ -25,7 +25,7 @@ import jax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import inline
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 Split = tuple[tuple[str, ...], ...]
@@ -200,8 +200,10 @@ def _follow(opened: Any, known: dict[Var, Split], certain: set[Var], sizes: dict
 
 def _may_split(eqn: JaxprEqn) -> bool:
     """Whether results of `eqn` may be split where no operand is."""
-    name = eqn.primitive.name
-    return name in _STATED or name in _NESTED or any(_is_explicit(v.aval) for v in eqn.outvars)
+    if eqn.primitive.name in _STATED or any(_is_explicit(v.aval) for v in eqn.outvars):
+        return True
+    bodies = map(compat.open_jaxpr, inner_jaxprs(eqn))
+    return any(_may_split(inner) for body in bodies for inner in body.eqns)
 
 
 def _is_explicit(aval: Any) -> bool:
