@@ -183,6 +183,13 @@ SPLIT = {
     "mapped": of(lambda w, x: jax.vmap(lambda x: hidden(w, x) @ w["c"])(x)),
     "checkpointed": of(lambda w, x: jax.checkpoint(hidden)(w, x) @ w["c"]),
     "layers in a scan": of(scanned),
+    "a sum over layers, from a literal": training(
+        lambda w, x, y, mask: lax.scan(
+            lambda total, k: (total + jnp.square(hidden(w, x) * k).sum(), None),
+            0.0,
+            jnp.arange(2.0),
+        )[0]
+    ),
     "clipped adamw": adamw,
     "metrics": metrics,
     "embedding": embedded,

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 
+from . import ledger
 from .driver import Counts, Settings, options_of, reproduce, run, run_one, seeds_from
 from .options import Options
 from .programs import draw_spec
@@ -30,11 +31,18 @@ def main() -> int:
     parser.add_argument("--asked", type=float, default=0.3, help="share of lowest peaks asked for")
     parser.add_argument("--limit", type=float, default=60, help="processor seconds a program")
     parser.add_argument("--out", help="a file of rows, one JSON object a line; appended to")
+    parser.add_argument("--ledger", help="a file to which one row for this run is appended")
+    parser.add_argument("--commit", default="", help="that is run, for the ledger")
+    parser.add_argument("--totals", help="a ledger: prints its totals, and runs nothing")
     parser.add_argument("--only", help="SEED or SEED:OPTION: that one, with all that it says")
     parser.add_argument("--spec", help="JSON: that program, with --options")
     parser.add_argument("--options", help="JSON, as rows have them")
     parser.add_argument("--shrink", action="store_true", help="makes that program smaller")
     args = parser.parse_args()
+    if args.totals:
+        with open(args.totals) as file:
+            print(ledger.totals(map(json.loads, file)))
+        return 0
     settings = Settings(
         args.platform, args.processes, args.transport, args.each, args.asked, args.limit
     )
@@ -84,6 +92,9 @@ def _many(settings: Settings, args: argparse.Namespace) -> int:
         run(settings, seeds, args.seconds, report)
     except KeyboardInterrupt:
         pass
+    if args.ledger:
+        seconds = time.monotonic() - began
+        ledger.append(args.ledger, ledger.row_of(counts, settings, seconds, args.commit))
     print(json.dumps({"seconds": round(time.monotonic() - began), **counts.summary()}, indent=1))
     for signature, row in counts.unknown.items():
         print(f"{signature}\n  {reproduce(row)}")

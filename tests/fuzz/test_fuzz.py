@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from . import ledger
 from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, OVER, UNTRUE
 from .driver import Counts, Settings, known, reproduce, run, run_one, seeds_from
 from .known import KNOWN
@@ -183,6 +184,20 @@ def test_meta_a_minute_with_a_finding_fails(monkeypatch):
         monkeypatch.setitem(KNOWN, signature, "it is known")
         assert known(signature)
     assert not counts.unknown
+
+
+def test_a_ledger_adds_up(tmp_path):
+    counts, path = Counts(), tmp_path / "ledger.jsonl"
+    made = {"option": 0, "signature": "", "agreed": "exact"}
+    for seed in range(3):
+        counts.add({"seed": seed, "outcome": FIT, **made})
+    counts.add({"seed": 4, "outcome": BUDGET, "asked": True, **made})
+    for commit in ("a", "b"):
+        ledger.append(str(path), ledger.row_of(counts, Settings(), 12.4, commit))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["commit"] for row in rows] == ["a", "b"]
+    assert (rows[0]["programs"], rows[0]["fit"], rows[0]["lowest_met"]) == (4, 3, 1)
+    assert "| 8 | 6 | 2 | 2 of 2 | 0 |" in ledger.totals(rows)
 
 
 def test_distance_sees_nan_and_infinities():

@@ -99,7 +99,7 @@ class Batch:
     rows: Mapping[int, int]
 
     def of(self, atom: Atom) -> Value:
-        return SAME if isinstance(atom, Literal) else self.values[atom]
+        return _literal(atom) if isinstance(atom, Literal) else self.values[atom]
 
     def is_on_samples(self, eqn: JaxprEqn) -> bool:
         """Whether an equation reads samples, mixed ones included."""

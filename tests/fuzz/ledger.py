@@ -1,0 +1,83 @@
+"""The ledger: one row for each run of many programs, and their totals.
+
+Rows stand in benchmarks/results/fuzz.jsonl. `python -m tests.fuzz --ledger=PATH` appends one, and
+`python -m tests.fuzz --totals=PATH` prints a table.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, OVER, REFUSED, UNTRUE
+from .driver import Counts, Settings
+from .results import WRONG
+
+COUNTED = (FIT, REFUSED, OVER, WRONG, CRASHED, ENDED, HUNG, UNTRUE)
+
+
+def row_of(counts: Counts, settings: Settings, seconds: float, commit: str = "") -> dict:
+    """One row of the ledger.
+
+    Args:
+      seconds: on the clock.
+      commit: that was run; by default the one that is checked out.
+    """
+    summary = counts.summary()
+    return {
+        "commit": commit or checked_out(),
+        "jax": importlib.metadata.version("jax"),
+        "platform": settings.platform,
+        "transport": settings.transport,
+        "seconds": round(seconds),
+        "processes": settings.processes,
+        "programs": summary["programs"],
+        "budget_errors": counts.outcomes[BUDGET] + counts.outcomes[UNTRUE],
+        "lowest_met": counts.true,
+        "lowest_asked": counts.asked,
+        **{name: counts.outcomes[name] for name in COUNTED},
+        "findings": dict(counts.signatures),
+    }
+
+
+def checked_out() -> str:
+    """The commit of this checkout; "" without git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()
+
+
+def append(path: str, row: dict) -> None:
+    """Adds `row` to the ledger at `path`."""
+    with open(path, "a") as file:
+        print(json.dumps(row), file=file)
+
+
+def totals(rows: Iterable[dict]) -> str:
+    """A table of all rows by version of JAX and platform."""
+    sums: dict[tuple[str, str], collections.Counter[str]] = {}
+    for row in rows:
+        key = row["jax"], row["platform"]
+        numbers = {n: value for n, value in row.items() if isinstance(value, int)}
+        sums.setdefault(key, collections.Counter()).update(numbers)
+    lines = [
+        "| JAX | platform | programs | fit | BudgetErrors | lowest peaks met | over | wrong | crashed | "
+        "ended | hung |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (version, platform), n in sorted(sums.items()):
+        met = f"{n['lowest_met']} of {n['lowest_asked']}"
+        found = " | ".join(str(n[name]) for name in (OVER, WRONG, CRASHED, ENDED, HUNG))
+        lines.append(
+            f"| {version} | {platform} | {n['programs']} | {n[FIT]} | {n['budget_errors']} | {met} | "
+            f"{found} |"
+        )
+    return "\n".join(lines)
