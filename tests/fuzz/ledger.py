@@ -69,8 +69,8 @@ def totals(rows: Iterable[dict]) -> str:
         numbers = {n: value for n, value in row.items() if isinstance(value, int)}
         sums.setdefault(key, collections.Counter()).update(numbers)
     lines = [
-        "| JAX | platform | programs | fit | BudgetErrors | lowest peaks met | over | wrong | crashed | "
-        "ended | hung |",
+        "| JAX | platform | programs | fit | BudgetErrors | lowest peaks met | over | wrong "
+        "| crashed | ended | hung |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (version, platform), n in sorted(sums.items()):
