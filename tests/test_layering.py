@@ -21,6 +21,7 @@ EDGES = {
     "sklearn",
     "scipy",
     "matplotlib",
+    "plotly",
 }
 
 # From the bottom up: a module imports only from its own room and from those above it in this list.
@@ -80,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewrite": {"jax", "numpy"},
     "report": {"rich"},
     "report/convolutions.py": {"rich", "matplotlib"},
+    "report/page.py": {"plotly"},
     "tracing": {"jax", "numpy"},
     "tracing/flax.py": {"jax", "flax"},
     "tracing/equinox.py": {"jax", "equinox"},

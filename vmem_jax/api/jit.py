@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +24,11 @@ from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.report.explain import Explanation, explain
+from vmem_jax.report.page import require_plotly, save_page
+from vmem_jax.report.picture import picture
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.sweep import ParetoPoint, front, point_of
 from vmem_jax.techniques import StepContext
 from vmem_jax.techniques.jit_arguments import (
     density_of,
@@ -192,6 +197,7 @@ class BudgetedStep:
 
     def __init__(self, fun: Callable, settings: Settings, tune: bool) -> None:
         functools.update_wrapper(self, fun)
+        self._fun = fun
         self._settings = settings
         self._tune = tune
         self._entries: dict[Hashable, CompiledStep] = {}
@@ -268,11 +274,60 @@ class BudgetedStep:
             stacked="\n".join(map(str, entry.traced.captured.stacked)),
         )
 
+    def report(
+        self,
+        *args: Any,
+        path: str | Path = "memory.html",
+        target: str | None = None,
+        points: Sequence[ParetoPoint] = (),
+        **kwargs: Any,
+    ) -> Path:
+        """Writes a page about the memory of a step: plain jit and the plan, byte by byte over time.
+
+        The page is one file that needs no network. It has the bytes by kind and by layer with the
+        budget and both peaks, the lanes of compute and copies, the largest values with what is
+        decided about them and why, and the trade of seconds against bytes. All times are predicted.
+
+        Args:
+          args, kwargs: as `fun` takes them, arrays or `jax.ShapeDtypeStruct`s.
+          path: of the file.
+          target: a card that is not there, "h200".
+          points: of the trade, as `vmem_jax.pareto` gives them; by default the plans that were
+            compiled to find this one.
+
+        Returns:
+          `path`.
+
+        Raises:
+          ImportError: Plotly is missing: `pip install "vmem_jax[report]"`.
+          BudgetError: no plan fits.
+        """
+        require_plotly()
+        explanation = self.explain(*args, target=target, **kwargs)
+        step = self.context(args, kwargs, target)
+        entry = self._entry_for(args, kwargs, target)
+        shown = [*points] or [point_of(attempt) for attempt in front(entry.attempts)]
+        device = target or step.devices[0].device_kind
+        data = picture(
+            step.traced.captured.program,
+            step.costs,
+            explanation,
+            shown,
+            self._settings.name,
+            device,
+        )
+        return save_page(data, path)
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower(*args)`; `.compile()` returns the planned and checked step."""
         call = frameworks.prepare(self._settings.signature, args, kwargs)
         planned = lambda target: self._entry_for(args, kwargs, target)
         return Lowered(self._settings, call, planned)
+
+    def with_budget(self, budget: int | float | str) -> BudgetedStep:
+        """The same step within another `budget`, as `jit` takes it."""
+        settings = dataclasses.replace(self._settings, budget=parse_budget(budget), plan=None)
+        return BudgetedStep(self._fun, settings, self._tune)
 
     def clear_cache(self) -> None:
         """Forgets every plan and compiled step."""

@@ -1,4 +1,4 @@
-"""The command line: vmem-jax train | plan | profile | info. A command is a file."""
+"""The command line: vmem-jax train | plan | report | profile | info. A command is a file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import vmem_jax
 from vmem_jax.cli.info import add_info
 from vmem_jax.cli.plan import add_plan
 from vmem_jax.cli.profile import add_profile
+from vmem_jax.cli.report import add_report
 from vmem_jax.cli.train import add_train
 from vmem_jax.errors import VmemError
 
@@ -31,6 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=vmem_jax.__version__)
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_train, add_plan, add_profile, add_info):
+    for add in (add_train, add_plan, add_report, add_profile, add_info):
         add(commands)
     return parser

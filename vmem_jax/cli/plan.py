@@ -9,15 +9,14 @@ import jax
 from rich.console import Console
 
 import vmem_jax
-from vmem_jax.api.pareto import UNLIMITED
 from vmem_jax.cli.options import (
     Subparsers,
     add_command,
     add_step_options,
     budget_of,
-    job_of,
     positive,
 )
+from vmem_jax.cli.user_step import add_user_options, step_of
 from vmem_jax.core.cards import TARGETS
 from vmem_jax.devices.targets import target
 from vmem_jax.report.trade import trade_table
@@ -28,8 +27,30 @@ def add_plan(commands: Subparsers) -> None:
     parser = add_command(
         commands, "plan", _plan, "show how a training step would fit, without running it"
     )
-    parser.add_argument("model", help="as vgg16, resnet50, alexnet or gpt12w768")
-    parser.add_argument("--batch", type=positive, required=True, help="images in a batch")
+    add_planning_options(parser)
+    parser.add_argument(
+        "--sweep",
+        type=positive,
+        nargs="?",
+        const=8,
+        metavar="POINTS",
+        help="in place of --budget: the seconds of a step for every number of bytes, in so many "
+        "searches",
+    )
+    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
+    parser.add_argument(
+        "--trace",
+        metavar="TRACE.json",
+        help="write the predicted timeline to this file, for ui.perfetto.dev or chrome://tracing",
+    )
+
+
+def add_planning_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say which step is planned, and how."""
+    parser.add_argument(
+        "model", help="as vgg16, resnet50 or gpt12w768; or your own step, path/to/train.py:step"
+    )
+    parser.add_argument("--batch", type=positive, help="of a model, images in a batch")
     parser.add_argument(
         "--budget",
         type=budget_of,
@@ -52,21 +73,7 @@ def add_plan(commands: Subparsers) -> None:
         type=float,
         help="with 'compress': the share of the values behind ReLUs that is not zero",
     )
-    parser.add_argument(
-        "--sweep",
-        type=positive,
-        nargs="?",
-        const=8,
-        metavar="POINTS",
-        help="in place of --budget: the seconds of a step for every number of bytes, in so many "
-        "searches",
-    )
-    parser.add_argument("--save", metavar="PLAN.json", help="write the plan to this file")
-    parser.add_argument(
-        "--trace",
-        metavar="TRACE.json",
-        help="write the predicted timeline to this file, for ui.perfetto.dev or chrome://tracing",
-    )
+    add_user_options(parser)
     add_step_options(parser)
 
 
@@ -78,21 +85,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.target:  # before anything else looks for devices, so that JAX misses no driver
         target(arguments.target).device()
-    work = job_of(arguments)
-    step = vmem_jax.jit(
-        work.step,
-        budget=arguments.budget or UNLIMITED,
-        policy=arguments.policy,
-        allow=arguments.allow,
-        density=arguments.density,
-        donate_argnums=0,
-    )
-    shapes = work.state_shapes(), work.batch
+    name, step, shapes = step_of(arguments)
     where = arguments.target or jax.devices()[0].device_kind
-    with console.status(f"planning and compiling {work.name} for {where}"):
+    with console.status(f"planning and compiling {name} for {where}"):
         if arguments.sweep:
             points = vmem_jax.pareto(step, *shapes, target=arguments.target, points=arguments.sweep)
-            console.print(trade_table(work.name, points))
+            console.print(trade_table(name, points))
             return 0
         explanation = step.explain(*shapes, target=arguments.target)
     console.print(explanation.table())

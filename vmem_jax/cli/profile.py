@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from typing import Any
 
@@ -22,6 +23,7 @@ from vmem_jax.cli.options import (
     not_timed,
     positive,
 )
+from vmem_jax.cli.user_step import add_user_options, is_own, own_step
 from vmem_jax.devices.targets import target
 from vmem_jax.profile.measured import measured_costs, measured_machine
 from vmem_jax.profile.steps import SECONDS, StepProfile
@@ -38,7 +40,9 @@ def add_profile(commands: Subparsers) -> None:
         "measure this device, and the steps of a model on it; what was measured before is kept",
     )
     parser.add_argument(
-        "model", nargs="?", help="as vgg16, resnet50 or gpt12w768; none: only the device"
+        "model",
+        nargs="?",
+        help="as vgg16, resnet50 or gpt12w768, or path/to/train.py:step; none: only the device",
     )
     parser.add_argument("--batch", type=positive, help="images in a batch; goes with a model")
     parser.add_argument(
@@ -67,13 +71,17 @@ def add_profile(commands: Subparsers) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="begin to time no further step after so long"
     )
+    add_user_options(parser)
     convolutions.add_options(parser)
     add_model_options(parser)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    if (arguments.model is None) != (arguments.batch is None):
+    own = is_own(arguments)
+    if arguments.model is None and arguments.batch is not None:
         raise ValueError("a model and --batch go together.")
+    if own and (arguments.compare or arguments.conv):
+        raise ValueError("--compare and --conv are for models of the library.")
     if arguments.compare and None in (arguments.model, arguments.budget):
         raise ValueError("--compare needs a model and --budget.")
     if not arguments.compare and (arguments.budget or arguments.trace or arguments.allow):
@@ -94,8 +102,14 @@ def _profile(arguments: argparse.Namespace) -> int:
         machine = measured_machine(device, refresh=arguments.refresh, on_progress=on_progress)
     console.print(machine_table(machine))
     if arguments.model is not None:
-        work = job_of(arguments)
-        captured = capture(jax.jit(work.step).trace(work.state_shapes(), work.batch).jaxpr)
+        if own:
+            fun, args = own_step(arguments)
+            fun = inspect.unwrap(fun)
+            name = fun.__name__
+        else:
+            work = job_of(arguments)
+            fun, args, name = work.step, (work.state_shapes(), work.batch), work.name
+        captured = capture(jax.jit(fun).trace(*args).jaxpr)
         with bar(console, "steps") as on_progress:
             found = measured_costs(
                 captured,
@@ -105,8 +119,8 @@ def _profile(arguments: argparse.Namespace) -> int:
                 refresh=arguments.refresh,
                 on_progress=on_progress,
             )
-        console.print(costs_table(work.name, captured.program, found.costs))
-        console.print(_profiled(work.name, found), markup=False, highlight=False, soft_wrap=True)
+        console.print(costs_table(name, captured.program, found.costs))
+        console.print(_profiled(name, found), markup=False, highlight=False, soft_wrap=True)
         if arguments.compare:
             _compare(arguments, console, work, device)
     path = Store(identity(device)).path

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -210,17 +210,24 @@ WORKSPACE = "workspace"
 
 
 def live_by_kind(program: Program, timeline: Timeline) -> list[dict[str, int]]:
-    """For each position of the order the live bytes by kind; their sum is `live_nbytes` there.
+    """`live_by` the kind of each buffer."""
+    return live_by(program, timeline, lambda b: program.buffers[b].kind.value)
+
+
+def live_by(program: Program, timeline: Timeline, of: Callable[[int], str]) -> list[dict[str, int]]:
+    """For each position of the order the live bytes by what `of` says of a buffer; their sum is
+    `live_nbytes` there.
 
     Arguments and outputs count throughout. What takes over the memory of another value, a donated
     argument's or a dying read's, counts as that one.
     """
     steps, buffers, resident = program.steps, program.buffers, program.is_resident
+    names = [*map(of, range(len(buffers)))]
     now: dict[str, int] = {}
 
     def add(b: int, sign: int = 1) -> None:
-        kind = buffers[b].kind.value
-        now[kind] = now.get(kind, 0) + sign * buffers[b].nbytes
+        name = names[b]
+        now[name] = now.get(name, 0) + sign * buffers[b].nbytes
 
     inputs, outputs = set(program.inputs), set(program.outputs)
     for b in (*inputs, *(outputs - inputs)):
@@ -253,7 +260,7 @@ def live_by_kind(program: Program, timeline: Timeline) -> list[dict[str, int]]:
                 add(b)
         during = dict(now)
         for w in taken_over(program, step, dead).values():
-            during[buffers[w].kind.value] -= buffers[w].nbytes
+            during[names[w]] -= buffers[w].nbytes
         if step.workspace:
             during[WORKSPACE] = step.workspace
         history.append(during)

@@ -48,7 +48,7 @@ class ParetoPoint:
     plan: Plan
 
 
-def point_of(attempt: Attempt, compiled: bool) -> ParetoPoint:
+def point_of(attempt: Attempt, compiled: bool = True) -> ParetoPoint:
     """`attempt` as a point, which may be predicted alone."""
     plan = dataclasses.replace(attempt.plan, budget=attempt.need)
     return ParetoPoint(

@@ -1,0 +1,213 @@
+"""The page about memory: its values are the simulator's, and a browser shows it without errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import vmem_jax
+from vmem_jax import cli
+from vmem_jax.report import picture
+from vmem_jax.report.grouping import groups_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+WEIGHTS = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
+BATCH = jax.ShapeDtypeStruct((256, 32), jnp.float32)
+
+
+def train_step(params, x):
+    def loss_of(params):
+        y = x
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer{i}</script>"):  # a name must not end the page's script
+                y = jnp.tanh(y @ w) * y
+        return jnp.square(y).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    pytest.importorskip("plotly")
+    step = vmem_jax.jit(train_step, budget=0.5, donate_argnums=0)
+    points = vmem_jax.pareto(step, WEIGHTS, BATCH, compile=False, points=3)
+    path = tmp_path_factory.mktemp("report") / "memory.html"
+    assert step.report(WEIGHTS, BATCH, path=path, points=points) == path
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(page):
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text())
+    return json.loads(found[1])
+
+
+def test_both_panels_add_up_to_the_simulators_bytes(data):
+    for panel in data["panels"]:
+        for by in ("kinds", "layers"):
+            columns = [sum(values) for values in zip(*panel[by].values(), strict=True)]
+            assert len(columns) == len(panel["at"]) <= picture.COLUMNS
+            assert max(columns) == panel["peak"]["nbytes"]  # the peak is never left out
+        held = sum(holder["nbytes"] for holder in panel["peak"]["holders"])
+        assert held >= panel["peak"]["nbytes"] > 0 and "test_report.py" in panel["peak"]["where"]
+    plain, plan = data["panels"]
+    assert plan["compiled"] <= data["budget"] < plain["compiled"]
+
+
+def test_every_value_says_what_is_decided_and_why(data):
+    decisions = {value["decision"] for value in data["values"]}
+    assert {"held throughout", "kept", "recomputed"} <= decisions
+    end = data["panels"][1]["seconds"]
+    for value in data["values"]:
+        assert value["reason"] and value["spans"]
+        assert all(0 <= begin <= last <= end * (1 + 1e-9) for begin, last in value["spans"])
+    sizes = [value["nbytes"] for value in data["values"]]
+    assert sizes == sorted(sizes, reverse=True)
+    again = [value for value in data["values"] if value["decision"] == "recomputed"]
+    assert any(len(value["spans"]) > 1 for value in again)
+
+
+def test_lanes_and_trade_are_there(data):
+    compute = [span for span in data["spans"] if span["lane"] == "compute"]
+    assert {"forward", "backward", "recompute"} <= {span["category"] for span in compute}
+    ends = [span["end"] for span in compute]
+    assert ends == sorted(ends) and len(data["points"]) >= 2
+
+
+def test_the_page_needs_no_network_and_is_small(page):
+    text = page.read_text()
+    assert page.stat().st_size < 3e6
+    own = re.sub(r'<script id="plotly".*?</script>', "", text, flags=re.S)
+    assert not re.search(r"(?:src|href)=|url\(|@import|https?://", own)
+
+    class Balance(HTMLParser):
+        open = 0
+
+        def handle_starttag(self, tag, attrs):
+            self.open += tag == "script"
+
+        def handle_endtag(self, tag):
+            self.open -= tag == "script"
+
+    parser = Balance()
+    parser.feed(text)
+    assert parser.open == 0 and text.count("<script") == 3
+
+
+def test_without_plotly_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"vmem_jax\[report\]"):
+        vmem_jax.jit(train_step, budget=0.7).report(WEIGHTS, BATCH)
+
+
+def test_many_layers_come_in_few_groups_of_neighbours():
+    names = [f"Net/stage{i}/block{j}/conv" for i in range(3) for j in range(40)] + ["Net/head"]
+    groups = groups_of(dict.fromkeys(names, 1))
+    assert set(groups) == {*names} and 3 < len({*groups.values()}) <= 11
+    order = list(dict.fromkeys(groups[name] for name in names))
+    for group in order:  # neighbours stand together
+        at = [i for i, name in enumerate(names) if groups[name] == group]
+        assert at == [*range(at[0], at[-1] + 1)]
+    assert groups_of({"": 5, "a": 1}) == {"": "(no layer)", "a": "a"}
+
+
+# -- in a browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_page(page, data, scheme):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here (Debian's package chromium)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+        wrong = []
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        asked = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("html[data-ready]", state="attached")
+        assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+        assert tab.locator("#values tbody tr").count() == len(data["values"])
+        tab.fill("#filter", "recomputed")
+        assert 0 < tab.locator("#values tbody tr").count() < len(data["values"])
+        tab.evaluate("scrollTo(0, 0)")
+        box = tab.locator("#areas").bounding_box()
+        tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 120)
+        tab.wait_for_function(
+            "document.querySelector('#areas .hoverlayer').textContent.length > 9", timeout=10000
+        )
+        assert "activation" in tab.locator("#areas .hoverlayer").text_content()
+        tab.click("[data-by=layers]")
+        assert "layer3" in tab.locator("#legend").text_content()
+        range_of = lambda chart: tab.evaluate(
+            f"document.getElementById('{chart}').layout.xaxis.range"
+        )
+        before = range_of("lanes")
+        tab.mouse.move(box["x"] + 300, box["y"] + 120)
+        tab.mouse.down()
+        tab.mouse.move(box["x"] + 600, box["y"] + 130, steps=5)
+        tab.mouse.up()
+        tab.wait_for_function(
+            f"document.getElementById('lanes').layout.xaxis.range[1] < {before[1]}"
+        )
+        assert range_of("lanes") == range_of("areas")  # zooming one zooms the other
+        browser.close()
+    assert wrong == []
+    assert {url.partition(":")[0] for url in asked} <= {"file", "blob", "data"}
+
+
+# -- the command line, on a step of the user's own
+
+OWN = """
+import jax, jax.numpy as jnp
+import vmem_jax
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+def step(weights, x):
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
+
+budgeted = vmem_jax.jit(step, budget=0.9, donate_argnums=0)
+
+def shapes():
+    return [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 4, jax.ShapeDtypeStruct((64, 16), jnp.float32)
+"""
+
+
+def test_commands_take_the_users_own_step(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    own = tmp_path / "own_train_step.py"
+    own.write_text(OWN)
+    asked = [f"{own}:step", "--args", f"{own}:shapes", "--donate", "0"]
+    assert cli.main(["plan", *asked, "--budget", "0.9"]) == 0
+    assert "peak: plain jit" in capsys.readouterr().out
+    out = tmp_path / "own.html"
+    assert cli.main(["report", f"{own}:budgeted", *asked[1:3], "--out", str(out)]) == 0
+    assert '"name":"step"' in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["plan", "no.py:step", "--args", "no.py:shapes", "--budget", "0.5"], "there is no file"),
+        (["plan", "train.py:step", "--budget", "0.5"], "needs --args"),
+        (["plan", "resnet11", "--budget", "0.5"], "needs --batch"),
+        (["plan", "json:nothing", "--args", "json:loads", "--budget", "0.5"], "has no 'nothing'"),
+    ],
+)
+def test_a_wrong_step_is_one_message(argv, says, capsys):
+    assert cli.main(argv) == 2
+    assert says in capsys.readouterr().err
