@@ -189,6 +189,39 @@ def loops() -> str:
     return "\n" + grid([" ", "GiB", "ms", "time / plain", "ms predicted"], lines)
 
 
+def loops_compiled() -> str:
+    names = {
+        "decoder": "decoder",
+        "vit": "ViT-L/16",
+        "gpt": "GPT-2 medium, dropout",
+        "resnet": "ResNet-152",
+    }
+    lines, by_hand = [], {}
+    for row in _json("loops_h200_compiled"):
+        attention = {"xla": ", XLA's attention", "cudnn": ", cuDNN's"}.get(
+            row.get("attention", ""), ""
+        )
+        depth = "" if row["model"] == "resnet" else f", {row['layers']} layers"
+        model = f"{names[row['model']]}{attention}{depth} ({row['batch']})"
+        if "predicted_gib" not in row:
+            by_hand[model, row["way"]] = row["gib"]
+            continue
+        way = row["way"]
+        asked = by_hand.get((model, way[1:]))
+        given = f"`{way}`" if asked is None else f"`{way[1:]}`'s, {number(asked)}"
+        shares = [f"{row['predicted_gib'] / row['gib']:.3f}", str(row["compiles"])]
+        lines.append([model, given, number(row["gib"]), *shares, f"{row['predicted_ms']:.0f}"])
+    header = [
+        "model (batch)",
+        "budget, GiB",
+        "GiB",
+        "predicted / compiled",
+        "compiles",
+        "ms predicted",
+    ]
+    return "\n" + grid(header, lines)
+
+
 def cache() -> str:
     lines = [
         [
@@ -320,7 +353,8 @@ def table(name: str) -> str:
 def every_row() -> str:
     """All rows of training steps, by file."""
     more = ("ms", "sub_batches", "divided", "recomputed", "compressed", "moved", "predicted")
-    return "".join(
+    steps = "".join(
         f"\n## {name}.jsonl\n{lines_of(compared(name), *more, 'compiles', 'commit')}"
         for name in STEPS
     )
+    return f"{steps}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"
