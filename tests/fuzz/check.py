@@ -113,6 +113,8 @@ def need_nbytes(compiled: Any) -> int:
 def _checked(plain: Plain, options: Options, ask: bool) -> Row:
     program, need = plain.program, plain.need_nbytes
     keywords, budget = options.keywords(need), options.nbytes(need)
+    if options.form == "share":  # of what the step needs where it gives up the same arguments
+        budget = options.nbytes(plain.need_with(keywords))
     try:
         step = vmem_jax.jit(program.step, **keywords)
         if options.mode == "shapes":

@@ -158,6 +158,13 @@ def test_meta_the_program_of_these_tests_fits():
     assert run_one(Settings(), SPEC, FITS_NOT, ask=False)["outcome"] == BUDGET
 
 
+def test_a_share_is_one_of_what_the_step_needs_with_the_same_donation():
+    """With what the first argument gives up, plain jit needs less."""
+    given = {"policy": "auto", "donate_argnums": (0, 1)}
+    row = run_one(Settings(), {**SPEC, "update": "adamw"}, Options(0.95, "share", "call", given))
+    assert row["outcome"] == FIT and row["budget"] < int(0.95 * row["plain_need"])
+
+
 @pytest.mark.parametrize("name", BREAKS)
 def test_meta_a_broken_library_is_caught(name):
     outcome, options, preface = BREAKS[name]
