@@ -23,6 +23,7 @@ class PairedLoop:
       returned: results of the second loop.
       carries: of every value of `carried` what it is in the next iteration: a buffer of this one, or
         −1 for a constant.
+      times: how often both loops run, in a loop around them.
     """
 
     program: Program
@@ -33,6 +34,7 @@ class PairedLoop:
     made: frozenset[int]
     returned: frozenset[int]
     carries: tuple[tuple[int, int], ...] = ()
+    times: int = 1
 
     @functools.cached_property
     def late_steps(self) -> frozenset[int]:

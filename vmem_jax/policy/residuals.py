@@ -186,7 +186,7 @@ class _Model:
         program, length = loop.program, loop.length
         again_length = length - last
         every = again_length // count if count else 0
-        seconds = [self.machine.seconds(step) for step in program.steps]
+        seconds = [loop.times * self.machine.seconds(step) for step in program.steps]
         steps = [s for s in range(len(program.steps)) if s not in loop.late_steps]
         pure = lambda s: program.steps[s].pure
         redo = {s: self._variable(length * seconds[s], high=pure(s)) for s in steps}
@@ -194,7 +194,8 @@ class _Model:
         early += sorted(loop.carried)
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
         keep, part = dict[int, int](), dict[int, int]()
-        stacking = lambda b: _PASSES * program.buffers[b].nbytes / self.machine.bandwidth
+        passes = loop.times * _PASSES
+        stacking = lambda b: passes * program.buffers[b].nbytes / self.machine.bandwidth
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
             # it is there for the backward loop alone, and made once anyway

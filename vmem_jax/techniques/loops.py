@@ -9,11 +9,10 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from absl import logging
 
-from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture_pair
-from vmem_jax.capture.loop_pairs import Pair, find_pairs
-from vmem_jax.capture.loop_residuals import with_stacks
-from vmem_jax.capture.loop_segments import Segments, can_be_divided
+from vmem_jax.capture.loop_levels import Stacking, levels
+from vmem_jax.capture.loop_pairs import Pair
+from vmem_jax.capture.loop_segments import can_be_divided
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.machine import Machine
@@ -132,14 +131,15 @@ class _Variants:
     def __init__(self, traced: TracedStep, machine: Machine) -> None:
         self.traced, self.machine = traced, machine
         self.flat = traced.captured.separate
-        self.eqns = compat.open_jaxpr(self.flat).eqns
-        self.pairs: Sequence[Pair] = find_pairs(self.flat)
-        shards = follow_shards(self.flat, traced.captured.inputs.shardings)
-        made = [capture_pair(pair, shards) for pair in self.pairs]
-        self.loops: list[PairedLoop] = [loop for loop, _ in made]
+        self.level = levels(self.flat, follow_shards(self.flat, traced.captured.inputs.shardings))
+        self.pairs: Sequence[Pair] = [pair for pair, _ in self.level.all_pairs]
+        made = [capture_pair(pair, level.shards) for pair, level in self.level.all_pairs]
+        self.loops: list[PairedLoop] = [
+            dataclasses.replace(loop, times=level.times)
+            for (loop, _), (_, level) in zip(made, self.level.all_pairs, strict=True)
+        ]
         self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
-        scans = [self.eqns[i] for pair in self.pairs for i in (pair.forward, pair.backward)]
-        self.are_divisible = all(map(can_be_divided, scans))
+        self.are_divisible = all(map(can_be_divided, self.level.scans))
         self.made: dict[Hashable, LoopVariant] = {}
 
     @functools.cached_property
@@ -153,19 +153,21 @@ class _Variants:
         return self.made[_key(kept)]
 
     def _new(self, kept: Kept) -> LoopVariant:
-        chosen = [
-            (pair, [variables[b] for b in sorted(buffers)])
-            for pair, variables, buffers in zip(
-                self.pairs, self.variables, kept.buffers, strict=True
+        none = (frozenset[int](),) * len(self.loops)
+        each = zip(
+            self.variables,
+            kept.buffers,
+            kept.every or (0,) * len(self.loops),
+            kept.parts or none,
+            strict=True,
+        )
+        stackings = (
+            Stacking(
+                [variables[b] for b in sorted(own)], every, [variables[b] for b in sorted(part)]
             )
-        ]
-        made, stacks = with_stacks(self.flat, chosen)
-        parts = zip(kept.every, kept.parts, self.variables, stacks, self.pairs, strict=True)
-        divided = [
-            Segments(every, frozenset(own[variables[b]] for b in part), len(pair.given.backward))
-            for every, part, variables, own, pair in parts
-            if every
-        ]
+            for variables, own, every, part in each
+        )
+        made, divided = self.level.again(stackings)
         captured = self.traced.captured.rewritten(
             made, _ids(kept), kept.segments, divided, with_ordered_bodies
         )
