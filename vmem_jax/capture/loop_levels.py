@@ -1,8 +1,8 @@
 """loop_levels: the pairs of scans of a step, and those in the bodies of its other scans.
 
-A step that accumulates gradients is a scan over micro-batches. Its body holds a forward and a backward
-pass, and so the pairs of scans over layers. That scan has no partner itself. Its body is a step of its
-own, and its pairs are made again like those of the outermost level. Levels may nest.
+A step that accumulates gradients is a scan over micro-batches. Its body holds a forward and a
+backward pass, and so pairs of scans over layers. That scan has no partner itself: its body is a step
+of its own, and its pairs are made again like those of the outermost level. Levels may nest.
 
 What the body carries takes over its own memory in each iteration, like a donated argument. So sums of
 gradients are updated in the backward loop that makes the gradients (`updates`), and the gradients of
