@@ -7,8 +7,8 @@ and a way by hand, which is within what that one compiled to. All ways run in on
 turns, block by block, on one donated state, so only one state is on the device. A row has the median,
 the least and the most milliseconds a step of a way over its blocks, what the compiler says it needs,
 and what was predicted; a way that cannot be made has its error. The loss after each way's first step
-from the same state is in its row, too. With `--target=h200` all is compiled for that card, and nothing
-runs.
+from the same state is in its row, too. With `--target=h200` all is compiled for that card, and
+nothing runs.
 """
 
 from __future__ import annotations
