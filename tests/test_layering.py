@@ -28,6 +28,7 @@ EDGES = {
 ROOMS = (
     "errors",
     "jax_compat",
+    "progress",  # what goes on, on a terminal
     "core",  # Program, Plan, Timeline and what is reckoned from them
     "policy",  # Program, costs, budget -> Plan
     "search",  # the fastest plan that compiles to the budget
@@ -72,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy/workspace_division.py": {"scipy"},
     "search": {"absl"},
     "errors": set(),
+    "progress": {"rich"},
     "jax_compat": {"jax"},
     "capture": {"jax", "numpy"},
     "transfer": {"jax", "numpy"},

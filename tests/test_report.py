@@ -183,7 +183,8 @@ def step(weights, x):
 budgeted = vmem_jax.jit(step, budget=0.9, donate_argnums=0)
 
 def shapes():
-    return [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 4, jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    weights = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 4
+    return weights, jax.ShapeDtypeStruct((64, 16), jnp.float32)
 """
 
 

@@ -18,6 +18,7 @@ from vmem_jax.devices.device import limit_nbytes
 from vmem_jax.errors import PlanError, TechniqueError, show_nbytes
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
+from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import compressible
 from vmem_jax.rewrite.transfers import parks
 from vmem_jax.search import memory
@@ -93,9 +94,10 @@ def find_plan(
     if compiles is not None:
         groups = [[compiles.of(family) for family in group] for group in groups]
         untouched = untouched and compiles.of_variant(untouched)
-    found = search(
-        groups, budget, untouched=untouched, plain_need=plain_need, params=params, log=log
-    )
+    with doing(f"planning {step.settings.name}"):
+        found = search(
+            groups, budget, untouched=untouched, plain_need=plain_need, params=params, log=log
+        )
     unbound = lambda plan: dataclasses.replace(plan, budget=None)
     plans = [(unbound(attempt.plan), attempt.need) for attempt in found.attempts]
     if predicted is None:

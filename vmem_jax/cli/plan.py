@@ -19,6 +19,7 @@ from vmem_jax.cli.options import (
 from vmem_jax.cli.user_step import add_user_options, step_of
 from vmem_jax.core.cards import TARGETS
 from vmem_jax.devices.targets import target
+from vmem_jax.progress import doing
 from vmem_jax.report.trade import trade_table
 from vmem_jax.techniques.jit_arguments import TECHNIQUES
 
@@ -87,7 +88,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         target(arguments.target).device()
     name, step, shapes = step_of(arguments)
     where = arguments.target or jax.devices()[0].device_kind
-    with console.status(f"planning and compiling {name} for {where}"):
+    with doing(f"{name} for {where}"):
         if arguments.sweep:
             points = vmem_jax.pareto(step, *shapes, target=arguments.target, points=arguments.sweep)
             console.print(trade_table(name, points))

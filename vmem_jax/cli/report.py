@@ -13,6 +13,7 @@ from vmem_jax.cli.options import Subparsers, add_command, positive
 from vmem_jax.cli.plan import add_planning_options
 from vmem_jax.cli.user_step import step_of
 from vmem_jax.devices.targets import target
+from vmem_jax.progress import doing
 from vmem_jax.report.page import require_plotly
 
 
@@ -39,7 +40,7 @@ def _report(arguments: argparse.Namespace) -> int:
         target(arguments.target).device()
     name, step, args = step_of(arguments)
     points: Sequence[vmem_jax.ParetoPoint] = ()
-    with console.status(f"planning and compiling {name}"):
+    with doing(name):
         if arguments.sweep:
             points = vmem_jax.pareto(
                 step, *args, target=arguments.target, points=arguments.sweep, compile=False

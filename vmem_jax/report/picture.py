@@ -55,6 +55,7 @@ def picture(
     groups = groups_of(sizes)
     return {
         "name": name,
+        "layers": list(dict.fromkeys(groups.values())),
         "device": device,
         "budget": explanation.budget,
         "policy": plan.policy,
@@ -298,5 +299,7 @@ def _decision(
 
 
 def _ms(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
     digits = bisect.bisect([0.001, 0.01, 0.1], seconds)
     return f"{seconds * 1e3:.{3 - digits}f} ms"

@@ -17,6 +17,7 @@ from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import HostMemoryError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.profile.measured import costs_of
+from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
@@ -141,12 +142,13 @@ class StepContext:
 
     def _compile(self, traced: TracedStep, jaxpr: ClosedJaxpr, is_plain: bool = False) -> Any:
         settings = self.settings
-        return compile_jaxpr(
-            traced,
-            jaxpr,
-            self.target,
-            name=settings.name,
-            sig=settings.signature,
-            options=settings.compiler_options,
-            streams=not is_plain,
-        )
+        with doing(f"compiling {'plain jit' if is_plain else 'a plan'} of {settings.name}"):
+            return compile_jaxpr(
+                traced,
+                jaxpr,
+                self.target,
+                name=settings.name,
+                sig=settings.signature,
+                options=settings.compiler_options,
+                streams=not is_plain,
+            )

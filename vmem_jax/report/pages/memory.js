@@ -26,7 +26,7 @@ const LANES = { forward: "#4e79a7", backward: "#59a14f", update: "#9c7ac7", reco
 const DECISIONS = { "held throughout": "#4e79a7", kept: "#59a14f", recomputed: "#f2994a", moved: "#76b7b2", "moved by slices": "#76b7b2", compressed: "#edc948", stacked: "#9c7ac7", "micro-batched": "#d37295", "short-lived": "#9aa5b1" };
 const names = (by) => {
   const found = [...new Set([...Object.keys(plain[by]), ...Object.keys(plan[by])])];
-  const first = by === "kinds" ? Object.keys(KINDS) : ["arguments and results"];
+  const first = by === "kinds" ? Object.keys(KINDS) : ["arguments and results", ...data.layers];
   const rank = (n) => (n === "workspace" ? 99 : first.includes(n) ? first.indexOf(n) : 50);
   return found.sort((a, b) => rank(a) - rank(b));
 };
