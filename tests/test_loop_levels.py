@@ -147,7 +147,7 @@ def test_gradients_of_a_micro_batch_never_exist_beside_their_sums():
 def test_a_step_that_accumulates_gradients_is_planned(name, tmp_path):
     step, (w, xs) = STEPS[name]()
     args = w, jnp.tile(xs, (1, 16, 1))
-    budgeted = vmem_jax.jit(step, budget=0.4, machine=FAST, sub_batches=1)
+    budgeted = vmem_jax.jit(step, budget=0.55, machine=FAST, sub_batches=1)
     plan = budgeted.plan(*args)
     assert plan.kept is not None
     assert_near(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(jax.jit(step)(*args)))
