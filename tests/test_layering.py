@@ -54,6 +54,7 @@ SAME_IDEA = {
     "convolutions.py",
     "exact.py",
     "layers.py",
+    "logits.py",
     "loops.py",
     "machine.py",
     "order.py",

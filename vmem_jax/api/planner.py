@@ -30,6 +30,7 @@ from vmem_jax.search.sweep import Compiles
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.compress import compressing, with_compressed
+from vmem_jax.techniques.logits import logit_contexts, with_logits
 from vmem_jax.techniques.loops import loop_contexts, with_loops
 from vmem_jax.techniques.sub_batches import parts_of
 
@@ -163,7 +164,8 @@ def _groups(
         first = [Family((1,), functools.partial(_same, v), proved=proved) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
     others = [_other(step, policy) for policy in settings.policy.instead]
-    loops = loop_contexts(step, budget)
+    chunked = logit_contexts(step, budget)
+    loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
     first += [_of_loops(context, proved) for context in loops]
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
@@ -233,6 +235,8 @@ def _new_variant(step: StepContext, policy: AbstractPolicy, count: int, moves: b
     name = policy.name if count == 1 else f"{policy.name} in {count} sub-batches"
     if program.kept is not None:
         name += ", other stacks"
+    if program.logit_chunks > 1:
+        name += f", logits in {program.logit_chunks} chunks"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
     variant = Variant(name, program, form.policy, form.costs, compiles, origin=traced)
@@ -250,6 +254,8 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
             check_made_for(step.traced.captured.program, plan)  # which it cannot be
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
+    if plan.logit_chunks > 1:
+        step = with_logits(step, plan.logit_chunks)
     if plan.kept is not None:
         step = with_loops(step, plan.kept, plan.segments)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):

@@ -107,14 +107,19 @@ class Captured:
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
         flat, separate = (segmented(each, divided_loops) for each in (flat, separate))
         captured = _captured(bodies(flat), separate, self.applied, given, None)
-        return dataclasses.replace(captured, stacked=stacked)._keeping(kept, segments)
+        return dataclasses.replace(captured, stacked=stacked)._keeping(
+            kept, segments, self.program.logit_chunks
+        )
 
     def _keeping(
         self,
         kept: tuple[tuple[int, ...], ...] | None,
         segments: tuple[tuple[int, ...], ...] | None,
+        chunks: int,
     ) -> Captured:
-        program = dataclasses.replace(self.program, kept=kept, segments=segments)
+        program = dataclasses.replace(
+            self.program, kept=kept, segments=segments, logit_chunks=chunks
+        )
         return dataclasses.replace(self, program=program)
 
     def in_sub_batches(
@@ -129,7 +134,8 @@ class Captured:
             return self
         flat, sub_batches = divided(self.separate, batch, count)
         parts = _captured(bodies(flat), flat, self.applied, self.inputs, sub_batches)
-        return parts._keeping(self.program.kept, self.program.segments)
+        ours = self.program
+        return parts._keeping(ours.kept, ours.segments, ours.logit_chunks)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]

@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 9
+FORMAT = 10
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -80,7 +80,7 @@ class Plan:
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed, kept, segments: the same fields of the program that it was made for.
+      compressed, kept, segments, logit_chunks: the same fields of the program that it was made for.
     """
 
     program: str
@@ -97,6 +97,7 @@ class Plan:
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
     segments: tuple[tuple[int, ...], ...] | None = None
+    logit_chunks: int = 1
 
     @property
     def moves(self) -> bool:
@@ -130,6 +131,7 @@ class Plan:
         moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
         every = [str(each[0]) for each in self.segments or () if each]
         moved += f", in segments of {', '.join(every)} iterations" if every else ""
+        moved += f", logits in {self.logit_chunks} chunks" if self.logit_chunks > 1 else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -201,6 +203,7 @@ class Plan:
             "convolutions": isinstance(values["convolutions"], list)
             and all(map(_is_configured, values["convolutions"])),
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
+            "logit_chunks": _is_int(values["logit_chunks"]) and values["logit_chunks"] > 0,
             "compressed": _are_integers(values["compressed"], 2),
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
             "segments": values["segments"] is None or _are_lists_of_integers(values["segments"]),
@@ -278,4 +281,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         compressed=program.compressed,
         kept=program.kept,
         segments=program.segments,
+        logit_chunks=program.logit_chunks,
     )

@@ -166,6 +166,7 @@ class Program:
         traced to.
       segments: of every pair of loops (iterations in a segment, *those of `kept` that are stacked for
         one segment at a time), () of one that is not divided; None where none is.
+      logit_chunks: in how many chunks of tokens its largest product runs, with what follows it.
     """
 
     buffers: tuple[Buffer, ...]
@@ -177,6 +178,7 @@ class Program:
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
     segments: tuple[tuple[int, ...], ...] | None = None
+    logit_chunks: int = 1
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

@@ -133,6 +133,7 @@ def finish(
         compressed=program.compressed,
         kept=program.kept,
         segments=program.segments,
+        logit_chunks=program.logit_chunks,
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vmem_jax.techniques.base import AbstractTechnique, Form
 from vmem_jax.techniques.compress import Compress
 from vmem_jax.techniques.context import StepContext
+from vmem_jax.techniques.logits import Logits
 from vmem_jax.techniques.offload import Offload
 from vmem_jax.techniques.order import Order
 from vmem_jax.techniques.recompute import Recompute
@@ -18,6 +19,7 @@ TECHNIQUES: dict[str, AbstractTechnique] = {
         Order(),
         Recompute(),
         SubBatches(),
+        Logits(),
         Offload(),
         Stream(),
         Workspace(),

@@ -8,8 +8,17 @@ from vmem_jax.errors import parse_budget
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
 from vmem_jax.transfer.transport_choice import TRANSPORTS
 
-TECHNIQUES = ("order", "recompute", "offload", "stream", "workspace", "sub_batches", "compress")
-"""The names that `allow` accepts. All but the last are allowed by default."""
+TECHNIQUES = (
+    "order",
+    "recompute",
+    "offload",
+    "stream",
+    "workspace",
+    "sub_batches",
+    "logits",
+    "compress",
+)
+"""What a plan may use. By default all but the last are allowed."""
 
 
 def techniques(allow: str | Sequence[str] | None) -> tuple[str, ...]:
