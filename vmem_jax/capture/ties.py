@@ -13,8 +13,10 @@ that are equal, by which the gradient is divided, belongs to it, too. `x` itself
 a barrier in front of the step keeps XLA from computing it once for the maximum and once for the mask.
 
 Left alone are comparisons with a heavy kernel between the two operands (a product, a convolution):
-nothing is equal there but by chance. Kernels that order or select elements are no such. Arguments are
-never recomputed, and integers and booleans are recomputed to the same bits.
+nothing is equal there but by chance. Kernels that order or select elements are no such. Left alone is
+also the search for the largest of several elements by their order, `where(a >= b, a, b)` again and
+again, as in the index of a max-pool: each comparison is of two elements. Arguments are never
+recomputed, and integers and booleans are recomputed to the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from vmem_jax.jax_compat import ClosedJaxpr, Var
 # A JaxprEqn: JAX declares its atoms and types too loosely for a type checker.
 Equation = Any
 
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_EQUALITIES = frozenset(("eq", "ne"))
+_ORDERS = frozenset(("lt", "le", "gt", "ge"))
+COMPARISONS = _EQUALITIES | _ORDERS
 
 _ORDERING = frozenset(
     """
@@ -135,9 +139,14 @@ class _Ties:
                 depends.update(self.eqns[i].outvars)
                 together.add(i)
         operands = self.eqns[comparison].invars
-        if all(self._is_moved(i) for i in together - {comparison}):
+        ordered = self.eqns[comparison].primitive.name not in _EQUALITIES
+        if all(self._is_moved(i) or ordered and self._selects(i) for i in together - {comparison}):
             return set()  # of one value against another of its elements
         return together if all(isinstance(a, Var) and a in depends for a in operands) else set()
+
+    def _selects(self, i: int) -> bool:
+        """Whether equation `i` decides by order which of two elements is passed on."""
+        return self.eqns[i].primitive.name in _ORDERS or self.eqns[i].primitive.name == "select_n"
 
     def _may_join(self, i: int) -> bool:
         eqn = self.eqns[i]
