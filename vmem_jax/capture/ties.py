@@ -139,8 +139,9 @@ class _Ties:
                 depends.update(self.eqns[i].outvars)
                 together.add(i)
         operands = self.eqns[comparison].invars
-        ordered = self.eqns[comparison].primitive.name not in _EQUALITIES
-        if all(self._is_moved(i) or ordered and self._selects(i) for i in together - {comparison}):
+        by_order = self.eqns[comparison].primitive.name in _ORDERS
+        passes = lambda i: self._is_moved(i) or (by_order and self._selects(i))
+        if all(passes(i) for i in together - {comparison}):
             return set()  # of one value against another of its elements
         return together if all(isinstance(a, Var) and a in depends for a in operands) else set()
 

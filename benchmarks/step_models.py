@@ -1,14 +1,17 @@
-"""Networks whose layers are scanned, by name, and what is picked by hand for their layers.
+"""The networks of `training_steps.py`, by name, and what is picked by hand for their layers.
 
 "decoder" is `vmem_jax.models.Decoder`; "vit" is ViT-L/16 (Dosovitskiy et al., "An image is worth
-16x16 words", 2021) with dropout behind each product; "gpt" is GPT-2 medium (Radford et al., 2019),
-which drops attention weights as well; "resnet" is ResNet-152 with the identical blocks of each stage
-in a scan.
+16x16 words", 2021) with dropout behind each product, "vit_dropout" the same with dropout of the
+attention weights; "gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet" is
+ResNet-152 with the identical blocks of each stage in a scan. Their layers are scanned, or unrolled with
+`scanned=False`. "convnext" and "unet" are in `vision_models`, "resnet50" is in `vmem_jax.models`; their
+layers are unrolled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
+from vision_models import ConvNeXt, UNet
 
 from vmem_jax.models.decoder import Decoder, train_step
-from vmem_jax.models.jobs import cross_entropy
+from vmem_jax.models.jobs import cross_entropy, job
 from vmem_jax.models.scanned_resnet import ScannedResNet
 
 Wrap = Callable[[Callable], Callable]
@@ -41,18 +45,20 @@ def _offloaded(*names: str) -> Any:
 
 
 POLICIES: dict[str, Any] = {
+    "plain": _POLICIES.everything_saveable,
     "checkpoint": None,
     "dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "every_dot": _is_product,
     "names": _POLICIES.save_only_these_names("attention", "hidden"),
     "offload": _offloaded("attention", "hidden"),
 }
-"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing."""
+"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing, and
+"plain" is without `jax.checkpoint`."""
 
 
 def wrapping(name: str) -> Wrap:
     """What is applied to a layer: `jax.checkpoint` with a policy of `POLICIES`, or nothing."""
-    if name not in POLICIES:
+    if name == "plain":
         return lambda layer: layer
     return lambda layer: jax.checkpoint(layer, policy=POLICIES[name])
 
@@ -164,8 +170,12 @@ def _trained(loss_of: Callable, init: Callable, batch: Callable, optimiser: Any 
     return Training(step, start, batch)
 
 
-def decoder(hand: str, batch: int, layers: int, **options: Any) -> Training:
-    tokens = options.pop("tokens", 2048)
+def decoder(
+    hand: str, batch: int, layers: int = 16, width: int = 2048, tokens: int = 2048, **options: Any
+) -> Training:
+    """Heads are 64 wide, four queries share a key, and the hidden layer is four times as wide."""
+    sizes = {"width": width, "hidden": 4 * width, "heads": width // 64, "kv_heads": width // 256}
+    options = {"attention": "cudnn", **sizes, **options}
     model = Decoder(layers=layers, wrap=wrapping(hand), **options)
     optimiser = optax.adamw(1e-4)
 
@@ -178,7 +188,7 @@ def decoder(hand: str, batch: int, layers: int, **options: Any) -> Training:
     return Training(train_step(model, optimiser), start, draw)
 
 
-def vit(hand: str, batch: int, layers: int, width: int = 1024, **options: Any) -> Training:
+def vit(hand: str, batch: int, layers: int = 24, width: int = 1024, **options: Any) -> Training:
     """Images of 224 x 224 in patches of 16 x 16, and a token for the class."""
     network = Transformer(layers, width, wrap=wrapping(hand), **options)
 
@@ -205,10 +215,15 @@ def vit(hand: str, batch: int, layers: int, width: int = 1024, **options: Any) -
 
 
 def gpt(
-    hand: str, batch: int, layers: int, width: int = 1024, vocabulary: int = 50_257, **options: Any
+    hand: str,
+    batch: int,
+    layers: int = 24,
+    width: int = 1024,
+    vocabulary: int = 50_257,
+    tokens: int = 1024,
+    **options: Any,
 ) -> Training:
-    """1,024 tokens; the weights of the output are those of the input."""
-    tokens = options.pop("tokens", 1024)
+    """The weights of the output are those of the input."""
     network = Transformer(
         layers, width, weights_dropout=0.1, causal=True, wrap=wrapping(hand), **options
     )
@@ -229,11 +244,11 @@ def gpt(
     return _trained(loss, init, draw)
 
 
-def resnet(hand: str, batch: int, layers: int, width: int = 64, **options: Any) -> Training:
+def resnet(hand: str, batch: int, layers: int = 36, width: int = 64, **options: Any) -> Training:
     """ResNet-152, or one with so many blocks in its third stage; batch statistics are not kept."""
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
     blocks = (3, 8, layers, 3) if layers > 8 else (2, 2, layers, 2)
-    checkpoint = {"checkpoint": hand in POLICIES, "policy": POLICIES.get(hand)}
+    checkpoint = {"checkpoint": hand != "plain", "policy": POLICIES[hand]}
     model = ScannedResNet(blocks, 1000, width=width, **checkpoint, **types, **options)
 
     def init(key: jax.Array) -> Any:
@@ -250,18 +265,71 @@ def resnet(hand: str, batch: int, layers: int, width: int = 64, **options: Any) 
     return _trained(loss, init, draw, optax.sgd(0.1, momentum=0.9))
 
 
+def resnet50(hand: str, batch: int) -> Training:
+    """In bfloat16 throughout, with momentum; "checkpoint" is around each block."""
+    wrap: Any = None if hand == "plain" else hand
+    made = job("resnet50", batch=batch, dtype="bfloat16", optimizer="momentum", wrap=wrap)
+
+    def step(state: Any, batch: Any) -> Any:
+        state, metrics = made.step(state, batch)
+        return state, metrics["loss"]
+
+    return Training(step, made.init, made.random_batch)
+
+
+def convnext(hand: str, batch: int, **options: Any) -> Training:
+    """ConvNeXt-B, 224 x 224, AdamW."""
+    network = ConvNeXt(wrap=wrapping(hand), **options)
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        del key
+        images, labels = batch
+        logits = network(params, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def draw(key: jax.Array) -> Any:
+        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
+        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
+
+    return _trained(loss, network.init, draw)
+
+
+def unet(hand: str, batch: int, **options: Any) -> Training:
+    """Predicts the noise of latents of 64 x 64 x 4 (Ho et al., 2020, Algorithm 1), AdamW."""
+    network = UNet(wrap=wrapping(hand), **options)
+
+    def loss(params: Any, latents: jax.Array, key: jax.Array) -> jax.Array:
+        times, noise = jax.random.split(key)
+        t = jax.random.uniform(times, (batch,))
+        e = jax.random.normal(noise, latents.shape, latents.dtype)
+        angle = (jnp.pi / 2 * t)[:, None, None, None].astype(latents.dtype)
+        found = network(params, jnp.cos(angle) * latents + jnp.sin(angle) * e, t)
+        return jnp.mean((found - e).astype(jnp.float32) ** 2)
+
+    draw = lambda key: jax.random.normal(key, (batch, 64, 64, 4), jnp.bfloat16)
+    return _trained(loss, network.init, draw)
+
+
 MODELS: dict[str, Callable[..., Training]] = {
     "decoder": decoder,
     "vit": vit,
+    "vit_dropout": functools.partial(vit, weights_dropout=0.1),
     "gpt": gpt,
     "resnet": resnet,
+    "resnet50": resnet50,
+    "convnext": convnext,
+    "unet": unet,
 }
-"""(what is picked by hand, batch, layers, further options of the network) -> its training."""
+"""(what is picked by hand, batch, further options of the network) -> its training."""
 
-SIZES: dict[str, tuple[int, int]] = {
-    "decoder": (8, 16),
-    "vit": (256, 24),
-    "gpt": (8, 24),
-    "resnet": (256, 36),
+BATCHES: dict[str, int] = {
+    "decoder": 8,
+    "vit": 256,
+    "vit_dropout": 128,
+    "gpt": 8,
+    "resnet": 256,
+    "resnet50": 256,
+    "convnext": 128,
+    "unet": 16,
 }
-"""(batch, layers) of each, where nothing else is asked for."""
+"""The batch of each, where nothing else is asked for."""

@@ -1,0 +1,180 @@
+"""Whole training steps by plain jit, by what is picked by hand, and by vmem_jax, in turns.
+
+    python benchmarks/training_steps.py --model=decoder --ways=plain,checkpoint,dots,@dots,19.1GiB
+    python benchmarks/training_steps.py --model=vit --noscanned --ways=plain,exact*4,0.5,0.33
+    python benchmarks/training_steps.py --model=convnext --ways=plain,recompute@0.33*2 --traces=here
+
+The networks and what is picked by hand are in `step_models`. A way is one of those hand-picked
+policies; or BUDGET, POLICY, POLICY@BUDGET, each with *PARTS behind it for so many sub-batches. A
+budget is a size, a share of plain's need, or "@" and a way by hand, for what that one compiled to;
+without a budget it is what plain needs. Without a policy it is `auto`.
+
+All ways run in one process and take turns, block by block, on one donated state. A row has the
+median, the least and the most milliseconds a step of a way over its blocks, what the compiler says
+it needs, and what was predicted; a way that cannot be made has its error. The loss after each way's
+first step from the same state is in its row, too. With --traces=DIRECTORY two steps of each way run
+under JAX's profiler: DIRECTORY gets the instructions of each, and the microseconds of each kernel.
+With `--target=h200` all is compiled for that card, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import records
+from absl import app, flags
+from step_models import BATCHES, MODELS, POLICIES
+from traces import traced
+
+import vmem_jax
+from vmem_jax.devices.targets import target
+
+FLAGS = flags.FLAGS
+
+WAY = re.compile(
+    r"(?:(?P<policy>[a-z]+)@?)?(?P<budget>@[a-z_]+|[\d.]+(?:[KMG]iB)?)?(?:\*(?P<parts>\d+))?"
+)
+
+
+def main(_: Any) -> None:
+    batch = FLAGS.batch or BATCHES[FLAGS.model]
+    options: dict[str, Any] = {}
+    for name in ("layers", "width", "tokens", "attention", "scanned"):
+        if FLAGS[name].present:
+            options[name] = FLAGS[name].value
+    make = lambda hand: MODELS[FLAGS.model](hand, batch, **options)
+    given = make("plain")
+    state = jax.eval_shape(given.init, jax.random.key(0))
+    data = jax.eval_shape(given.batch, jax.random.key(1))
+    about = {"model": FLAGS.model, "batch": batch, **options, "profile": bool(FLAGS.profile)}
+    about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
+    about["commit"] = records.commit()
+    rows: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Any] = {}
+    for way in FLAGS.ways:
+        row = rows[way] = {"way": way, **about}
+        begun = time.perf_counter()
+        try:
+            if way in POLICIES:
+                steps[way], found = _by_hand(make(way).step, state, data)
+            else:
+                gib = {name: row.get("gib") for name, row in rows.items()}
+                steps[way], found = _budgeted(given.step, way, gib, state, data)
+            row |= {**found, "seconds_to_compile": time.perf_counter() - begun}
+        except Exception as error:  # a row says so, and the other ways go on
+            row["error"] = f"{type(error).__name__}: {error}"[:600]
+        print(json.dumps(row), flush=True)
+    if FLAGS.rounds and not FLAGS.target:
+        _time(jax.jit(given.init), jax.jit(given.batch)(jax.random.key(1)), steps, rows)
+    with open(FLAGS.out, "a") as out:
+        for row in rows.values():
+            out.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+
+def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
+    """The step by plain jit, with what is picked by hand in it; and what its row says."""
+    if FLAGS.target:
+        on_card = jax.sharding.SingleDeviceSharding(target(FLAGS.target).device())
+        there = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_card)
+        args = jax.tree.map(there, args)
+    compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    stats = compiled.memory_analysis()
+    need = stats.argument_size_in_bytes + stats.output_size_in_bytes
+    need += stats.temp_size_in_bytes - stats.alias_size_in_bytes
+    return compiled, {"gib": need / 2**30}
+
+
+def _budgeted(
+    step: Callable, way: str, gib: dict[str, float | None], *args: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The step of a way by vmem_jax; and what its row says."""
+    if (parsed := WAY.fullmatch(way)) is None:
+        raise ValueError(f"--ways has {way!r}, which is no way by hand and no POLICY@BUDGET*PARTS.")
+    budget: Any = parsed["budget"] or 1.0
+    if isinstance(budget, str) and budget[0] == "@":
+        if (found := gib.get(budget[1:])) is None:
+            raise ValueError(f"{way!r} needs the way {budget[1:]!r} before it.")
+        budget = int(found * 2**30)
+    elif isinstance(budget, str) and not budget.endswith("iB"):
+        budget = float(budget)
+    budgeted = vmem_jax.jit(
+        step,
+        budget=budget,
+        policy=parsed["policy"] or "auto",
+        sub_batches=int(parsed["parts"]) if parsed["parts"] else None,
+        donate_argnums=0,
+        profile=FLAGS.profile,
+    )
+    made = budgeted.lower(*args).compile(target=FLAGS.target)
+    last = made.attempts[-1]
+    return made, {
+        "gib": made.need_nbytes / 2**30,
+        "predicted_ms": 1e3 * made.plan.predicted_seconds,
+        "predicted_plain_ms": 1e3 * sum(last.costs.seconds),
+        "predicted_gib": last.predicted_need / 2**30,
+        "compiles": len(made.attempts),
+        "plan": str(made.plan),
+    }
+
+
+def _time(
+    start: Callable, data: Any, steps: dict[str, Any], rows: dict[str, dict[str, Any]]
+) -> None:
+    """Adds to each row what its way takes."""
+    state = None
+    for way, step in [*steps.items()]:
+        del state
+        state = start(jax.random.key(0))
+        try:
+            state, loss = step(state, data)  # the first loads kernels
+            state, after = step(state, data)
+            rows[way] |= {"loss": float(loss), "loss_after": float(after)}
+            if FLAGS.traces:
+                name = f"{FLAGS.model}_{re.sub('[^a-zA-Z0-9.]', '_', way)}"
+                run = lambda state, step=step: step(state, data)
+                state = traced(pathlib.Path(FLAGS.traces) / name, step, run, state)
+        except Exception as error:
+            rows[way]["error"] = f"{type(error).__name__}: {error}"[:600]
+            del steps[way]
+            state = None
+    state = start(jax.random.key(0)) if state is None else state
+    blocks: dict[str, list[float]] = {way: [] for way in steps}
+    for _ in range(FLAGS.rounds):
+        for way, step in steps.items():
+            state, loss = step(state, data)
+            jax.block_until_ready(loss)
+            begun = time.perf_counter()
+            for _ in range(FLAGS.steps):
+                state, loss = step(state, data)
+            jax.block_until_ready((state, loss))
+            blocks[way].append(1e3 * (time.perf_counter() - begun) / FLAGS.steps)
+    for way, ms in blocks.items():
+        rows[way] |= {"ms": statistics.median(ms), "ms_least": min(ms), "ms_most": max(ms)}
+        if "plain" in blocks:
+            rows[way]["of_plain"] = rows[way]["ms"] / statistics.median(blocks["plain"])
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("model", "decoder", [*MODELS], "the network")
+    flags.DEFINE_list("ways", "plain,checkpoint,dots,@dots,@checkpoint", "see above")
+    flags.DEFINE_string("out", "steps.jsonl", "where rows are added")
+    flags.DEFINE_string("target", None, "a card to compile for that is not there")
+    flags.DEFINE_string("traces", "", "directory for instructions and kernels")
+    flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn"], "of the decoder, as jax.nn has it")
+    flags.DEFINE_bool("scanned", True, "layers in one scan, or unrolled")
+    flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
+    flags.DEFINE_integer("layers", None, "layers, where other than the model's own")
+    flags.DEFINE_integer("width", None, "of the residual stream, or of a first stage")
+    flags.DEFINE_integer("tokens", None, "in a sequence")
+    flags.DEFINE_integer("batch", None, "samples")
+    flags.DEFINE_integer("rounds", 5, "blocks of each way; 0 to compile alone")
+    flags.DEFINE_integer("steps", 8, "in a block")
+    app.run(main)

@@ -1,0 +1,108 @@
+"""The networks of benchmarks/training_steps.py, and what is picked by hand for their layers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import training_steps
+from step_models import BATCHES, MODELS
+from vision_models import ConvNeXt, UNet
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.flatten import flatten
+from vmem_jax.capture.loop_pairs import find_pairs
+
+WIDTHS = {"decoder": 256, "vit": 128, "vit_dropout": 128, "gpt": 128, "resnet": 8}
+"""Of the networks that have loops."""
+
+SMALLER = {
+    "decoder": {"vocabulary": 64, "tokens": 64, "attention": "xla"},
+    "gpt": {"vocabulary": 64, "tokens": 64},
+}
+HANDS = ("plain", "checkpoint", "every_dot")
+
+
+def traced(name: str, hand: str, **options) -> jax.extend.core.ClosedJaxpr:
+    training = MODELS[name](hand, 2, **options)
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    batch = jax.eval_shape(training.batch, jax.random.key(1))
+    closed = jax.make_jaxpr(training.step)(state, batch)
+    same = [(a.shape, a.dtype) for a in jax.tree.leaves(state)]
+    assert [(a.shape, a.dtype) for a in closed.out_avals[:-1]] == same
+    return flatten(closed)
+
+
+def residual_nbytes(name: str, hand: str) -> int:
+    """What the loops of a step stack between them as they are traced."""
+    options = {"width": WIDTHS[name], "layers": 3, **SMALLER.get(name, {})}
+    flat = traced(name, hand, **options)
+    assert len([e for e in compat.open_jaxpr(flat).eqns if e.primitive.name == "scan"]) >= 2
+    return sum(pair.residual_nbytes for pair in find_pairs(flat))
+
+
+@pytest.mark.parametrize("name", [*WIDTHS])
+def test_what_is_picked_by_hand_keeps_less(name):
+    kept = {hand: residual_nbytes(name, hand) for hand in HANDS}
+    assert 0 < kept["checkpoint"] < kept["plain"]
+    assert kept["checkpoint"] < kept["every_dot"] <= kept["plain"]
+
+
+def test_layers_are_unrolled_on_demand():
+    flat = traced("vit_dropout", "plain", width=128, layers=2, scanned=False)
+    assert not find_pairs(flat)
+
+
+@pytest.mark.parametrize("hand", HANDS[:2])
+@pytest.mark.parametrize(
+    "name, options",
+    [("convnext", {"width": 32, "depths": (1, 1)}), ("unet", {"width": 64, "multiples": (1, 2)})],
+)
+def test_networks_of_convolutions_are_trained(name, options, hand):
+    traced(name, hand, **options)
+
+
+def test_all_networks_have_a_batch():
+    assert set(BATCHES) == set(MODELS)
+
+
+def test_the_networks_of_convolutions_compute_what_depends_on_their_inputs():
+    unet, convnext = UNet(64, (1, 2), 1), ConvNeXt((1, 1), 32, 10)
+    x = jax.random.normal(jax.random.key(0), (2, 32, 32, 4), jnp.bfloat16)
+    t = jnp.array([0.1, 0.9])
+    params = unet.init(jax.random.key(1))
+    found = unet(params, x, t)
+    assert found.shape == x.shape and np.isfinite(found.astype(jnp.float32)).all()
+    assert not np.array_equal(found, unet(params, x, t[::-1]))
+    y = convnext(convnext.init(jax.random.key(2)), x[..., :3])
+    assert y.shape == (2, 10) and not np.array_equal(y[0], y[1])
+
+
+@pytest.mark.parametrize(
+    "way, policy, budget, parts",
+    [
+        ("0.5", None, "0.5", None),
+        ("29.4GiB", None, "29.4GiB", None),
+        ("@dots", None, "@dots", None),
+        ("exact*4", "exact", None, "4"),
+        ("recompute@0.33*2", "recompute", "0.33", "2"),
+        ("auto@@every_dot", "auto", "@every_dot", None),
+    ],
+)
+def test_ways_are_read(way, policy, budget, parts):
+    found = training_steps.WAY.fullmatch(way)
+    assert (found["policy"], found["budget"], found["parts"]) == (policy, budget, parts)
+
+
+@pytest.mark.parametrize("way", ["0,5", "Dots", "0.5*", "12GB"])
+def test_other_ways_are_refused(way):
+    assert training_steps.WAY.fullmatch(way) is None
