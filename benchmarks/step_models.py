@@ -2,10 +2,10 @@
 
 "decoder" is `vmem_jax.models.Decoder`; "vit" is ViT-L/16 (Dosovitskiy et al., "An image is worth
 16x16 words", 2021) with dropout behind each product, "vit_dropout" the same with dropout of the
-attention weights; "gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet" is
-ResNet-152 with the identical blocks of each stage in a scan. Their layers are scanned, or unrolled with
-`scanned=False`. "convnext" and "unet" are in `vision_models`, "resnet50" is in `vmem_jax.models`; their
-layers are unrolled.
+attention weights; "gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet"
+is ResNet-152 with the identical blocks of each stage in a scan. Their layers are scanned, or unrolled
+with `scanned=False`. "convnext" and "unet" are in `vision_models`, "resnet50" in `vmem_jax.models`;
+their layers are unrolled.
 """
 
 from __future__ import annotations
