@@ -163,16 +163,32 @@ PLANS = [line for _, line in COMMANDS if line.startswith("vmem-jax plan")]
 SMALL = ["--batch", "4", "--image", "32", "--classes", "10", "--head-width", "16"]
 
 
+OWN_STEP = """
+import jax, jax.numpy as jnp
+
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w)))(w)
+
+def shapes():
+    return jnp.ones((64, 64)), jnp.ones((512, 64))
+"""
+
+
 @pytest.mark.parametrize("command", PLANS)
-def test_a_plan_command_runs_on_a_small_network(command, capsys):
-    """With the options of the page, and a network that takes a second."""
+def test_a_plan_command_runs_on_a_small_network(command, capsys, tmp_path):
+    """With the options of the page, and a network or a step that takes a second."""
     words = shlex.split(command)[1:]
-    words[1] = "vgg16"
+    own = ".py:" in words[1]
+    if own:
+        (tmp_path / "train.py").write_text(OWN_STEP)
+        words = [word.replace("path/to", str(tmp_path)) for word in words]
+    else:
+        words[1] = "vgg16"
     if "--target" in words:
         pytest.skip("tests marked gpu_compile compile for cards that are not there")
     if "--budget" in words:
         words[words.index("--budget") + 1] = "0.95"
-    assert cli.main([*words, *SMALL]) == 0
+    assert cli.main([*words, *([] if own else SMALL)]) == 0
     assert "compiled" in capsys.readouterr().out
 
 
