@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ import pytest
 
 import vmem_jax
 from vmem_jax import cli
+from vmem_jax.errors import show_nbytes
 from vmem_jax.report import picture
 from vmem_jax.report.grouping import groups_of
 
+ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 WEIGHTS = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
@@ -164,6 +167,26 @@ def test_a_browser_shows_the_page(page, data, scheme):
         browser.close()
     assert wrong == []
     assert {url.partition(":")[0] for url in asked} <= {"file", "blob", "data"}
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_row(tmp_path, monkeypatch):
+    pytest.importorskip("playwright")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import picture as drawing
+
+    row, readme = json.loads(drawing.ROW.read_text()), (ROOT / "README.md").read_text()
+    for panel in row["panels"]:
+        assert show_nbytes(panel["compiled"]) in readme
+    for theme in ("light", "dark"):
+        assert f"docs/figures/memory-{theme}.png" in readme
+        assert (drawing.FIGURES / f"memory-{theme}.png").stat().st_size < 100_000
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here (Debian's package chromium)")
+    light, dark = (path.read_bytes() for path in drawing.photograph(out=tmp_path))
+    width = drawing.WIDTH - 2 * 24  # the margins of the page
+    for png in (light, dark):
+        assert png.startswith(b"\x89PNG") and int.from_bytes(png[16:20]) == width
+    assert light != dark
 
 
 # -- the command line, on a step of the user's own

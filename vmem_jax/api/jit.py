@@ -304,12 +304,23 @@ class BudgetedStep:
           BudgetError: no plan fits.
         """
         require_plotly()
+        data = self.report_data(*args, target=target, points=points, **kwargs)
+        return save_page(data, path)
+
+    def report_data(
+        self,
+        *args: Any,
+        target: str | None = None,
+        points: Sequence[ParetoPoint] = (),
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What `report` shows, as values of JSON, in bytes and seconds."""
         explanation = self.explain(*args, target=target, **kwargs)
         step = self.context(args, kwargs, target)
         entry = self._entry_for(args, kwargs, target)
         shown = [*points] or [point_of(attempt) for attempt in front(entry.attempts)]
         device = target or step.devices[0].device_kind
-        data = picture(
+        return picture(
             step.traced.captured.program,
             step.costs,
             explanation,
@@ -317,7 +328,6 @@ class BudgetedStep:
             self._settings.name,
             device,
         )
-        return save_page(data, path)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower(*args)`; `.compile()` returns the planned and checked step."""

@@ -43,6 +43,7 @@ def step_of(arguments: argparse.Namespace) -> tuple[str, vmem_jax.BudgetedStep, 
     options = {"policy": arguments.policy, "allow": arguments.allow, "density": arguments.density}
     if not is_own(arguments):
         work = job_of(arguments)
+        work.step.__name__ = work.name  # which reports and messages say
         step = vmem_jax.jit(work.step, budget=budget, donate_argnums=0, **options)
         return work.name, step, (work.state_shapes(), work.batch)
     fun, args = own_step(arguments)

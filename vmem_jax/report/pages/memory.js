@@ -64,9 +64,8 @@ function areas() {
     const high = panel.peak.nbytes / UNIT[1], at = panel.peak.at * TIME[1], late = panel.peak.at > 0.6 * END;
     traces.push({ type: "scatter", mode: "markers", x: [at], y: [high], yaxis: y, name: "peak", marker: { size: 9, color: t.ink, line: { color: t.card, width: 2 } }, hovertemplate: size(panel.peak.nbytes) + "<extra>peak</extra>" });
     notes.push({ x: at, y: high, yref: y, text: "peak " + size(panel.peak.nbytes), showarrow: false, yanchor: "bottom", xanchor: late ? "right" : "left", xshift: late ? -8 : 8, font: { color: t.ink, size: 12 }, bgcolor: t.card, borderpad: 2, opacity: 0.92 });
-    notes.push({ xref: "paper", x: 0, yref: y + " domain", y: 1.02, yanchor: "bottom", xanchor: "left", showarrow: false, text: "<b>" + panel.title + "</b>  " + time(panel.seconds) + " predicted", font: { size: 13, color: t.ink } });
+    notes.push({ xref: "paper", x: 0, yref: y + " domain", y: 1.02, yanchor: "bottom", xanchor: "left", showarrow: false, text: "<b>" + panel.title + "</b>  " + time(panel.seconds) + " predicted, " + size(panel.compiled) + " compiled", font: { size: 13, color: t.ink } });
     shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, yref: y, y0: panel.compiled / UNIT[1], y1: panel.compiled / UNIT[1], line: { color: t.soft, width: 1.2, dash: "dot" } });
-    notes.push({ xref: "paper", x: 0, xanchor: "left", yref: y, y: panel.compiled / UNIT[1], yanchor: "bottom", showarrow: false, text: "compiled " + size(panel.compiled), font: { color: t.soft, size: 12 }, bgcolor: t.card, borderpad: 1, opacity: 0.92 });
     if (data.budget && data.budget / UNIT[1] <= top) {
       shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, yref: y, y0: data.budget / UNIT[1], y1: data.budget / UNIT[1], line: { color: t.bad, width: 1.5, dash: "dash" } });
       notes.push({ xref: "paper", x: 1, xanchor: "right", yref: y, y: data.budget / UNIT[1], yanchor: "bottom", showarrow: false, text: "budget " + size(data.budget), font: { color: t.bad, size: 12 }, bgcolor: t.card, borderpad: 1, opacity: 0.92 });
@@ -133,8 +132,14 @@ function pareto() {
   const annotations = data.budget ? [{ x: data.budget / UNIT[1], yref: "paper", y: 1, xanchor: "left", yanchor: "top", xshift: 4, showarrow: false, text: "budget", font: { color: t.bad } }] : [];
   Plotly.react("pareto", traces, layout(t, {
     height: 320, margin: { l: LEFT, r: RIGHT, t: 8, b: 44 }, hovermode: "closest", showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { color: t.soft } }, shapes, annotations,
-    xaxis: axis(t, { rangemode: "tozero", ticksuffix: " " + UNIT[0], title: { text: "bytes that the compiled step needs", font: { color: t.soft } } }), yaxis: axis(t, { ticksuffix: " " + TIME[0] }),
+    xaxis: axis(t, { rangemode: "tozero", ticksuffix: " " + UNIT[0], title: { text: "bytes that the compiled step needs", font: { color: t.soft } } }), yaxis: axis(t, { ticksuffix: " " + TIME[0], ...scale(points.map((p) => p.seconds)) }),
   }), CONFIG);
+}
+
+// Where the slowest plan takes several times as long as the fastest, equal factors have equal heights.
+function scale(seconds) {
+  const low = Math.min(...seconds, plain.seconds, plan.seconds), high = Math.max(...seconds, plain.seconds, plan.seconds);
+  return high > 3 * low ? { type: "log", dtick: high > 30 * low ? 1 : "D2" } : { rangemode: "tozero" };
 }
 
 function words() {
