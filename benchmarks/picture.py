@@ -3,7 +3,7 @@
     python benchmarks/picture.py --plan    plans again (needs `vmem_jax[gpu-compile]`, no GPU)
     python benchmarks/picture.py           draws the row that is there (needs Chromium)
 
-The row is what the page shows of one plan (`vmem_jax.report.picture`), without the table and the lanes.
+The row is what the page shows of one plan (`vmem_jax.report.picture`), without table and lanes.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def photograph(row: Path = ROW, out: Path = FIGURES, browser: str | None = None)
             tab.click("[data-by=layers]")
             for hidden in ("#by", "#lane-legend", "#lanes", "#memory .note"):
                 tab.locator(hidden).evaluate("node => node.style.display = 'none'")
-            tab.evaluate(
-                "Plotly.relayout('areas', {'xaxis.showticklabels': true, 'margin.b': 30})"
-            )
+            tab.evaluate("Plotly.relayout('areas', {'xaxis.showticklabels': true, 'margin.b': 30})")
             paths.append(out / f"memory-{scheme}.png")
             tab.locator("#memory").screenshot(path=paths[-1], animations="disabled")
         chromium.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,11 +12,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import unit_costs
+from networks import CONV, FC, network, with_algorithms
 
 import vmem_jax
 from vmem_jax import cli
+from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.errors import show_nbytes
+from vmem_jax.policy import Keep
 from vmem_jax.report import picture
+from vmem_jax.report.explain import explain
 from vmem_jax.report.grouping import groups_of
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +81,27 @@ def test_every_value_says_what_is_decided_and_why(data):
     assert sizes == sorted(sizes, reverse=True)
     again = [value for value in data["values"] if value["decision"] == "recomputed"]
     assert any(len(value["spans"]) > 1 for value in again)
+
+
+def test_a_convolution_says_how_it_runs():
+    program, costs = with_algorithms(
+        program := network([CONV, CONV, FC]).program, unit_costs(program)
+    )
+    (first, second, *_) = sorted(costs.convolutions)
+    halves = (Micro(4, 1, (), 2**20, 1.0),) * 2
+    ways = {
+        first: Configuration(halves, Epilogue.BIAS_RELU),
+        second: Configuration((Micro(8, 1, (), 2**21, 1.0),)),
+    }
+    plan = dataclasses.replace(Keep().plan(program, costs, None), convolutions=(*ways.items(),))
+    about = explain(program, costs, plan, budget=None, plain_need=1, compiled_need=1)
+    values = picture.picture(program, costs, about)["values"]
+    reasons = [value["reason"] for value in values]
+    assert any(
+        "2 micro-batches, with 1.00 MiB of workspace, bias and relu fused" in r for r in reasons
+    )
+    assert any("its convolution takes 2.00 MiB of workspace" in r for r in reasons)
+    assert sum("convolution" in r for r in reasons) == 2
 
 
 def test_lanes_and_trade_are_there(data):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.program import Program
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.search.log import SearchLog
@@ -28,6 +29,7 @@ class CompiledStep:
       log: the events of the search.
       tuner: runs the step while its first calls are timed (`tune=True`).
       tuning: the result of that; None before it is known.
+      whole: the step as it was traced, before any technique, and its costs.
     """
 
     traced: TracedStep
@@ -39,6 +41,7 @@ class CompiledStep:
     log: SearchLog
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None
+    whole: tuple[Program, Costs] | None = None
 
     @property
     def best(self) -> Attempt:

@@ -316,18 +316,11 @@ class BudgetedStep:
     ) -> dict[str, Any]:
         """What `report` shows, as values of JSON, in bytes and seconds."""
         explanation = self.explain(*args, target=target, **kwargs)
-        step = self.context(args, kwargs, target)
         entry = self._entry_for(args, kwargs, target)
+        assert entry.whole is not None, "every entry of a step has it"
         shown = [*points] or [point_of(attempt) for attempt in front(entry.attempts)]
-        device = target or step.devices[0].device_kind
-        return picture(
-            step.traced.captured.program,
-            step.costs,
-            explanation,
-            shown,
-            self._settings.name,
-            device,
-        )
+        device = target or devices_of(entry.traced.avals)[0].device_kind
+        return picture(*entry.whole, explanation, shown, self._settings.name, device)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower(*args)`; `.compile()` returns the planned and checked step."""
@@ -372,7 +365,8 @@ class BudgetedStep:
         entry = self._entries.get(key)
         if entry is None:
             step = self._context(call, avals, leaves, tree, target, inlined)
-            entry = plan_step(step)
+            whole = step.traced.captured.program, step.costs
+            entry = dataclasses.replace(plan_step(step), whole=whole)
             if self._tune and target is None and not inlined:
                 compile_plan = functools.partial(step.compile, entry.traced)
                 settle = functools.partial(self._entries.__setitem__, key)

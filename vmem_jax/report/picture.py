@@ -6,10 +6,12 @@ import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import lives
 from vmem_jax.core.program import COMPRESS, Phase, Program
 from vmem_jax.core.simulate import Timeline, live_at, live_by, simulate
+from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import where_peak
 from vmem_jax.report.explain import Explanation
 from vmem_jax.report.grouping import groups_of
@@ -216,6 +218,7 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
     away: dict[int, list[int]] = {}
     for i, t in enumerate(timeline.transfers):
         away.setdefault(t.buffer, []).append(i)
+    convolutions = dict(explanation.plan.convolutions)
     ids = sorted(range(len(buffers)), key=lambda b: -buffers[b].nbytes)[:VALUES]
     rows = []
     for b in ids:
@@ -226,6 +229,11 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
         if program.is_resident[b]:
             spans = [(0.0, timeline.seconds)]
         decision, reason = _decision(explanation, b, runs, away.get(b, []), spans)
+        configuration = convolutions.get(made)
+        if configuration is not None and not configuration.is_xlas:
+            how = _how_made(configuration)
+            alone = decision == "short-lived" and len(configuration.micros) > 1
+            decision, reason = ("micro-batched", how) if alone else (decision, f"{reason}; {how}")
         rows.append(
             {
                 "label": buffers[b].label,
@@ -240,6 +248,14 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _how_made(configuration: Configuration) -> str:
+    """How a convolution makes a value, for people."""
+    parts, nbytes = len(configuration.micros), show_nbytes(configuration.workspace)
+    how = f"its convolution runs in {parts} micro-batches" if parts > 1 else "its convolution"
+    with_it = f", {configuration.epilogue} fused" if configuration.epilogue else ""
+    return f"{how}{' takes' if parts == 1 else ', with'} {nbytes} of workspace{with_it}"
 
 
 def _without(
