@@ -37,7 +37,7 @@ from vmem_jax.policy import (
     VDNNpp,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "POLICIES",
