@@ -199,3 +199,22 @@ DESCRIBED_OPTIONS: dict[str, dict[str, str]] = {
 
 NOT_CONFIGURED = ("No supported config found", "Failed to get configs")
 """XLA's errors where `DESCRIBED_OPTIONS` leave a kernel without parameters: it has no defaults."""
+
+
+def triton_params(warps: int, stages: int) -> dict[str, Any]:
+    """Arguments of `pallas_call` for a Triton kernel of so many warps and pipeline stages.
+
+    JAX 0.12 still has this backend, but warns that it will go.
+    """
+    from jax.experimental.pallas import triton
+
+    return {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
+
+
+def on_described_gpu(kind: str) -> Any:
+    """A context in which Triton kernels are lowered for the NVIDIA card of that kind ("NVIDIA H200"),
+    which need not be there: Pallas asks the first device of the process otherwise."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=device))
