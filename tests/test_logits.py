@@ -39,7 +39,7 @@ def masked(logits, labels):
     return (losses * mask).sum() / mask.sum()
 
 
-def step_of(loss_of, dtype="float32", flat=False, tied=False):
+def step_of(loss_of, dtype="float32", flat=False, tied=False, weights_first=False):
     def step(params, x, labels):
         def loss(params):
             h = jnp.tanh(x @ params["layer"]).astype(dtype)
@@ -48,7 +48,10 @@ def step_of(loss_of, dtype="float32", flat=False, tied=False):
                 h, targets = h.reshape(-1, WIDTH), labels.reshape(-1)
             else:
                 targets = labels
-            logits = (h @ head.astype(dtype)).astype(jnp.float32)
+            if weights_first:  # the product is transposed behind
+                logits = jnp.einsum("dv,...d->...v", head.astype(dtype), h).astype(jnp.float32)
+            else:
+                logits = (h @ head.astype(dtype)).astype(jnp.float32)
             return loss_of(logits, targets)
 
         value, grads = jax.value_and_grad(loss)(params)
@@ -85,7 +88,9 @@ def as_large(jaxpr, size):
 
 @pytest.mark.parametrize("loss_of", [integer_labels, one_hot, by_hand, masked])
 @pytest.mark.parametrize(
-    "how", [{}, {"dtype": "bfloat16"}, {"flat": True}, {"tied": True}], ids=str
+    "how",
+    [{}, {"dtype": "bfloat16"}, {"flat": True}, {"tied": True}, {"weights_first": True}],
+    ids=str,
 )
 def test_chunks_give_the_loss_and_gradients_of_all_tokens(loss_of, how):
     step, args = step_of(loss_of, **how), arguments(how.get("tied", False))

@@ -245,8 +245,8 @@ def test_profile_of_a_model(capsys, device, monkeypatch):
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (("resnet11",), "go together"),
-        (("--batch", 4), "go together"),
+        (("resnet11",), "needs --batch"),
+        (("--batch", 4), "--batch"),
         (("resnet11", "--batch", 2, "--seconds", -1), "0 or more"),
         (("lenet", "--batch", 2), "no model 'lenet'"),
     ],

@@ -120,7 +120,8 @@ def test_a_step_too_large_is_scaled_from_a_part_and_says_so(device):
     profile = profile_steps(found, CPU, device, timings, limit_nbytes=product - 1)
     scaled = [t for t in timings.values() if t.source is Source.SCALED]
     assert scaled and profile.scaled == len(scaled)
-    assert {t.batch for t in scaled} == {"32 of 64"} and all(t.seconds > 0 for t in scaled)
+    assert "32 of 64" in {t.batch for t in scaled} <= {"32 of 64", "16 of 64"}
+    assert all(t.seconds > 0 for t in scaled)
 
 
 def test_what_cannot_be_cut_is_calibrated(device):

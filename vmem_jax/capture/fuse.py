@@ -359,9 +359,9 @@ class _Walk:
         return choice
 
     def _joins(self, v: Var) -> bool:
-        """Whether `v` is read several times, and computing it reads two values as large as itself or
-        more: a residual stream behind what is added to it."""
-        if self.fuser.uses.get(v, 0) < _STREAM_READS:
+        """Whether `v` is read several times, is a sum, and computing it reads two values as large as
+        itself or more: a residual stream behind what is added to it."""
+        if self.fuser.uses.get(v, 0) < _STREAM_READS or not self._is_sum(v):
             return False
         found: set[Var] = set()
         stack, seen = [v], {v}
@@ -376,6 +376,16 @@ class _Walk:
                 else:
                     stack.append(a)
         return len(found) > 1
+
+    def _is_sum(self, v: Var) -> bool:
+        """Whether `v` is a sum of two values, or one in another type or shape."""
+        while len((eqn := self.fuser.eqns[self.fuser.maker[v]]).invars) == 1:
+            [a] = eqn.invars
+            if not isinstance(a, Var) or a not in self.fuser.maker:
+                break
+            v = a
+        both = all(isinstance(a, Var) for a in eqn.invars)
+        return both and eqn.primitive.name in ("add", "add_any")
 
 
 def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]) -> list[Kernel]:

@@ -110,6 +110,7 @@ class _Finder:
             return "something with an effect stands behind it"
         exchanged = {i: j for i in made if (j := self._transposed(i)) is not None}
         equations = tuple(sorted(made | {*exchanged.values()}))
+        made = made - {*exchanged.values()}  # what the exchanged products make
         inside = [
             _exchanged(self.eqns[i], self.eqns[exchanged[i]].outvars[0])
             if i in exchanged
