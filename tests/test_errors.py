@@ -102,7 +102,8 @@ def test_budget_error_says_both_numbers_where_and_what_to_try():
     )
     expected = (
         "policy `auto` cannot fit this step in 1.00 GiB: the lowest predicted peak is 2.00 GiB, "
-        "at Net/conv at net.py:3. What holds the bytes there: x 1 GiB. Try a larger `budget`"
+        "at Net/conv at net.py:3.\nWhat holds the bytes there:\n  x 1 GiB\n"
+        "What would help:\n  1. Ask for a larger `budget`"
     )
     assert str(error).startswith(expected)
     assert (error.budget, error.lowest_peak, error.at) == (2**30, 2**31, "Net/conv at net.py:3")

@@ -29,6 +29,7 @@ ROOMS = (
     "errors",
     "jax_compat",
     "progress",  # what goes on, on a terminal
+    "logs",  # what is logged
     "core",  # Program, Plan, Timeline and what is reckoned from them
     "policy",  # Program, costs, budget -> Plan
     "search",  # the fastest plan that compiles to the budget
@@ -75,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": {"absl"},
     "errors": set(),
     "progress": {"rich"},
+    "logs": {"absl"},
     "jax_compat": {"jax"},
     "capture": {"jax", "numpy"},
     "transfer": {"jax", "numpy"},

@@ -22,6 +22,7 @@ from vmem_jax.errors import (
     VmemError,
     WorkspaceError,
 )
+from vmem_jax.logs import from_environment
 from vmem_jax.policy import (
     POLICIES,
     VDNN,
@@ -36,6 +37,8 @@ from vmem_jax.policy import (
     UCuDNN,
     VDNNpp,
 )
+
+from_environment()
 
 __version__ = "0.2.0"
 

@@ -35,25 +35,20 @@ class BudgetError(VmemError, ValueError):
         lowest_plan: object = None,
     ) -> None:
         how = "compiled" if compiled else "predicted"
-        advice = advice or (
-            "Try a larger `budget`, a smaller batch, or a policy with more techniques "
-            "(`policy='auto'` with `allow=('order', 'recompute')`)."
-        )
-        held = f" What holds the bytes there: {holders}." if holders else ""
-        super().__init__(
-            f"policy `{policy}` cannot fit this step in {show_nbytes(budget)}: the lowest {how} "
-            f"peak is {show_nbytes(lowest_peak)}, at {at}.{held} {advice}"
-        )
+        lines = [
+            f"policy `{policy}` cannot fit this step in {show_nbytes(budget)}: the lowest {how} peak "
+            f"is {show_nbytes(lowest_peak)}, at {at}."
+        ]
+        if holders:
+            lines += ["What holds the bytes there:", *(f"  {x}" for x in holders.splitlines())]
+        advice = advice or "  1. Ask for a larger `budget`, or take a smaller batch."
+        lines += ["What would help:", advice]
+        super().__init__("\n".join(lines))
         self.budget = budget
         self.lowest_peak = lowest_peak
         self.compiled = compiled
         self.at = at
         self.lowest_plan = lowest_plan
-
-    def adding(self, advice: str) -> BudgetError:
-        """Itself, with more to say."""
-        self.args = (f"{self.args[0]} {advice}",)
-        return self
 
 
 class TechniqueError(VmemError, ValueError):

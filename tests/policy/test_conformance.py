@@ -215,8 +215,8 @@ def test_budget_below_arguments_and_outputs_names_the_largest(name):
     outcome = planned(name, program, 50)
     assert isinstance(outcome, Infeasible)
     assert (outcome.minimum_peak, outcome.at) == (105, program.steps[0].where)
-    assert "take 105 B" in outcome.holders and "the largest is b1, 90 B" in outcome.holders
-    assert "Donate the state" in outcome.advice
+    total, largest, *_ = outcome.holders.splitlines()
+    assert "take 105 B" in total and largest.split() == ["90", "B", "b1"]
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -333,7 +333,7 @@ def test_the_untouched_program_is_not_compiled_where_its_need_is_known_to_be_too
 
 
 def error_of(found, budget, policy="auto"):
-    return budget_error(policy, budget, found)
+    return budget_error(policy, budget, found, resident=0)
 
 
 def test_nothing_over_the_budget_fits_and_the_error_names_the_lowest():

@@ -49,7 +49,7 @@ def test_the_minimum_peak_that_an_error_names_is_met_when_it_is_asked_for():
     one = variant(compile_plan, POLICIES["recompute"](), STILL)
     first = find(one, budget=LOW + 1)
     assert not first.fits
-    least = budget_error("recompute", LOW + 1, first).lowest_peak
+    least = budget_error("recompute", LOW + 1, first, resident=0).lowest_peak
     again = find([family(one, proved=proved(first))], budget=least)
     assert again.fits and again.best.need == least
 

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from absl import logging
 
 from vmem_jax.api.entry import CompiledStep
+from vmem_jax.api.helps import helps_of
+from vmem_jax.api.notices import notices
 from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.validate import check_made_for
 from vmem_jax.devices.device import limit_nbytes
-from vmem_jax.errors import PlanError, TechniqueError, show_nbytes
+from vmem_jax.errors import PlanError, TechniqueError, VmemError, show_nbytes
+from vmem_jax.logs import warn_once
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.progress import doing
@@ -57,14 +60,19 @@ def plan_step(step: StepContext) -> CompiledStep:
     found = find_plan(step, budget, log, plain_need)
     if found.best is None or not found.fits:
         assert budget is not None, "without a budget everything fits"
-        raise budget_error(settings.policy.name, budget, found, _hints(step, log))
+        resident = step.traced.captured.program.resident_nbytes
+        predict = functools.partial(_lowest_predicted, budget)
+        helps = functools.partial(helps_of, step, log, predict=predict)
+        raise budget_error(settings.policy.name, budget, found, resident, helps)
     best = found.best
     if "compress" in settings.named and not best.plan.compressed and "compress" not in log.skipped:
         why = "no plan with it fits when it is compiled"
         log.add(What.SKIPPED, "compress", why=_PARTS_DO_NOT if best.plan.sub_batches > 1 else why)
     need, compiles = show_nbytes(best.need), len(found.attempts)
     logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)
-    _warn_if_slow(step, best, budget)
+    whole = functools.partial(_variant, step, settings.policy, 1)
+    for text in notices(step, best, budget, plain_need, whole, PARAMS):
+        warn_once(settings.name, text)
     policy = best.variant.policy
     origin = dataclasses.replace(best.variant.origin, plain=step.traced.plain)
     return CompiledStep(origin, budget, plain_need, best.costs, found.attempts, policy, log)
@@ -280,61 +288,18 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     return CompiledStep(*made)
 
 
-# -- hints for people
+# -- what people are told
 
 
-def _hints(step: StepContext, log: SearchLog) -> list[str]:
-    """What may help where nothing fits, the best first."""
-    settings, hints = step.settings, []
-    if not any(step.traced.donated) and step.traced.captured.program.outputs:
-        hints.append("Donate the state (`donate_argnums`), whose memory the new state then takes.")
-    missing = [name for name in TECHNIQUES if name not in settings.allowed]
-    if missing and settings.policy.name == "auto":
-        names = ", ".join(f'"{name}"' for name in missing)
-        hints.append(f"`allow` leaves out {names}.")
-    elif settings.policy.name != "auto":
-        hints.append("Policy `auto` has more techniques.")
-    if step.immovable and step.transport:
-        hints.append('Measure times (`profile=True`), or let `allow` name "offload".')
-    if dropped := log.of(What.DROPPED):
-        hints.append(f"{dropped[0].variant}: {dropped[0].why}")
-    for name, why in log.skipped.items():
-        hints.append(f'"{name}" is not used: {why}.')
-    hints.append("Else take a larger `budget` or a smaller batch.")
-    return hints
-
-
-def _warn_if_slow(step: StepContext, best: Attempt, budget: int | None) -> None:
-    """Warns where the plan is predicted to take far longer than plain jit."""
-    plain = sum(step.costs.seconds)
-    seconds = best.plan.predicted_seconds
-    if budget is None or not plain or seconds <= PARAMS.slow * plain:
-        return
-    enough = _budget_for(_variant(step, step.settings.policy, 1), PARAMS.bearable * plain, budget)
-    logging.warning(
-        "%s: in %s the fastest plan that was found is predicted to take %.1f times as long as plain "
-        "jit, %.2f ms for %.2f ms.%s",
-        step.settings.name,
-        show_nbytes(budget),
-        seconds / plain,
-        seconds * 1e3,
-        plain * 1e3,
-        f" In {show_nbytes(enough)} it would be {PARAMS.bearable} times." if enough else "",
-    )
-
-
-def _budget_for(variant: Variant, seconds: float, budget: int) -> int | None:
-    """About the lowest budget, in bytes, at which `variant` is predicted to take at most `seconds`;
-    None if no budget is enough."""
-    free = variant.policy.plan(variant.program, variant.costs, None)
-    if isinstance(free, Infeasible) or free.predicted_seconds > seconds:
+def _lowest_predicted(budget: int, step: StepContext) -> int | None:
+    """The peak, in bytes, that the policy of `step` is predicted to reach, at least down to
+    `budget`; None if it cannot be planned."""
+    try:
+        peaks = []
+        for count in {1, parts_of(step).counts[-1]}:
+            variant = _variant(step, step.settings.policy, count)
+            plan = variant.policy.plan(variant.program, variant.costs, budget)
+            peaks.append(plan.minimum_peak if isinstance(plan, Infeasible) else plan.predicted_peak)
+        return min(peaks)
+    except VmemError:
         return None
-    low, high = budget, max(budget, free.predicted_peak)
-    for _ in range(PARAMS.looks):
-        middle = (low + high) // 2
-        plan = variant.policy.plan(variant.program, variant.costs, middle)
-        if isinstance(plan, Infeasible) or plan.predicted_seconds > seconds:
-            low = middle
-        else:
-            high = middle
-    return high

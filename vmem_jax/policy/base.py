@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
@@ -39,8 +39,7 @@ class Infeasible:
       budget: bytes.
       minimum_peak: the lowest predicted peak that was found, in bytes.
       at: the user's layer and source line of that peak.
-      holders: what holds the bytes there, for people.
-      advice: what helps, for people; "" for the usual advice.
+      holders: what holds the bytes there, for people, a line each.
       plan: the plan with that peak; None if no plan changes it.
     """
 
@@ -49,7 +48,6 @@ class Infeasible:
     minimum_peak: int
     at: str
     holders: str = ""
-    advice: str = ""
     plan: Plan | None = None
 
 
@@ -148,34 +146,42 @@ def infeasible(
     Args:
       program: the program with the looped stacks and convolutions of the plan `lowest`.
     """
-    holders, advice = what_holds(program, timeline), ""
-    if program.resident_nbytes > budget:
-        holders, advice = arguments_and_outputs(program), ARGUMENTS_ADVICE
+    over = program.resident_nbytes > budget
+    holders = arguments_and_outputs(program) if over else at_the_peak(program, timeline)
     return Infeasible(
         policy=policy,
         budget=budget,
         minimum_peak=max(timeline.peak, program.resident_nbytes),
         at=where_peak(program, timeline),
         holders=holders,
-        advice=advice,
         plan=lowest,
     )
 
 
-ARGUMENTS_ADVICE = (
-    "No plan can free the arguments and outputs. Donate the state (`donate_argnums`), use a smaller "
-    "dtype or model, or a larger `budget`."
-)
-"""The advice if the arguments and outputs alone are over the budget."""
-
-
 def arguments_and_outputs(program: Program) -> str:
     """For people: the bytes of the arguments and outputs, and the largest of them."""
-    largest = max({*program.inputs, *program.outputs}, key=lambda b: program.buffers[b].nbytes)
-    return (
-        f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the largest is "
-        f"{program.buffers[largest].label}, {show_nbytes(program.buffers[largest].nbytes)}"
-    )
+    ids = {*program.inputs, *program.outputs}
+    total = f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the largest:"
+    return "\n".join([total, *_largest(program, ids)])
+
+
+def at_the_peak(program: Program, timeline: Timeline) -> str:
+    """For people, a line each: bytes by kind at the peak, and the largest values with their lines."""
+    if timeline.peak_at < 0:
+        return ""
+    live = live_at(program, timeline.order, timeline.peak_at, timeline.transfers)
+    kinds = ", ".join(_kinds(program, timeline, live))
+    return "\n".join([f"{kinds}; the largest:", *_largest(program, live)])
+
+
+def _largest(program: Program, ids: Collection[int], count: int = 3) -> list[str]:
+    """The largest of the buffers `ids`, each with its size and where it is made."""
+    lines = []
+    for b in sorted(ids, key=lambda b: (-program.buffers[b].nbytes, b))[:count]:
+        buffer, made = program.buffers[b], program.producer[b]
+        where = f", made at {program.steps[made].where}" if made >= 0 else ""
+        lines.append(f"  {show_nbytes(buffer.nbytes):>10}  {buffer.label}{where}")
+    return lines
 
 
 def where_peak(program: Program, timeline: Timeline) -> str:
@@ -190,12 +196,18 @@ def what_holds(program: Program, timeline: Timeline) -> str:
     if position < 0:
         return ""
     live = live_at(program, order, position, timeline.transfers)
-    kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
-    kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
-    if workspace := program.steps[order[position]].workspace:
-        kinds.append(f"workspace {show_nbytes(workspace)}")
+    kinds = _kinds(program, timeline, live)
     largest = sorted(live, key=lambda b: -program.buffers[b].nbytes)[:3]
     names = [
         f"{program.buffers[b].label} {show_nbytes(program.buffers[b].nbytes)}" for b in largest
     ]
     return ", ".join(kinds) + ("; largest: " + ", ".join(names) if names else "")
+
+
+def _kinds(program: Program, timeline: Timeline, live: Sequence[int]) -> list[str]:
+    """Bytes by kind of the buffers `live` at the peak, and the workspace there."""
+    kinds = [f"{k.value} {show_nbytes(n)}" for k, n in nbytes_by_kind(program, live).items()]
+    kinds.append(f"arguments and outputs {show_nbytes(program.resident_nbytes)}")
+    if workspace := program.steps[timeline.order[timeline.peak_at]].workspace:
+        kinds.append(f"workspace {show_nbytes(workspace)}")
+    return kinds

@@ -3,56 +3,105 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vmem_jax.core.planned import planned_program, restated, simulate_plan
-from vmem_jax.errors import BudgetError
-from vmem_jax.policy.base import ARGUMENTS_ADVICE, arguments_and_outputs, what_holds, where_peak
+from vmem_jax.errors import BudgetError, show_nbytes
+from vmem_jax.policy.base import arguments_and_outputs, at_the_peak, where_peak
 from vmem_jax.search.search import Found
 
+MOST_HELPS = 3
+"""Of an error, which is to be read on one screen."""
 
-def budget_error(policy: str, budget: int, found: Found, hints: Sequence[str] = ()) -> BudgetError:
-    """The error for `found`, which does not fit: the minimum peak, where it is, and what helps.
+
+@dataclasses.dataclass(frozen=True)
+class Help:
+    """What may help a step that does not fit.
+
+    Attributes:
+      text: what the user can do, or what stands in the way; one sentence without its full stop.
+      nbytes: by how much the lowest peak is predicted to fall; None if nothing predicts it.
+    """
+
+    text: str
+    nbytes: int | None = None
+
+
+def budget_error(
+    policy: str,
+    budget: int,
+    found: Found,
+    resident: int,
+    helps: Callable[[int], Sequence[Help]] = lambda lowest: (),
+) -> BudgetError:
+    """The error for `found`, which does not fit: the lowest peak, where it is, and what helps.
 
     Args:
       policy: the name of the policy that the user chose.
       budget: bytes.
-      hints: advice, the best first; used unless there is something more specific to say.
+      resident: bytes of the arguments and outputs.
+      helps: what may help, given the lowest peak in bytes.
     """
     if found.best is None:
         assert found.failure is not None, "nothing was compiled, so the policies said why"
         failure = found.failure
+        lowest = failure.minimum_peak
         return BudgetError(
             policy=policy,
             budget=budget,
-            lowest_peak=failure.minimum_peak,
+            lowest_peak=lowest,
             at=failure.at,
             holders=failure.holders,
-            advice=failure.advice or " ".join(hints),
+            advice=advice(budget, lowest, resident, helps(lowest), compiled=False),
             lowest_plan=failure.plan,
         )
-    lowest = found.best
-    program = lowest.variant.program
-    plan = restated(lowest.plan, lowest.costs)
-    timeline = simulate_plan(program, plan, lowest.costs)
+    best = found.best
+    program = best.variant.program
+    plan = restated(best.plan, best.costs)
+    timeline = simulate_plan(program, plan, best.costs)
     program = planned_program(program, plan)
     peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
-    advice, holders = " ".join(hints), what_holds(program, timeline)
+    more, holders = [*helps(best.need)], at_the_peak(program, timeline)
     if program.resident_nbytes > budget:
-        advice, holders = ARGUMENTS_ADVICE, arguments_and_outputs(program)
-    elif peak is not None and peak.convolution and lowest.need - peak.workspace <= budget:
-        advice = (
-            "Without the workspace of that convolution it would fit: time what else can do it, with "
-            "`profile=True` or `vmem-jax profile --conv`, and leave `allow` out or let it name "
-            '"workspace"; or ask for a larger `budget`.'
+        holders = arguments_and_outputs(program)
+    elif peak is not None and peak.convolution and peak.workspace:
+        text = (
+            "Time what else can do the convolution at the peak, with `profile=True` or `vmem-jax "
+            'profile --conv`, and leave `allow` out or let it name "workspace"'
         )
+        more.append(Help(text, peak.workspace))
     return BudgetError(
         policy=policy,
         budget=budget,
-        lowest_peak=lowest.need,
+        lowest_peak=best.need,
         at=where_peak(program, timeline),
         holders=holders,
         compiled=True,
-        advice=advice,
-        lowest_plan=dataclasses.replace(lowest.plan, budget=lowest.need),
+        advice=advice(budget, best.need, resident, more, compiled=True),
+        lowest_plan=dataclasses.replace(best.plan, budget=best.need),
     )
+
+
+def advice(
+    budget: int, lowest: int, resident: int, helps: Sequence[Help], *, compiled: bool
+) -> str:
+    """`helps` for people, the largest predicted effect first, and what always helps.
+
+    What is predicted to be enough comes before what is not; a larger budget or a smaller batch is
+    always enough, and comes after what costs nothing.
+    """
+    missing = lowest - budget
+    always = f"Ask for a larger `budget`: {lowest} ({show_nbytes(lowest)}) is "
+    always += "met" if compiled else "predicted to be met"
+    if resident < budget:
+        share = (budget - resident) / (lowest - resident)
+        always += f"; or take a smaller batch, about {share:.0%} of this one"
+    else:
+        always += "; or take a smaller model or dtype: no plan can free the arguments and outputs"
+    known = sorted(((help.nbytes, help.text) for help in helps if help.nbytes), reverse=True)
+    enough = [f"{text}: predicted to be enough" for nbytes, text in known if nbytes >= missing]
+    less = [f"{text}: about {show_nbytes(n)} less" for n, text in known if n < missing]
+    unknown = [help.text for help in helps if help.nbytes is None]
+    enough = enough[: MOST_HELPS - 1]
+    shown = [*enough, always, *less, *unknown][:MOST_HELPS]
+    return "\n".join(f"  {i}. {text}." for i, text in enumerate(shown, 1))
