@@ -45,7 +45,8 @@ def helps_of(
         if needs_gpu or (name == "sub_batches" and settings.policy.name != "auto"):
             continue  # nothing that a user of this step can do, or what another policy does
         text = f'"{name}" is not used: {why.removesuffix(".")}'
-        found.append(Help(text, halved if name == "sub_batches" else None))
+        gain = halved if name == "sub_batches" else None
+        found.append(Help(text, gain, asked=name in settings.named))
     for line in log.of(What.DROPPED)[:1]:
         found.append(Help(f"{line.variant} was dropped: {line.why.removesuffix('.')}"))
     return found

@@ -21,10 +21,12 @@ class Help:
     Attributes:
       text: what the user can do, or what stands in the way; one sentence without its full stop.
       nbytes: by how much the lowest peak is predicted to fall; None if nothing predicts it.
+      asked: whether it is about what the user asked for by name.
     """
 
     text: str
     nbytes: int | None = None
+    asked: bool = False
 
 
 def budget_error(
@@ -101,7 +103,8 @@ def advice(
     known = sorted(((help.nbytes, help.text) for help in helps if help.nbytes), reverse=True)
     enough = [f"{text}: predicted to be enough" for nbytes, text in known if nbytes >= missing]
     less = [f"{text}: about {show_nbytes(n)} less" for n, text in known if n < missing]
-    unknown = [help.text for help in helps if help.nbytes is None]
+    asked = [help.text for help in helps if help.nbytes is None and help.asked]
+    unknown = [help.text for help in helps if help.nbytes is None and not help.asked]
     enough = enough[: MOST_HELPS - 1]
-    shown = [*enough, always, *less, *unknown][:MOST_HELPS]
+    shown = [*enough, always, *asked, *less, *unknown][:MOST_HELPS]
     return "\n".join(f"  {i}. {text}." for i, text in enumerate(shown, 1))
