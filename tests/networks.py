@@ -16,6 +16,7 @@ OPS = {
     "pool": "reduce_window_max",
     "act": "max",
     "fc": "dot_general",
+    "join": "add",
     "other": "op",
 }
 
@@ -74,7 +75,7 @@ def network(specs: Sequence[Spec], batch: int = 4) -> Network:
         weights = [b.input(1)] if spec.kind in ("conv", "fc") else []
         forward.append(len(b.steps))
         reads = [*map(at, sources[n]), *weights]
-        options = {"op": OPS[spec.kind], "fusible": spec.kind == "act"}
+        options = {"op": OPS[spec.kind], "fusible": spec.kind in ("act", "join")}
         y.append(b.step(reads, spec.nbytes, workspace=spec.workspace, **options))
     gradient = {len(specs) - 1: b.step([y[-1]], specs[-1].nbytes, BACKWARD)}
     outputs = []
@@ -85,7 +86,7 @@ def network(specs: Sequence[Spec], batch: int = 4) -> Network:
         inner = [m for m in sources[n] if m >= 0]
         sizes = [specs[m].nbytes for m in inner] or [1]
         backward[n] = len(b.steps)
-        fusible = spec.kind == "act"
+        fusible = spec.kind in ("act", "join")
         made = b.step([gradient.pop(n), *saved], sizes, BACKWARD, op=OPS[spec.kind],
                       fusible=fusible, workspace=spec.workspace)  # fmt: skip
         if not inner:
@@ -116,6 +117,47 @@ def alexnet() -> Network:
         specs += [fc(4096), act(4 * 200 * 4096), act(4 * 200 * 4096)]
     specs += [fc(1000), Spec("other", 4 * 200 * 1000, reads="y")]
     return network(specs, batch=0)
+
+
+def resnet(blocks: Sequence[int], batch: int = 32) -> list[Spec]:
+    """A ResNet of bottlenecks at 224 x 224 in float32, with the layers that SuperNeurons counts.
+
+    A block is three times a convolution, its batch norm and an activation, the last of which stands
+    behind the join. Weights and the batch take nothing, as in `alexnet`.
+    """
+    size = lambda channels, side: 4 * batch * channels * side * side
+    specs: list[Spec] = []
+
+    def layer(kind: str, nbytes: int, *sources: int, reads: str = "x") -> int:
+        specs.append(Spec(kind, nbytes, sources or None, reads))
+        return len(specs) - 1
+
+    stem = size(64, 112)
+    layer("conv", stem)
+    layer("pool", stem)  # a batch norm reads what a pool without its Y does
+    layer("act", stem)
+    x = layer("pool", size(64, 56), reads="xy")
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            shrinks = stage > 0 and block == 0
+            side = 56 // 2**stage
+            narrow, wide = 64 * 2**stage, 256 * 2**stage
+            before = x
+            for n, channels in enumerate((narrow, narrow, wide)):
+                here = size(channels, side * 2 if shrinks and n == 0 else side)
+                x = layer("conv", here, x)
+                x = layer("pool", here)
+                if n < 2:
+                    x = layer("act", here)
+            if block == 0:
+                layer("conv", size(wide, side), before)
+                before = layer("pool", size(wide, side))
+            x = layer("join", size(wide, side), x, before, reads="")
+            x = layer("act", size(wide, side))
+    layer("pool", 4 * batch * 2048)
+    layer("fc", 4 * batch * 1000)
+    layer("other", 4 * batch * 1000, reads="y")
+    return specs
 
 
 ALGORITHMS = tuple(

@@ -102,8 +102,8 @@ def test_options_of_a_variant():
 @pytest.mark.parametrize("name", ["superneurons_fig10", "superneurons_table1"])
 def test_calculated_as_published(name):
     table = TABLES[name]
-    if name == "superneurons_table1":  # without the ResNets, which the paper does not list
-        drawn = computed._drawn_alexnet()
+    if name == "superneurons_table1":  # of the ResNets see tests/policy/test_superneurons.py
+        drawn = computed._drawings().alexnet()
         order = tuple(range(len(drawn.program.steps)))
         cells = computed._strategies("AlexNet", drawn.program, drawn.costs({}, rate=1e9), order)
     else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 from helpers import Builder, chain, unit_costs
-from networks import CONV, FORK, Spec, alexnet, network, with_algorithms
+from networks import ACT, CONV, FC, FORK, Spec, alexnet, network, resnet, with_algorithms
 
 from vmem_jax import LayersError, SuperNeurons
 from vmem_jax.core.convolution import XLA
@@ -12,10 +15,18 @@ from vmem_jax.core.layers import layers
 from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import peak_by_definition, violations
-from vmem_jax.policy import Infeasible
+from vmem_jax.policy import Infeasible, superneurons
 from vmem_jax.policy.layerwise import Walk
 from vmem_jax.policy.order import ranked_order
-from vmem_jax.policy.superneurons import caching, moving, recomputing, route, routed
+from vmem_jax.policy.superneurons import (
+    STRATEGIES,
+    caching,
+    joins,
+    moving,
+    recomputing,
+    route,
+    routed,
+)
 
 MIB = 2**20
 
@@ -59,6 +70,105 @@ def test_table_1_recomputations_and_peaks_of_alexnet(strategy, extra, peak):
     assert timeline.peak / MIB == pytest.approx(peak, abs=5e-3)
     definition = peak_by_definition(ALEXNET.program, order, timeline.transfers)
     assert definition == timeline.peak
+
+
+def counted(specs):
+    """Extra recomputations of `specs` by section 3.4 alone: speed-centric, and memory-centric.
+
+    A layer backwards reads its X, a pool also its Y. Checkpoints and what reaches the loss are there.
+    """
+    sources = [s.sources or (n - 1,) for n, s in enumerate(specs)]
+    there = lambda n: n < 0 or specs[n].kind in ("conv", "fc", "join", "other")
+    chain = lambda n: set() if there(n) else {n}.union(*map(chain, sources[n]))
+    once, anew, held = set(), 0, set()
+    for n in reversed(range(len(specs))):
+        x = set(sources[n]) if "x" in specs[n].reads else set()
+        y = {n} if "y" in specs[n].reads else set()
+        once |= set().union(*map(chain, x | y))
+        anew += len(set().union(*map(chain, (x | y) - held)))
+        held = x  # the next layer backwards reads it as its Y
+    return len(once), anew
+
+
+@pytest.mark.parametrize(
+    "blocks, published",
+    [((3, 4, 6, 3), (84, 118, 85)), ((3, 4, 23, 3), (169, 237, 170))],
+    ids=["resnet50", "resnet101"],
+)
+def test_table_1_recomputations_of_resnets(blocks, published):
+    specs = resnet(blocks)
+    net = network(specs, batch=0)
+    order, costs = tuple(range(len(net.program.steps))), net.costs({}, rate=1e9)
+    walk = Walk(net.program, order)
+    again = {s: recomputing(net.program, costs, walk, order, s) for s in STRATEGIES[:-1]}
+    extra = {s: len(run) - len(order) for s, run in again.items()}
+    peaks = {s: moving(net.program, costs, walk, run).peak for s, run in again.items()}
+    assert (extra["speed-centric"], extra["memory-centric"]) == counted(specs)
+    for strategy, theirs in zip(
+        ("speed-centric", "memory-centric", "cost-aware"), published, strict=True
+    ):
+        assert extra[strategy] == pytest.approx(theirs, rel=0.07)
+    assert extra["cost-aware"] <= 1.1 * extra["speed-centric"]
+    assert peaks["cost-aware"] == peaks["memory-centric"] < peaks["speed-centric"]
+
+
+def test_the_counts_of_alexnet_by_definition():
+    specs = [Spec("conv", 1), *[Spec("act", 1)] * 2, Spec("pool", 1, reads="xy")] * 2
+    specs += [Spec("conv", 1), Spec("act", 1)] * 3 + [Spec("pool", 1, reads="xy")]
+    specs += [Spec("fc", 1), *[Spec("act", 1)] * 2] * 2 + [Spec("fc", 1), Spec("other", 1)]
+    assert counted(specs) == (14, 23)
+
+
+def residual_network(seed):
+    """A few random layers with residual joins."""
+    rng = random.Random(seed)
+    specs = [Spec("other", 8)]
+
+    def layer(kind, nbytes, *sources, reads="x"):
+        specs.append(Spec(kind, nbytes, sources, reads))
+        return len(specs) - 1
+
+    x = 0
+    for _ in range(rng.randint(1, 3)):
+        width = rng.choice([4, 8, 16, 32])
+        x = before = layer("conv", width, x)
+        for _ in range(rng.randint(1, 2)):
+            x = layer("conv", rng.choice([4, 8, width, 24]), x)
+            for _ in range(rng.randint(0, 2)):
+                x = layer("act", specs[x].nbytes, x, reads=rng.choice("xy"))
+        x = layer("conv", width, x)
+        x = layer("pool", width, x)
+        if rng.random() < 0.7:
+            x = layer("join", width, x, before, reads="")
+        for _ in range(rng.randint(0, 2)):
+            x = layer("act", width, x)
+    layer("fc", 2, x)
+    return network(specs, batch=0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cost_aware_is_the_best_choice_of_all(seed):
+    """Of all choices for each segment with the lowest peak it runs the fewest layers again."""
+    net = residual_network(seed)
+    program, costs = net.program, net.costs({}, rate=1e9)
+    order = tuple(range(len(program.steps)))
+    walk = Walk(program, order)
+    segments = superneurons._segments(program, walk)
+    choices = []
+    for chosen in itertools.product((False, True), repeat=len(segments)):
+        centric = frozenset(i for i, anew in enumerate(chosen) if anew)
+        run = superneurons._again(program, costs, walk, order, segments, centric)
+        choices.append((moving(program, costs, walk, run).peak, len(run)))
+    found = recomputing(program, costs, walk, order, "cost-aware")
+    assert (moving(program, costs, walk, found).peak, len(found)) == min(choices)
+
+
+def test_residual_joins_are_what_sums_of_different_checkpoints_make():
+    join = lambda *sources: Spec("join", 8, sources)
+    specs = [Spec("other", 8), CONV, ACT, ACT, CONV, ACT, join(3, 5), join(2, 3), join(6, 7)]
+    specs += [Spec("conv", 4), join(8, 9), FC]  # the last join has a part that is smaller
+    net = network(specs)
+    assert joins(net.program, layers(net.program)) == {net.y[6], net.y[8]}
 
 
 def test_the_peak_is_the_largest_layer():

@@ -1,4 +1,4 @@
-"""superneurons: liveness, then a cache of convolutions' outputs, then recomputation of cheap layers.
+"""superneurons: liveness, then a cache of checkpoints, then recomputation of the layers between them.
 
 Source: Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks",
 PPoPP 2018, arXiv:1801.04380.
@@ -9,7 +9,8 @@ PPoPP 2018, arXiv:1801.04380.
 - 3.3.1: the outputs of convolutions, the checkpoints, go to the host from their own layer to the next
   convolution, and are fetched from one convolution backwards to the one before.
 - 3.3.2, Algorithm 2: only when memory runs out, and then the least recently used of them first.
-- 3.4: what layers between checkpoints make is freed and made again backwards: for all layers of a
+- 3.4: residual joins are checkpoints too: Table 1's counts for ResNets are those without them.
+  What layers between checkpoints make is freed and made again backwards: for all layers of a
   segment at once (speed-centric), for each of them anew (memory-centric), or the former where that
   does not exceed the largest layer, the peak of the latter (cost-aware). Peak: the largest layer.
 - 3.5: each convolution gets the fastest algorithm for which there is memory at its step.
@@ -23,9 +24,9 @@ Differs from the paper:
 3. Where the order of Algorithm 1 has a higher peak than the canonical one, the latter is taken.
 4. Memory is weighed by the simulated step, workspaces and gradients of weights included, and not by
    the sums of section 3.4. Fully connected layers are checkpoints that stay.
-5. An activation that is fused into its convolution is part of the checkpoint. Where the backward
-   pass reads less than a layer's X, an exact residual such as a pool's index, X itself is not kept;
-   the residual is moved as a checkpoint if it cannot be made without the convolution before it.
+5. An activation that is fused into its convolution or join is part of the checkpoint. Where the
+   backward pass reads less than a layer's X, an exact residual such as a pool's index, X itself is
+   not kept; the residual is moved as a checkpoint if it cannot be made without the one before it.
 6. XLA allocates device memory, so there is no pool of 1 KiB blocks (3.2.1).
 """
 
@@ -40,7 +41,7 @@ from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.layers import Layer, LayerKind, layers
+from vmem_jax.core.layers import Layer, LayerKind, feature_maps, layers
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.planned import costs_with_convolutions, simulate_with, with_convolutions
 from vmem_jax.core.program import Phase, Program
@@ -162,7 +163,7 @@ def routed(program: Program, costs: Costs) -> tuple[int, ...]:
 
 
 def moving(program: Program, costs: Costs, walk: Walk, order: Sequence[int]) -> Timeline:
-    """`order` with the outputs of all convolutions moved (3.3.1)."""
+    """`order` with the outputs of all convolutions and residual joins moved (3.3.1)."""
     if costs.link is None:
         return simulate(program, order, costs)
     found = []
@@ -181,7 +182,7 @@ def moving(program: Program, costs: Costs, walk: Walk, order: Sequence[int]) -> 
 def caching(
     program: Program, costs: Costs, walk: Walk, order: Sequence[int], capacity: int
 ) -> Timeline:
-    """`order` with as many outputs of convolutions moved as `capacity` bytes ask for (Algorithm 2).
+    """`order` with as many checkpoints moved as `capacity` bytes ask for (Algorithm 2).
 
     Where memory runs out, the one that was used the longest ago leaves; what the step itself uses
     is locked. Its copy begins with its idle interval (the first one of all: when it is made), and it
@@ -237,14 +238,15 @@ def _turn(program: Program, order: Sequence[int]) -> int:
 
 
 def _checkpoints(program: Program, walk: Walk, order: Sequence[int]) -> dict[int, list[int]]:
-    """What can be moved, each with the positions of its uses: the outputs of convolutions, and what
-    would take one of them to be made again. What is made again all the same is not moved."""
+    """What can be moved, each with the positions of its uses: the outputs of convolutions and joins,
+    and what would take one of them to be made again. What is made again anyway is not moved."""
     home = {s: layer for layer in walk.layers for s in layer.forward}
-    cheap = _cheap(program, walk)
+    cheap, joined = _cheap(program, walk), joins(program, walk.layers)
     uses: dict[int, list[int]] = {}
     for b in (stay.buffer for stay in walk.stays):
         made_by = home[program.producer[b]]
-        if made_by.kind is LayerKind.CONVOLUTION or not (_costly(program, made_by) or b in cheap):
+        is_checkpoint = made_by.kind is LayerKind.CONVOLUTION or b in joined
+        if is_checkpoint or not (_costly(program, made_by) or b in cheap):
             uses[b] = []
     runs = collections.Counter(order)
     uses = {b: at for b, at in uses.items() if runs[program.producer[b]] == 1}
@@ -292,7 +294,7 @@ def recomputing(
     if strategy != "cost-aware":
         return run(every if strategy == "memory-centric" else frozenset())
     lowest, quickest = run(every), run(frozenset())
-    limit = moving(program, costs, walk, lowest).peak  # of the largest layer
+    limit = moving(program, costs, walk, lowest).peak  # l_peak, of the largest layer
     timeline = moving(program, costs, walk, quickest)
     turn = _turn(program, quickest)
     home = {b: i for i, segment in enumerate(segments) for b in segment}
@@ -314,11 +316,38 @@ def _segments(program: Program, walk: Walk) -> list[frozenset[int]]:
     """What the layers from each checkpoint to the next leave to the backward pass."""
     cheap = _cheap(program, walk)
     home = {s: n for n, layer in enumerate(walk.layers) for s in layer.forward}
-    checkpoint = list(itertools.accumulate(_costly(program, layer) for layer in walk.layers))
+    costly = _costly_steps(program, walk)
+    begins = (not costly.isdisjoint(layer.forward) for layer in walk.layers)
+    checkpoint = list(itertools.accumulate(begins))
     found: dict[int, set[int]] = {}
     for b in cheap:
         found.setdefault(checkpoint[home[program.producer[b]]], set()).add(b)
     return [frozenset(found[key]) for key in sorted(found)]
+
+
+def joins(program: Program, network: Sequence[Layer]) -> frozenset[int]:
+    """The outputs of residual joins: sums of feature maps of different checkpoints.
+
+    Two feature maps at least, each as large as the output, that are made from different checkpoints.
+    The statistics of a batch norm are smaller than its output, the parts of a concatenation, too.
+    """
+    features = feature_maps(program)
+    home = {s: layer for layer in network for s in layer.forward}
+    sources: dict[int, frozenset[int]] = {}  # buffer -> the checkpoints that it is made from
+    found = set()
+    for s, step in enumerate(program.steps):
+        if s not in home:
+            continue
+        read = [b for b in step.reads if b in features]
+        behind = frozenset[int]().union(*(sources.get(b, frozenset([b])) for b in read))
+        for w in step.writes:
+            large = [b for b in read if program.buffers[b].nbytes >= program.buffers[w].nbytes]
+            made_from = {sources.get(b, frozenset([b])) for b in large}
+            if not _costly(program, home[s]) and len(made_from) > 1 and program.buffers[w].nbytes:
+                found.add(w)
+            ends = w in found or _costly(program, home[s])
+            sources[w] = frozenset([w]) if ends else behind
+    return frozenset(found)
 
 
 def _costly(program: Program, layer: Layer) -> bool:
@@ -326,10 +355,16 @@ def _costly(program: Program, layer: Layer) -> bool:
     return layer.kind in CHECKPOINTS or (layer.kind is LayerKind.OTHER and heavy)
 
 
+def _costly_steps(program: Program, walk: Walk) -> frozenset[int]:
+    """The steps of checkpoints, which do not run again."""
+    found = {s for layer in walk.layers if _costly(program, layer) for s in layer.forward}
+    return frozenset(found | {program.producer[b] for b in joins(program, walk.layers)})
+
+
 def _cheap(program: Program, walk: Walk) -> frozenset[int]:
     """The stays that are made again without a checkpoint's layer: from other stays and arguments."""
     stays = {stay.buffer for stay in walk.stays}
-    costly = {s for layer in walk.layers if _costly(program, layer) for s in layer.forward}
+    costly = _costly_steps(program, walk)
     known: dict[int, bool] = {}
     for s, step in enumerate(program.steps):
         there = lambda r: r in stays or program.is_resident[r] or known.get(r, False)
@@ -348,7 +383,7 @@ def _again(
 ) -> tuple[int, ...]:
     """`base` with `segments` made again: those of `memory_centric` for each layer anew."""
     recomputation = Recomputation(program, base)
-    costly = {s for layer in walk.layers if _costly(program, layer) for s in layer.forward}
+    costly = _costly_steps(program, walk)
 
     def cheap(b: int, need: int) -> bool:
         """Whether `b` is made before position `need` from what is there, with no checkpoint again."""
