@@ -64,7 +64,8 @@ def kept_and_looped(step, share=0.5, **options):
     """The step with every residual kept, and within `share` of what that needs; both compiled."""
     args = arguments()
     kept = vmem_jax.jit(step, budget="1GiB", policy="exact", machine=FAST).lower(*args).compile()
-    options = {"allow": ("order", "offload"), "machine": FAST, **options}
+    policy = Auto(allow=("order", "offload"), cache=False)  # all that moves crosses the link
+    options = {"allow": policy.allow, "policy": policy, "machine": FAST, **options}
     looping = vmem_jax.jit(step, budget=int(share * kept.need_nbytes), **options)
     return kept, looping, looping.lower(*args).compile()
 

@@ -38,6 +38,8 @@ pytestmark = built
 
 def offloading(fun=step, budget=0.5, **options):
     options = {"allow": ("order", "offload"), "machine": FAST, **options}
+    if "plan" not in options and isinstance(options["allow"], tuple):
+        options["policy"] = Auto(allow=options["allow"], cache=False)  # all crosses the link
     return vmem_jax.jit(fun, budget=budget, **options)
 
 

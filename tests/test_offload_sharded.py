@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import transfer_cases as cases
 import vmem_jax
 from vmem_jax.core.cards import CARDS
+from vmem_jax.policy import Auto
 
 KIND = AxisType.Auto
 SPECS = P(None, "model"), P("model"), P("data")  # two weights a layer, the batch
@@ -55,7 +56,8 @@ def moved_and_kept(share=0.65, fun=step, arguments=arguments):
     args = arguments()
     kept = vmem_jax.jit(fun, budget="1GiB", policy="exact", machine=FAST).lower(*args).compile()
     budget = int(share * kept.need_nbytes)
-    moving = vmem_jax.jit(fun, budget=budget, allow=("order", "offload"), machine=FAST)
+    policy = Auto(allow=("order", "offload"), cache=False)  # all that moves crosses the link
+    moving = vmem_jax.jit(fun, budget=budget, policy=policy, allow=policy.allow, machine=FAST)
     return moving, moving.lower(*args).compile(), kept, args
 """
 

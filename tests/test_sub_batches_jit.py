@@ -129,7 +129,9 @@ def test_systems_of_the_papers_take_the_fewest_that_fit(policy):
 def test_each_sub_batch_moves_its_own():
     kept = compiled(4, policy="exact")
     budget = kept.need_nbytes - ROWS * WIDTH
-    moving = compiled(4, budget=budget, allow=("order", "offload"), machine=FAST)
+    policy = Auto(allow=("order", "offload", "sub_batches"), cache=False)  # all crosses the link
+    how = {"policy": policy, "allow": policy.allow, "machine": FAST}
+    moving = compiled(4, budget=budget, **how)
     plan, program = moving.plan, moving._entry.traced.captured.program
     assert moving.need_nbytes <= budget and plan.transfers and not plan.recomputed
     assert all(program.steps[program.producer[t.buffer]].times == 4 for t in plan.transfers)

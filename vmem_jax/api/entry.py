@@ -8,6 +8,7 @@ from typing import Any
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
+from vmem_jax.core.tensor_cache import Traffic
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.search.log import SearchLog
@@ -30,6 +31,7 @@ class CompiledStep:
       tuner: runs the step while its first calls are timed (`tune=True`).
       tuning: the result of that; None before it is known.
       whole: the step as it was traced, before any technique, and its costs.
+      cache: the predicted traffic of a step without its tensor cache, and with it; None without.
     """
 
     traced: TracedStep
@@ -42,6 +44,7 @@ class CompiledStep:
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None
     whole: tuple[Program, Costs] | None = None
+    cache: tuple[Traffic, Traffic] | None = None
 
     @property
     def best(self) -> Attempt:

@@ -12,6 +12,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.api.cache import with_cache
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.planner import plan_step
 from vmem_jax.api.stages import Compiled, Lowered, run
@@ -273,6 +274,7 @@ class BudgetedStep:
             log=entry.log,
             spared="\n".join(filter(None, spared)),
             stacked="\n".join(map(str, entry.traced.captured.stacked)),
+            cache=entry.cache,
         )
 
     def report(
@@ -365,11 +367,14 @@ class BudgetedStep:
         entry = self._entries.get(key)
         if entry is None:
             step = self._context(call, avals, leaves, tree, target, inlined)
-            whole = step.traced.captured.program, step.costs
+            whole, caches = (step.traced.captured.program, step.costs), self._settings.policy.caches
             entry = dataclasses.replace(plan_step(step), whole=whole)
-            if self._tune and target is None and not inlined:
+            if not self._tune or target is not None or inlined:
+                entry = with_cache(entry, caches)
+            else:
                 compile_plan = functools.partial(step.compile, entry.traced)
-                settle = functools.partial(self._entries.__setitem__, key)
+                # two plans are compared without one: their caches would take more than the budget
+                settle = lambda found: self._entries.__setitem__(key, with_cache(found, caches))
                 limit = self._settings.host_budget
                 entry = tuned(self._settings.name, entry, compile_plan, limit, settle)
             self._entries[key] = entry

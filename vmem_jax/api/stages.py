@@ -14,6 +14,7 @@ from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import Timeline
+from vmem_jax.core.tensor_cache import Traffic
 from vmem_jax.errors import DifferentiationError
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
@@ -158,6 +159,15 @@ class Compiled:
             return 0
         stats = self.memory_analysis()
         return max(layout_of(program, self.plan).nbytes, stats.host_temp_size_in_bytes)
+
+    @property
+    def cache(self) -> tuple[Traffic, Traffic] | None:
+        """The predicted traffic of a step without its tensor cache, and with it; None without.
+
+        The cache is what the budget leaves, in the policies "auto" and "superneurons". It is device
+        memory outside of XLA's pool, and is held until the step is freed.
+        """
+        return self._entry.cache
 
     @property
     def timeline(self) -> Timeline:

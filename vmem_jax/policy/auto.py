@@ -72,6 +72,7 @@ class Auto(AbstractPolicy):
       gain: a plan that moves must be faster by this share than one that does not, if both fit:
         predictions are off by as much (docs/benchmarks.md).
       most: programs of more steps are searched in part.
+      cache: whether what the budget leaves is the tensor cache of a plan that moves values.
     """
 
     name: ClassVar[str] = "auto"
@@ -84,6 +85,11 @@ class Auto(AbstractPolicy):
     close: float = 1.001
     gain: float = 0.02
     most: int = 20_000
+    cache: bool = True
+
+    @property
+    def caches(self) -> bool:
+        return self.cache
 
     @property
     def splitting(self) -> Splitting:

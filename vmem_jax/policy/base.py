@@ -79,6 +79,11 @@ class AbstractPolicy(abc.ABC):
         return Splitting.WHOLE
 
     @property
+    def caches(self) -> bool:
+        """Whether what the budget leaves holds, as a tensor cache, what would otherwise move."""
+        return False
+
+    @property
     def instead(self) -> tuple[AbstractPolicy, ...]:
         """Policies that are asked too, if no plan of this one fits when compiled, or if their plans
         may be faster by a tolerance."""

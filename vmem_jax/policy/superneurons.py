@@ -19,8 +19,8 @@ Differs from the paper:
 1. With more memory than liveness needs, nothing else is done. With less, the cache, recomputation
    and both are compared by `simulate`, and the fastest that fits is taken.
 2. Algorithm 2 is simulated before the step is compiled, so what the cache evicts is known: it
-   begins to leave as soon as it is made, and is fetched ahead where there is room. At run time the
-   tensor cache of the arena serves what is moved, with the same rule.
+   begins to leave as soon as it is made, and is fetched ahead where there is room. At run time what
+   the compiled step leaves of the budget is a tensor cache with the same rule (`api.cache`).
 3. Where the order of Algorithm 1 has a higher peak than the canonical one, the latter is taken.
 4. Memory is weighed by the simulated step, workspaces and gradients of weights included, and not by
    the sums of section 3.4. Fully connected layers are checkpoints that stay.
@@ -66,8 +66,8 @@ class SuperNeurons(AbstractPolicy):
     Attributes:
       recompute: "speed-centric" recomputes a segment once, "memory-centric" for each layer anew,
         "cost-aware" the former where it stays below the largest layer; "none" recomputes nothing.
-      cache: whether outputs of convolutions move only where they must, the least recently used first,
-        or all of them.
+      cache: whether checkpoints move only where they must, the least recently used first, and what
+        the budget leaves is a tensor cache; or all checkpoints move over the link.
 
     Raises:
       ValueError: `recompute` is unknown.
@@ -78,6 +78,10 @@ class SuperNeurons(AbstractPolicy):
     chooses_convolutions: ClassVar[bool] = True
     recompute: str = "cost-aware"
     cache: bool = True
+
+    @property
+    def caches(self) -> bool:
+        return self.cache
 
     def __post_init__(self) -> None:
         if self.recompute not in STRATEGIES:

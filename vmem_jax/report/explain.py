@@ -17,6 +17,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_costs, planned_program, predicted_need, simulate_plan
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.tensor_cache import Traffic
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
@@ -64,6 +65,7 @@ class Explanation:
       log: the events of the search; None without a search.
       spared: the parts of the search that were skipped; "" for none.
       stacked: the gradients of scanned layers that exist all at once, and why; "" for none.
+      cache: the predicted traffic without the tensor cache, and with it; None without.
     """
 
     program: Program
@@ -82,6 +84,7 @@ class Explanation:
     log: SearchLog | None = None
     spared: str = ""
     stacked: str = ""
+    cache: tuple[Traffic, Traffic] | None = None
 
     def table(self) -> Table:
         table = Table(title=str(self.plan))
@@ -117,6 +120,7 @@ class Explanation:
             + self._gap()
             + self._batch()
             + self._compression()
+            + self._cache()
             + self._skipped()
             + (f"\n{self.stacked}" if self.stacked else "")
             + (f"\n{self.spared}" if self.spared else "")
@@ -191,6 +195,17 @@ class Explanation:
         )
         return f"{said}; {pinned(nbytes)} are pinned for what moves, in place of {pinned(whole)}"
 
+    def _cache(self) -> str:
+        """How much of the budget is a tensor cache, and what it saves."""
+        if self.cache is None:
+            return ""
+        uncached, cached = self.cache
+        both = [show_nbytes(each.out + each.into) for each in self.cache]
+        return (
+            f"\ntensor cache: {show_nbytes(cached.capacity)} of the budget are left; {both[1]} cross "
+            f"the link in place of {both[0]} ({cached.hits} of {uncached.misses} fetches hit)"
+        )
+
     @property
     def shares(self) -> dict[Source, float]:
         """The share of the predicted seconds of all runs of steps by source; sums to 1."""
@@ -241,6 +256,7 @@ def explain(
     log: SearchLog | None = None,
     spared: str = "",
     stacked: str = "",
+    cache: tuple[Traffic, Traffic] | None = None,
 ) -> Explanation:
     """The explanation of `plan` for `program`."""
     plain_seconds = simulate(program, range(len(program.steps)), costs).seconds
@@ -273,6 +289,7 @@ def explain(
         log=log,
         spared=spared,
         stacked=stacked,
+        cache=cache,
         peak_at=where_peak(program, timeline),
         holders=what_holds(program, timeline),
         seconds=timeline.seconds,

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from vmem_jax.errors import show_nbytes
 from vmem_jax.transfer.arena import Arena
 from vmem_jax.transfer.compression import Store
 from vmem_jax.transfer.transport import AbstractTransport
@@ -30,6 +32,7 @@ class Moving:
         None where nothing moves.
       store: likewise, of what is compressed; None where nothing is.
       devices: that the step runs on; none for a card that is not there.
+      cache_nbytes: device memory for the tensor cache of the arena, taken when the step is called.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class Moving:
     ) -> None:
         self.compiled, self.transport, self.store = compiled, transport, store
         self.devices = tuple(devices)
+        self.cache_nbytes = 0
         self._prepared = False
+        self._cached = 0  # bytes of the cache that it has
         self._turn = threading.Lock()
         self._last: tuple[jax.Array, ...] | None = ()  # ready when the last run has ended
 
@@ -58,6 +63,8 @@ class Moving:
                 for device in self.devices:
                     self.store.open(device)
             self._prepared = True
+        if self._cached != self.cache_nbytes and self.arena is not None:
+            self._take_cache(self.arena)
         if any(device.platform != "cpu" for device in self.devices):
             return self.compiled(*args, **kwargs)
         with self._turn:
@@ -67,6 +74,25 @@ class Moving:
             outs = self.compiled(*args, **kwargs)
             self._last = _smallest(outs, (args, kwargs))
         return outs
+
+    def _take_cache(self, arena: Arena) -> None:
+        """Takes the memory of the cache, without which the step runs as well, only slower."""
+        try:
+            for device in self.devices:
+                arena.set_cache_capacity(device, self.cache_nbytes)
+        except MemoryError as error:
+            for device in self.devices:
+                arena.set_cache_capacity(device, 0)
+            warnings.warn(
+                f"There are no {show_nbytes(self.cache_nbytes)} of device memory for a tensor cache "
+                f"({error}), so everything that moves crosses the link. XLA's pool leaves more with "
+                "a smaller XLA_CLIENT_MEM_FRACTION.",
+                stacklevel=2,
+            )
+            self.cache_nbytes = 0
+        except RuntimeError:  # another thread runs the step: it is taken at a later call
+            return
+        self._cached = self.cache_nbytes
 
     def _drop_leftovers(self) -> None:
         """Waits for the last run, and drops what it left behind if it failed."""
