@@ -44,6 +44,7 @@ WAY = re.compile(
 
 
 def main(_: Any) -> None:
+    started = time.perf_counter()
     batch = FLAGS.batch or BATCHES[FLAGS.model]
     options: dict[str, Any] = {}
     for name in ("layers", "width", "tokens", "attention", "scanned"):
@@ -61,6 +62,9 @@ def main(_: Any) -> None:
     for way in FLAGS.ways:
         row = rows[way] = {"way": way, **about}
         begun = time.perf_counter()
+        if FLAGS.seconds and begun - started > FLAGS.seconds:
+            row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
+            continue
         try:
             if way in POLICIES:
                 steps[way], found = _by_hand(make(way).step, state, data)
@@ -177,4 +181,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("batch", None, "samples")
     flags.DEFINE_integer("rounds", 5, "blocks of each way; 0 to compile alone")
     flags.DEFINE_integer("steps", 8, "in a block")
+    flags.DEFINE_integer("seconds", 0, "compile no further way after so many; 0 for no limit")
     app.run(main)

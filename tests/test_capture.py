@@ -64,17 +64,21 @@ def test_elementwise_chains_are_one_step_and_their_insides_do_not_exist():
     assert found.steps[0].in_place == ((0, 1),)
 
 
-def test_nothing_is_written_over_what_a_convolution_made():
-    """cuDNN's calls return tuples, and XLA:GPU keeps their parts until the reader is through."""
+def test_nothing_is_written_over_what_a_library_made():
+    """Calls of cuDNN and cuBLAS return tuples, and XLA:GPU keeps their parts until the reader is
+    through. XLA:CPU writes over the result of a product."""
     x, w = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"), jax.ShapeDtypeStruct((4, 4), "float32")
     convolved = lambda x, w: jax.lax.conv_general_dilated(
         x, w.reshape(1, 1, 4, 4), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     clipped = lambda x, w: jax.nn.relu(convolved(x, w) + 1)  # which the library does as well
     multiplied = lambda x, w: x @ w
-    for make, pairs in ((convolved, 0), (clipped, 0), (multiplied, 1)):
-        found = program(lambda x, w, make=make: jnp.tanh(make(x, w)), x, w)
-        assert len(found.steps) == 2 and len(found.steps[1].in_place) == pairs
+    on_gpu, on_cpu = (0, 0, 0), (0, 0, 1)
+    for platform, pairs in (("gpu", on_gpu), ("cpu", on_cpu)):
+        for make, count in zip((convolved, clipped, multiplied), pairs, strict=True):
+            traced = jax.jit(lambda x, w, make=make: jnp.tanh(make(x, w))).trace(x, w)
+            found = capture(traced.jaxpr, platform=platform).program
+            assert len(found.steps) == 2 and len(found.steps[1].in_place) == count
 
 
 @pytest.mark.parametrize("size, nbytes", [(8, 2 * 9 * 9 * 4 * 4), (7, 0)])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import vmem_jax
 from vmem_jax.core.cards import CARDS, TARGETS
 from vmem_jax.devices import targets
 from vmem_jax.devices.targets import Target, target
@@ -198,3 +199,19 @@ assert (jax.numpy.ones(3) + 1).sum() == 6
         )
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr.split("== ours")[1], done.stderr
+
+
+@pytest.mark.gpu_compile
+def test_large_products_are_cublas_for_a_card_that_is_not_there(compiler):
+    """From 2 GiB of arguments on, as a card chooses; the sum of products is not written over one."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).astype("float32").sum())(w)
+
+    w = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+    text = {}
+    for rows in (4096, 2**18):
+        x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
+        budgeted = vmem_jax.jit(step, budget="100GiB", policy="exact", donate_argnums=0)
+        text[rows] = budgeted.lower(w, x).compile(target="h200").as_text()
+    assert "__cublas" not in text[4096] and "__cublas" in text[2**18]

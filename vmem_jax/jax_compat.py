@@ -197,6 +197,14 @@ DESCRIBED_OPTIONS: dict[str, dict[str, str]] = {
 }
 """Compiler options, by platform, for devices that are not there."""
 
+DESCRIBED_LARGE_OPTIONS: dict[str, dict[str, str]] = {
+    # Of the kernels for a product the first is Triton's; a card chooses cuBLAS's for large ones,
+    # whose result is an element of a tuple, and nothing is written over that. So compiled, a decoder
+    # of 1.1 billion weights needs 20.266 GiB, and 29.887 by another plan, as on an H200 (0.11.2).
+    "gpu": {"xla_gpu_enable_triton_gemm": "False"},
+}
+"""Further ones, for programs beside which cuBLAS's workspace of 32 MiB is negligible."""
+
 NOT_CONFIGURED = ("No supported config found", "Failed to get configs")
 """XLA's errors where `DESCRIBED_OPTIONS` leave a kernel without parameters: it has no defaults."""
 

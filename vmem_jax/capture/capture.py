@@ -38,6 +38,15 @@ from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
+_ON_CPU = frozenset(("conv_general_dilated",))
+_ON_GPU = _ON_CPU | {
+    "dot_general",
+    "dot_product_attention_bwd_wrapper",
+    "dot_product_attention_fwd_wrapper",
+}
+"""What a library computes. Its result is an element of a tuple, with a workspace, on a GPU, and XLA
+reuses the memory of no such element for what reads it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -279,14 +288,19 @@ def _captured(
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     # the library returns what it convolves in a tuple, whatever is fused behind: XLA writes over no
     # part of one
-    is_convolution = lambda kernel: eqns[kernel.root].primitive.name == "conv_general_dilated"
-    convolved = {v for kernel in kernels if is_convolution(kernel) for v in kernel.writes}
+    libraries = _ON_CPU if given.platform == "cpu" else _ON_GPU
+    from_library = {
+        v
+        for kernel in kernels
+        if eqns[kernel.root].primitive.name in libraries
+        for v in kernel.writes
+    }
     # of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
     # returns that, and the clamp's result and the mask are written behind it; a barrier keeps it
     masks = [eqn for eqn in eqns if eqn.primitive.name in COMPARISONS]
     compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
     steps = [
-        _step(kernel, phase, eqns, index, shards, maker, convolved, compared)
+        _step(kernel, phase, eqns, index, shards, maker, from_library, compared)
         for kernel, phase in zip(kernels, phases, strict=True)
     ]
     if given.platform == "cpu":
@@ -413,7 +427,7 @@ def _step(
     index: dict[Var, int],
     shards: Shards,
     maker: dict[Var, compat.JaxprEqn],
-    convolved: set[Var],
+    from_library: set[Var],
     compared: set[Var],
 ) -> Step:
     root = eqns[kernel.root]
@@ -444,7 +458,7 @@ def _step(
         pairs = zip(root.invars, outs, strict=False)
         in_place = [(index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index]
     elif class_of(root) in (Class.FUSIBLE, Class.VIEW):
-        given = [index[v] for v in kernel.reads if v not in convolved]
+        given = [index[v] for v in kernel.reads if v not in from_library]
         in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
     elif root.primitive.name == "scan":  # what it carries
         consts, carry = compat.scan_counts(root)

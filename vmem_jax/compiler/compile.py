@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.primitives import nbytes
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import CompileError
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -17,6 +18,11 @@ from vmem_jax.tracing.traced import TracedStep
 
 LONG = 20_000
 """From so many steps on, XLA's passes that take quadratic time are disabled."""
+
+LARGE_NBYTES = 2**31
+"""From so many bytes of arguments on, products are cuBLAS's for a card that is only described. Its
+workspace of 32 MiB is at most a sixty-fourth of them; beside less it could be the peak, though a card
+may choose another kernel for small products."""
 
 _PASSES = "xla_disable_hlo_passes"
 
@@ -27,6 +33,7 @@ def with_ours(
     steps: int,
     described: bool = False,
     fenced: bool = True,
+    large: bool = False,
 ) -> dict[str, Any]:
     """The compiler options of a program of so many steps: ours, overridden by the user's. The passes
     that either disables are disabled.
@@ -34,10 +41,13 @@ def with_ours(
     Args:
       described: whether it is compiled for a device that is only described.
       fenced: whether it has our barriers; if not, it is compiled as by plain `jax.jit`.
+      large: whether its arguments take `LARGE_NBYTES`.
     """
     ours = [compat.FENCE_OPTIONS.get(platform, {})] if fenced else []
     if described:
         ours.append(compat.DESCRIBED_OPTIONS.get(platform, {}))
+        if large:
+            ours.append(compat.DESCRIBED_LARGE_OPTIONS.get(platform, {}))
     if steps > LONG:
         ours.append(compat.LONG_OPTIONS.get(platform, {}))
     every = [*ours, given]
@@ -110,7 +120,8 @@ def _compiled(
     flat = jaxpr_as_fun(jaxpr)
     steps = len(traced.captured.program.steps)
     platform, fenced = devices_of(avals)[0].platform, jaxpr is not traced.plain
-    given, options = options, with_ours(options, platform, steps, target is not None, fenced)
+    large = sum(map(nbytes, avals)) >= LARGE_NBYTES
+    given, options = options, with_ours(options, platform, steps, target is not None, fenced, large)
     if streams and traced.hosted:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         which = {i for i, _ in traced.hosted}
