@@ -126,6 +126,15 @@ def test_ucudnn_divides_convolutions_and_nothing_else():
     assert plan.order == tuple(range(len(plan.order)))
 
 
+def test_ucudnn_without_a_limit_meets_what_it_meets_with_one():
+    """Also where the traced order is enough, and nothing is divided."""
+    limited = run(UCuDNN("wr", limit=600 * 1024), "64MiB")
+    assert limited.plan.divided
+    free = run(UCuDNN("wr"), limited.need_nbytes)
+    assert free.need_nbytes <= limited.need_nbytes
+    assert len(run(UCuDNN("wr"), 0.9).attempts) == 1
+
+
 def test_what_it_needs_is_not_left_out():
     step, _, _ = case()
     with pytest.raises(ValueError, match=r"policy `vdnn` needs offload, which `allow`='order'"):

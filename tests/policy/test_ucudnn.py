@@ -142,10 +142,27 @@ def test_the_limit_follows_from_the_budget(optimisation):
             assert found.minimum_peak == budget + 1 == found.plan.predicted_peak
             break
         assert found.predicted_peak <= budget and found.predicted_seconds >= last - 1e-9
-        assert found.fenced == bool(found.divided)
+        assert found.fenced  # where nothing is divided, too: a budget is met in this order alone
         last = found.predicted_seconds
         seen.add(tuple(len(way.micros) for _, way in found.convolutions))
     assert {(1, 1, 1), (8, 8, 8)} < seen
+
+
+def test_wr_without_a_limit_is_the_best_of_wr_with_each_limit():
+    """At every budget: the fastest of the plans for all limits that a workspace has."""
+    program, costs = with_ways([OWN, HALVES, SMALL], [OWN, DEAR, SMALL], [OWN, SMALL])
+    limits = {c.workspace for ways in costs.convolutions.values() for c in ways}
+    limits = [n for n in limits if n >= SMALL.workspace]
+    plans = [UCuDNN("wr", limit=n).plan(program, costs, None) for n in limits]
+    peaks = {plan.predicted_peak for plan in plans}
+    assert len(peaks) > 1
+    for budget in sorted({p + more for p in peaks for more in (-1, 0, 1)}):
+        within = [plan.predicted_seconds for plan in plans if plan.predicted_peak <= budget]
+        found = UCuDNN("wr").plan(program, costs, budget)
+        if within:
+            assert found.predicted_seconds == min(within)
+        else:
+            assert isinstance(found, Infeasible)
 
 
 def test_without_convolutions_it_is_the_traced_step():

@@ -8,7 +8,8 @@ batch-size policy (III-D).
 
 Differs from the paper:
 1. Where no limit is given it follows from the budget: what that leaves beside the peak of the step
-   without workspaces (WD), or the largest for which the step fits (WR).
+   without workspaces (WD), or the largest for which the step fits (WR). The order is the traced one
+   then, also where nothing is divided.
 2. A workspace is there only while its convolution runs, also with WD, whose limit is for all of them
    together as if they lay side by side. So plans of WD take less than they are allowed, and where
    even the smallest workspaces are over what the budget leaves, each takes its smallest.
@@ -76,7 +77,8 @@ class UCuDNN(AbstractPolicy):
             for s, configurations in costs.convolutions.items()
         }
         chosen = self._chosen(program, costs, fronts, budget)
-        fenced = any(not c.is_xlas for c in chosen.values())
+        # in XLA's own order the peak of the untouched step is not known, so it meets no budget
+        fenced = budget is not None or any(not c.is_xlas for c in chosen.values())
         timeline = _traced(program, costs, chosen)
         return finish(self.name, program, timeline, budget, fenced, convolutions=chosen)
 
