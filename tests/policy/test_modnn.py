@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers import BACKWARD, FORWARD, Builder, unit_costs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import CONV, Spec, network, with_algorithms
 
@@ -15,7 +15,13 @@ from vmem_jax.core.planned import planned_program, simulate_plan
 from vmem_jax.core.program import Kind
 from vmem_jax.core.validate import peak_by_definition, violations
 from vmem_jax.policy import Infeasible
-from vmem_jax.policy.modnn import minimum_peak, offloads_end, prefetch_is_due
+from vmem_jax.policy.modnn import (
+    _Schedule,
+    minimum_peak,
+    offloads_end,
+    prefetch_is_due,
+    schedule,
+)
 from vmem_jax.policy.segments import Segment, Segments
 
 
@@ -169,6 +175,48 @@ def test_criterion_b_what_was_just_made_does_not_leave():
     costs = Costs("drawn", (1.0,) * 7, Link(100.0, 100.0, 200.0))
     plan = planned(program, costs, 2 + 1 + 8 + 8)
     assert [t.buffer for t in plan.transfers] == [used]
+
+
+def with_a_residual(reads_late: int):
+    """A residual that the backward pass alone reads, after `reads_late` small tasks; of what else
+    idles one is in use by then, and one small block is too small for what is allocated."""
+    b = Builder()
+    x = b.input(1, Kind.BATCH)
+    small, residual = b.step([x], 1), b.step([x], 8)
+    tip = b.step([b.step([small], 1)], 8)
+    for _ in range(reads_late):
+        tip = b.step([tip], 1)
+    return b.program([b.step([tip, small, residual], 1, BACKWARD)]), residual, small
+
+
+@pytest.mark.parametrize("rate, moved", [(4.0, "residual"), (1.5, "both")])
+def test_a_residual_leaves_where_it_would_be_back_before_it_is_read(rate, moved):
+    """By the rule of equation 4. Where it would not be, everything leaves: a defragmentation."""
+    program, residual, small = with_a_residual(6)
+    costs = Costs("drawn", (1.0,) * len(program.steps), Link(rate, rate, 2 * rate))
+    budget = program.resident_nbytes + 1 + 8 + 4
+    timeline, _ = schedule(program, costs, range(len(program.steps)), budget)
+    assert timeline.peak <= budget
+    expected = {residual} if moved == "residual" else {residual, small}
+    assert {t.buffer for t in timeline.transfers} == expected
+
+
+SPECS = st.sampled_from([Spec("conv", 8), Spec("conv", 5), Spec("act", 3), Spec("pool", 2)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(SPECS, min_size=3, max_size=9), st.floats(0.5, 20.0), st.floats(0.0, 1.0))
+def test_it_is_never_slower_than_with_criterion_b_to_the_letter(specs, rate, share):
+    net = network([Spec("other", 8), *specs])
+    costs, order = net.costs({}, rate=rate), range(len(net.program.steps))
+    free = simulate_plan(net.program, MoDNN().plan(net.program, costs, None), costs).peak
+    low = minimum_peak(net.program, costs, order)
+    budget = low + int(share * (free - low))
+    letter = _Schedule(net.program, costs, order, budget, late=False).run()
+    found = schedule(net.program, costs, order, budget)
+    assert letter is None or found[0].seconds <= letter[0].seconds
+    if found is not None:
+        assert found[0].peak <= budget
 
 
 def test_the_lower_bound_is_reached():

@@ -23,9 +23,12 @@ Differs from the paper:
    predicted) follows from what is live then in the order, without what is away until later.
 5. Of equation 5, the delay of prefetching is that of all data of the next task that waits for any,
    where it does not fit beside the workspace: at most until this task ends.
-6. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so
+6. In the paper the next layer reads every Y. An exact residual may be read by the backward pass
+   alone; (b) does not hold it where it would be back before that, by the rule of equation 4. That
+   leaves other holes, so the paper's (b) is run too, and the faster schedule is taken.
+7. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so
    nothing is moved. Without a link nothing is either, and each is the fastest that fits.
-7. Equation 3 is solved among the numbers of sub-batches that are tried (`search.search`).
+8. Equation 3 is solved among the numbers of sub-batches that are tried (`search.search`).
    Nothing is moved where the last sub-batch is smaller than the others.
 """
 
@@ -136,9 +139,11 @@ def minimum_peak(program: Program, costs: Costs, order: Sequence[int]) -> int:
 def schedule(program: Program, costs: Costs, order: Sequence[int], budget: int) -> Found | None:
     """Algorithm 1 within `budget` bytes; None where a task finds no room.
 
-    Its memory of segments is never smaller than what `simulate` counts.
+    Its memory of segments is never smaller than what `simulate` counts. What leaves early leaves holes,
+    so where memory is tight criterion (b) to the letter can be better: the faster of both is taken.
     """
-    return _Schedule(program, costs, order, budget).run()
+    found = [_Schedule(program, costs, order, budget, late).run() for late in (True, False)]
+    return min(filter(None, found), key=lambda one: one[0].seconds, default=None)
 
 
 def offloads_end(
@@ -229,8 +234,16 @@ class _Waiting:
 class _Schedule:
     """One run of Algorithm 1; times in seconds, `position` is that of a task in the order."""
 
-    def __init__(self, program: Program, costs: Costs, order: Sequence[int], budget: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        order: Sequence[int],
+        budget: int,
+        late: bool,
+    ) -> None:
         assert costs.link is not None
+        self.late = late  # whether what is read late may leave although nothing has used it
         self.program, self.costs, self.order = program, costs, order
         self.link = costs.link
         self.memory = Segments(budget - program.resident_nbytes)
@@ -345,7 +358,7 @@ class _Schedule:
 
     def _offload_for(self, nbytes: int, position: int, needed: Collection[int]) -> bool:
         """Offloads the stretch of blocks that delays the least, if there is one."""
-        scheme = self._scheme(nbytes, needed)
+        scheme = self._scheme(nbytes, position, needed)
         if scheme is None:
             return False
         for b in scheme[0]:
@@ -353,9 +366,15 @@ class _Schedule:
             self.memory.free(b)
         return True
 
-    def _scheme(self, nbytes: int, needed: Collection[int]) -> tuple[tuple[int, ...], float] | None:
+    def _scheme(
+        self, nbytes: int, position: int, needed: Collection[int]
+    ) -> tuple[tuple[int, ...], float] | None:
         """The stretch of blocks that delays the least, and by how many seconds."""
-        may_leave = lambda b: b not in needed and self._movable(b) and self.used[b]
+        may_leave = lambda b: (
+            b not in needed
+            and self._movable(b)
+            and (self.used[b] or self._is_read_late(b, position))
+        )
         keys, stretches = self.memory.schemes(nbytes, may_leave)
         made, seconds = [self.made[b] for b in keys], list(map(self._seconds_out, keys))
         until = [0, *itertools.accumulate(map(self._nbytes, keys))]
@@ -364,6 +383,15 @@ class _Schedule:
         sizes = [until[end] - until[first] for first, end in stretches]
         found = min(zip(delays, sizes, stretches, strict=True), default=None)
         return found and (tuple(keys[slice(*found[2])]), found[0])
+
+    def _is_read_late(self, b: int, position: int) -> bool:
+        """Whether `b`, which no task has used since it was made, would be back before it is read: its
+        fetch would not be due (equation 4) when it has left."""
+        if not self.late or b in self.coming or b in self.back:
+            return False
+        gone = max(self.now, max(self.out_free, self.made[b]) + self._seconds_out(b))
+        begins = self.now + self.until[self._next_use(b, position)] - self.until[position]
+        return not prefetch_is_due(gone, 0.0, [self._nbytes(b) / self.link.into], begins)
 
     def _seconds_out(self, b: int) -> float:
         """Seconds that `b` takes to leave: none, where host memory has it already."""
@@ -394,7 +422,7 @@ class _Schedule:
         for configuration in self.costs.convolutions[s]:
             gain = base.seconds - configuration.seconds - self._delayed(waiting, configuration)
             if configuration.workspace > free:
-                scheme = self._scheme(configuration.workspace, needed)
+                scheme = self._scheme(configuration.workspace, position, needed)
                 if scheme is None:
                     continue
                 gain -= scheme[1]
