@@ -8,12 +8,17 @@ Source: Shriram et al., "Dynamic Memory Management for GPU-based Training of Dee
   released when its copy has ended; compute waits for that only where memory would go over the peak
   that vDNN has, and before the backward pass begins. Backwards prefetches begin with the layers that
   vDNN's search finds, and compute waits for one only where it is read.
-- IV-B: heuristics of allocation and the smallest pool that serves the step are in `core.pool`.
+- IV-B: space for what is prefetched can be allocated before or after that of the derivative of the
+  layer that computes. Both orders are simulated and the better one is taken (V-B). The paper's pool,
+  its heuristics and its smallest size are in `core.pool`.
 
 Differs from the paper:
-1. With a budget, that is the memory that is not exceeded, if it is more than vDNN's peak.
+1. With a budget, that is the memory that is not exceeded, if it is more than vDNN's peak. Peaks are
+   those on XLA's heap (`core.heap`), which stands for the paper's pool. What is released late leaves
+   other gaps there; compute then waits as if there were less memory, at last as often as in vDNN.
 2. Whether a copy has ended is known from `simulate`, so a release is a position in the order. If a
-   copy takes longer than predicted, compute waits there.
+   copy takes longer than predicted, compute waits there. After the derivative is a position behind
+   the first step of the layer that computes.
 3. `dyn` tries `aconv` after nothing and before `conv`. The paper does not say so, but its Table IV
    has the same times for `dyn` and `aconv` where that fits.
 4. Bytes are compressed (IV-C) where `allow` names "compress", by `jit`: on the device, before the
@@ -26,16 +31,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.layers import LayerKind
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.layerwise import Walk
 from vmem_jax.policy.vdnn import VDNN
+
+_SHARES = (1.0, 0.9, 0.7, 0.0)
+"""Of the memory that may be used: what compute waits for, until the heap is no larger than it may be.
+With none of it, compute waits for each copy as early as vDNN does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +77,27 @@ class VDNNpp(VDNN):
     def waiting(
         self, program: Program, costs: Costs, walk: Walk, timeline: Timeline, budget: int | None
     ) -> Timeline:
-        """`timeline` of vDNN, without the waits that memory does not ask for."""
+        """`timeline` of vDNN, without the waits that memory does not ask for.
+
+        Of both orders of allocation the first that needs no more on XLA's heap than vDNN, or than
+        the budget.
+        """
         if not timeline.transfers:
             return timeline
+        need = lambda found: heap_nbytes(program, found.order, found.transfers)
+        allowed = max(need(timeline), budget or 0)
         limit = max(timeline.peak, budget or 0)
         untils = {stay.buffer: stay.until for stay in walk.stays}
-        moved = [dataclasses.replace(t, back=untils[t.buffer]) for t in timeline.transfers]
-        released = releases(program, costs, timeline.order, moved, walk.turn, limit)
-        return simulate(program, timeline.order, costs, released)
+        first = [dataclasses.replace(t, back=untils[t.buffer]) for t in timeline.transfers]
+        behind = [dataclasses.replace(t, fetch=min(t.fetch + 1, t.back)) for t in first]
+        for share, moved in itertools.product(_SHARES, (first, behind)):
+            waits = int(share * limit)
+            released = releases(program, costs, timeline.order, moved, walk.turn, waits)
+            found = simulate(program, timeline.order, costs, released)
+            faster = found.seconds < timeline.seconds and found.peak <= limit
+            if faster and need(found) <= allowed:
+                return found
+        return timeline
 
 
 def releases(
