@@ -246,6 +246,21 @@ def test_a_policy_by_layers_moves_what_is_compressed():
     assert close(step(*args), exact)
 
 
+def test_a_policy_by_layers_compresses_where_its_first_prediction_moves_nothing():
+    """It compiles to more than predicted; then what moves next waits compressed."""
+    fun, args = STEPS["vgg"]
+    step = vmem_jax.jit(fun, budget=0.45, policy=VDNNpp(), allow=MEANS, machine=SLOW, density=0.5)
+    entry = step._entry_for(args, {}, None)
+    first, *_, last = entry.attempts
+    assert not first.plan.transfers and not first.plan.compressed and first.need > entry.budget
+    assert last.plan.compressed and last.need <= entry.budget
+    assert "compress" not in entry.log.skipped
+    exact = vmem_jax.jit(fun, budget="1GiB", policy="exact")(*args)
+    assert close(step(*args), exact)
+    wide = vmem_jax.jit(fun, budget="1GiB", policy=VDNNpp(), allow=MEANS, density=0.5)
+    assert "moves nothing" in wide._entry_for(args, {}, None).log.skipped["compress"]
+
+
 def test_densities_are_counted_on_the_arguments():
     step, args = STEPS["mask"]
     found = captured(step, args)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 from helpers import unit_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from networks import Spec, network
 
 from vmem_jax import VDNN, LayersError, VDNNpp
+from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.pool import fragmentation
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import peak_by_definition, violations
+from vmem_jax.policy import Infeasible
 
 DATA = Spec("other", 62)
 LAYER = Spec("conv", 62)  # bytes: a second each, so a transfer takes 62
@@ -78,6 +82,56 @@ def test_the_peak_stays_vdnns_and_compute_waits_for_memory():
     assert gone(after) != gone(before)
     turn = net.backward[-1] - 1  # the gradient of the loss
     assert max(gone(wider)) <= turn  # all is released before the backward pass
+
+
+ORDERS = st.lists(
+    st.sampled_from(
+        [LAYER, Spec("conv", 33), Spec("pool", 20, reads="y"), Spec("act", 33), Spec("conv", 7)]
+    ),
+    min_size=3,
+    max_size=9,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ORDERS, st.sampled_from(["all", "conv", "dyn"]), st.floats(1.0, 60.0), st.floats(0.0, 1.2))
+def test_it_never_needs_more_than_vdnn_or_the_budget_on_the_heap(specs, offload, rate, share):
+    """The paper holds its peak to vDNN's; here the heap counts, whose gaps differ."""
+    net = network([DATA, Spec("conv", 62), *specs])
+    costs = net.costs({}, rate=rate)
+    need = lambda found: heap_nbytes(net.program, found.order, found.transfers)
+    free = VDNN("none").plan(net.program, costs, None).predicted_peak
+    budget = int(share * free)
+    theirs, ours = (policy(offload).plan(net.program, costs, budget) for policy in (VDNN, VDNNpp))
+    if isinstance(ours, Infeasible):
+        assert isinstance(theirs, Infeasible) and ours.minimum_peak <= theirs.minimum_peak
+        ours, theirs = ours.plan, theirs.plan
+    if offload != "dyn":  # else it may have another pass, aconv
+        assert need(ours) <= max(need(theirs), budget)
+        assert ours.predicted_seconds <= theirs.predicted_seconds
+
+
+@pytest.mark.parametrize(
+    "specs, rate, later",
+    [
+        ([("conv", 40), ("pool", 20)], 5.0, 0),
+        (
+            [("conv", 33), ("conv", 7), ("conv", 90), ("conv", 7), ("conv", 33), ("conv", 62)],
+            40.0,
+            1,
+        ),
+    ],
+    ids=["before", "behind"],
+)
+def test_section_5_of_both_orders_the_one_that_the_heap_has_room_for(specs, rate, later):
+    """Space for what is prefetched is taken before, or a step behind, that of the derivative."""
+    net = network([DATA, LAYER, *(Spec(*spec) for spec in specs), Spec("act", 33)])
+    costs = net.costs({}, rate=rate)
+    before, _ = planned(net, VDNN("all"), costs)
+    after, _ = planned(net, VDNNpp("all"), costs)
+    fetched = lambda plan: {t.buffer: t.fetch for t in plan.transfers}
+    assert max(fetched(after)[b] - at for b, at in fetched(before).items()) == later
+    assert after.predicted_seconds < before.predicted_seconds
 
 
 def test_section_2_every_second_convolution():

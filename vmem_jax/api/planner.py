@@ -67,6 +67,8 @@ def plan_step(step: StepContext) -> CompiledStep:
     best = found.best
     if "compress" in settings.named and not best.plan.compressed and "compress" not in log.skipped:
         why = "no plan with it fits when it is compiled"
+        if settings.policy.compresses and not best.plan.moves:
+            why = "the plan moves nothing"
         log.add(What.SKIPPED, "compress", why=_PARTS_DO_NOT if best.plan.sub_batches > 1 else why)
     need, compiles = show_nbytes(best.need), len(found.attempts)
     logging.info("%s: %s needs %s, after %d compiles", settings.name, best.plan, need, compiles)

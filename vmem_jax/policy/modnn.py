@@ -139,8 +139,9 @@ def minimum_peak(program: Program, costs: Costs, order: Sequence[int]) -> int:
 def schedule(program: Program, costs: Costs, order: Sequence[int], budget: int) -> Found | None:
     """Algorithm 1 within `budget` bytes; None where a task finds no room.
 
-    Its memory of segments is never smaller than what `simulate` counts. What leaves early leaves holes,
-    so where memory is tight criterion (b) to the letter can be better: the faster of both is taken.
+    Its memory of segments is never smaller than what `simulate` counts. What leaves early leaves
+    other holes, so where memory is tight criterion (b) to the letter can be better: the faster of
+    both is taken.
     """
     found = [_Schedule(program, costs, order, budget, late).run() for late in (True, False)]
     return min(filter(None, found), key=lambda one: one[0].seconds, default=None)

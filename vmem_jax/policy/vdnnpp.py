@@ -82,8 +82,8 @@ class VDNNpp(VDNN):
         Of both orders of allocation the first that needs no more on XLA's heap than vDNN, or than
         the budget.
         """
-        if not timeline.transfers:
-            return timeline
+        if not timeline.transfers or (budget is not None and timeline.peak > budget):
+            return timeline  # memory asks for all waits
         need = lambda found: heap_nbytes(program, found.order, found.transfers)
         allowed = max(need(timeline), budget or 0)
         limit = max(timeline.peak, budget or 0)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.core.compression import compressed_nbytes
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.profile.density import densities
 from vmem_jax.rewrite.compression import compressed, compressible, rectified
@@ -83,7 +83,9 @@ def compressing(
     that compresses nothing; or that one alone, and why.
 
     Three choices are tried: the values that the plan without compression moves; these and what then
-    moves besides; all values that can be compressed.
+    moves besides; all values that can be compressed. A policy that compresses all that it moves has
+    the first two alone; where its plan moves nothing, that is what it moves for a byte less, since
+    the plan may compile to more than predicted.
 
     Args:
       make: StepContext -> its variant with the batch as a whole.
@@ -112,11 +114,13 @@ def compressing(
         return [best.variant], why
     with_some = lambda some: tried(step.of(with_compressed(step.traced, sizes, some)))
     found, some = best, frozenset[int]()
-    choices = [] if always else [best]
+    moves_nothing = best.plan is not None and not best.plan.transfers
+    choices = [best] if not always or moves_nothing else []
     buffer_of = {v: b for b, v in enumerate(step.traced.captured.variables)}
     while found.plan is not None:
         variables = found.traced.captured.variables
-        moved = {buffer_of.get(variables[t.buffer], -1) for t in found.plan.transfers}
+        transfers = found.plan.transfers or (_moved_next(found) if always else ())
+        moved = {buffer_of.get(variables[t.buffer], -1) for t in transfers}
         more = some | (moved & sizes.keys())
         if more == some:
             break
@@ -126,9 +130,18 @@ def compressing(
     if some != sizes.keys() and not always:
         choices.append(with_some(sizes.keys()))
     choices = sorted(choices or [best], key=lambda choice: choice.rank)
-    if not choices[0].variant.program.compressed:
+    if not choices[0].variant.program.compressed and (len(choices) == 1 or not always):
         why = "no plan is predicted to be better with it"
     return [choice.variant for choice in choices[:_MOST]], why
+
+
+def _moved_next(choice: _Choice) -> tuple[Transfer, ...]:
+    """What the plan of `choice`, which moves nothing, would move if its peak were too high."""
+    assert choice.plan is not None
+    variant = choice.variant
+    found = variant.policy.plan(variant.program, variant.costs, choice.plan.predicted_peak - 1)
+    plan = found.plan if isinstance(found, Infeasible) else found
+    return () if plan is None else plan.transfers
 
 
 def compressed_sizes(
