@@ -7,6 +7,7 @@ runs the same step inside 12 GiB, and proves that it fits before anything runs.
 
 from vmem_jax.api.jit import BudgetedStep, jit
 from vmem_jax.api.lowest import Lowest, lowest
+from vmem_jax.api.oom import explain_oom
 from vmem_jax.api.pareto import ParetoPoint, pareto
 from vmem_jax.conv.api import conv_general_dilated
 from vmem_jax.core.plan import Plan
@@ -70,6 +71,7 @@ __all__ = [
     "VmemError",
     "WorkspaceError",
     "conv_general_dilated",
+    "explain_oom",
     "jit",
     "lowest",
     "pareto",
