@@ -6,6 +6,7 @@ import re
 import pytest
 
 from vmem_jax import Plan, cli
+from vmem_jax.cli import info
 from vmem_jax.cli.options import budget_of
 
 pytest.importorskip("flax")
@@ -79,6 +80,25 @@ def test_info_names_versions_and_devices(capsys):
     assert re.search(r"^jax \d", out, re.M)
     assert "device " in out and "auto" in out and "device-less compiler: " in out
     assert re.search(r"^transfers: CPU ", out, re.M)
+    assert re.search(r"^times: ", out, re.M) and re.search(r"^report: ", out, re.M)
+    assert re.search(r"^faster: ", out, re.M)
+
+
+@pytest.mark.parametrize(
+    "here, says",
+    [
+        (("cpu", "CPU alone, built without CUDA", 0, False), []),
+        (("cpu", "CPU alone, built without CUDA", 0, True), ["jax\\[cuda13\\]"]),
+        (("cpu", "none: not built", 0, False), ["extension is missing"]),
+        (("gpu", "CPU alone, built without CUDA", 9, True), ["VMEM_JAX_CUDA=ON"]),
+        (("gpu", "CPU and CUDA 13.0, no convolutions", 0, True), ["lacks parts", "profile=True"]),
+        (("gpu", "CPU and CUDA 13.0, convolutions by cuDNN", 9, True), []),
+    ],
+)
+def test_info_says_what_would_make_steps_faster(here, says):
+    found = info.advice(*here)
+    assert len(found) == len(says)
+    assert all(map(re.search, says, found))
 
 
 @pytest.mark.parametrize(
