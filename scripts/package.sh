@@ -17,7 +17,7 @@ tools=$PWD/${VENV:-.venv-package}/bin
 VMEM_JAX_CUDA=OFF "$tools/python" -m build --outdir "$work" . >"$work/log" 2>&1 ||
     { tail -n 40 "$work/log" && exit 1; }
 mv "$work"/*.tar.gz "$out"
-PATH=$tools:$PATH "$tools/auditwheel" --quiet repair --wheel-dir "$out" "$work"/*.whl
+PATH=$tools:$PATH "$tools/auditwheel" repair --wheel-dir "$out" "$work"/*.whl >"$work/log" 2>&1
 wheel=$(echo "$out"/*manylinux*.whl)
 
 "$tools/python" -m venv "$work/clean"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import chain, orders, programs, unit_costs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_moves import costs_of, parks_of
 
+import vmem_jax
 from vmem_jax.core.costs import Source
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
@@ -164,3 +168,79 @@ def test_recordings_lie_side_by_side_and_are_saved(tmp_path):
     spans = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert spans == [(1, "a", 0.0, 1e6), (2, "b", 0.5e6, 1e6)]
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+
+
+# -- what viewers demand
+
+PHASES = {"X", "C", "i", "M"}
+NAMED = {"process_name": "name", "thread_name": "name"}
+SORTED = {"process_sort_index", "thread_sort_index"}
+
+
+def assert_trace_event_format(trace: dict) -> None:
+    """The rules of the Trace Event Format (JSON object form) for the phases that are written here.
+
+    Perfetto drops events that break them, without an error.
+    """
+    assert isinstance(trace["traceEvents"], list) and trace["displayTimeUnit"] in ("ms", "ns")
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    for event in trace["traceEvents"]:
+        assert event["ph"] in PHASES and isinstance(event["name"], str) and event["name"]
+        assert isinstance(event["pid"], int) and isinstance(event.get("args", {}), dict)
+        if event["ph"] == "M":
+            if event["name"] in NAMED:
+                assert isinstance(event["args"]["name"], str)
+            else:
+                assert event["name"] in SORTED and isinstance(event["args"]["sort_index"], int)
+            continue
+        assert is_number(event["ts"]) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert is_number(event["dur"]) and event["dur"] >= 0
+            assert isinstance(event["tid"], int) and isinstance(event["cat"], str)
+        elif event["ph"] == "C":
+            assert event["args"] and all(map(is_number, event["args"].values()))
+        else:
+            assert event["s"] in "gpt" and isinstance(event["tid"], int)
+    lanes = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] in "Xi"} <= lanes
+
+
+def train_step(weights, x):
+    def loss(weights):
+        y = x
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer{i}"):
+                y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+ARGUMENTS = (
+    [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6,
+    jax.ShapeDtypeStruct((2048, 32), jnp.float32),
+)
+
+
+def test_the_file_of_a_step_has_the_form_that_viewers_read(tmp_path):
+    step = vmem_jax.jit(train_step, budget=0.7, donate_argnums=0)
+    step.explain(*ARGUMENTS).save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert_trace_event_format(trace)
+    assert_trace_event_format(chrome_trace(predicted(CHAIN, slow(), SLOW, budget=77)))
+    assert {event["ph"] for event in trace["traceEvents"]} == PHASES
+    broken = {**trace, "traceEvents": [{**trace["traceEvents"][-1], "ts": "0"}]}
+    with pytest.raises(AssertionError):
+        assert_trace_event_format(broken)
+
+
+def test_layers_are_named_in_what_profilers_of_xla_show():
+    """Also those of steps that run again: their names come from the metadata of instructions."""
+    step = vmem_jax.jit(train_step, budget=0.7, donate_argnums=0, sub_batches=1)
+    recomputed = step.plan(*ARGUMENTS).recomputed
+    text = step.lower(*ARGUMENTS).compile().as_text()
+    products = lambda text: re.findall(r'op_name="[^"]*/jvp\(layer(\d)\)/dot_general"', text)
+    plain = jax.jit(train_step, donate_argnums=0).lower(*ARGUMENTS).compile().as_text()
+    assert recomputed and {*products(text)} == {*products(plain)} == {*"012345"}
+    assert len(products(text)) > len(products(plain))  # a product that runs twice is named twice
+    assert {*re.findall(r"transpose\(jvp\(layer(\d)\)\)", text)} == {*"012345"}
