@@ -51,6 +51,7 @@ ROOMS = (
 # Files of one name in several rooms, which are of one idea there.
 SAME_IDEA = {
     "base.py",  # the abstract class of the room
+    "carried.py",
     "compression.py",
     "convolutions.py",
     "exact.py",

@@ -43,14 +43,22 @@ class Matched:
         """
         c, numbers = self.convolution, self.numbers
         lhs = lhs.transpose(numbers.lhs_spec)
-        rhs = rhs.transpose(numbers.rhs_spec)
         if c.which == Pass.BACKWARD_FILTER:
+            rhs = rhs.transpose(numbers.rhs_spec)
             lhs, rhs = lhs.swapaxes(0, 1), rhs.swapaxes(0, 1)  # samples first
-        elif c.which == Pass.BACKWARD_DATA:
+            return _laid_out(lhs, c), _laid_out(rhs, c)
+        return _laid_out(lhs, c), self.kernel(rhs)
+
+    def kernel(self, rhs: jax.Array) -> jax.Array:
+        """The second operand of the equation, where that is the kernel, in the layout of
+        `convolution`."""
+        c = self.convolution
+        rhs = rhs.transpose(self.numbers.rhs_spec)
+        if c.which == Pass.BACKWARD_DATA:
             # the layer's kernel; XLA cancels this against the flip before it, where there is one
             rhs = lax.rev(rhs, range(2, rhs.ndim))
             rhs = _exchange(rhs, c.groups)
-        return _laid_out(lhs, c), _laid_out(rhs, c)
+        return _laid_out(rhs, c)
 
     def result(self, result: jax.Array) -> jax.Array:
         """The result of the pass as the equation has it."""

@@ -1,0 +1,305 @@
+"""carried: the passes over memory around 1×1 convolutions that their kernels can do in tiles.
+
+A 1×1 convolution without strides, channels last, is a product of rows. What makes its operand
+element by element (a normalisation, a residual sum, a ReLU, the gradient through all of them), and
+sums over its rows that are made of its result (the statistics of the next batch norm, the sums of
+the gradient to it) can be computed in its kernel. The gradient to the weight reads the same gradient
+as that to the operand, and is the second product of that kernel.
+
+Nothing here knows what a batch norm is: found is what is elementwise, one value for each channel, or
+a sum over all rows. A value that only such kernels read, and masks, does not exist any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.convolutions import Matched, match
+from vmem_jax.capture.fuse import fuse
+from vmem_jax.capture.primitives import ELEMENTWISE
+from vmem_jax.capture.ties import COMPARISONS
+from vmem_jax.core.convolution import Pass
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+DTYPES = ("bfloat16", "float16")
+
+_MOST_EQUATIONS = 100
+"""Behind a product, between it and its sums: a batch norm's backward pass has some ten."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Elementwise equations on tiles of rows.
+
+    Attributes:
+      equations: of the flat jaxpr, indices in order.
+      rows: the values of rows × channels that they read; `vectors` those of one value a channel.
+      made: what is wanted of them.
+    """
+
+    equations: tuple[int, ...]
+    rows: tuple[Var, ...]
+    vectors: tuple[Var, ...]
+    made: tuple[Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Carrying:
+    """A product that carries what stands around it.
+
+    Attributes:
+      product: the equation of the convolution.
+      matched: it, as the pass of a layer.
+      gradient: the equation of the gradient to the weight, and that as the pass of a layer; None
+        without.
+      before: makes its operand.
+      stores: whether the operand is stored, too.
+      behind: makes of its result, `raw`: x, where there is a gradient; `results`; the operands of
+        sums.
+      results: what is stored of it.
+      sums: the equations of the sums.
+    """
+
+    product: int
+    matched: Matched
+    gradient: tuple[int, Matched] | None
+    before: Tile
+    stores: bool
+    behind: Tile
+    raw: Var
+    results: tuple[Var, ...]
+    sums: tuple[int, ...]
+
+    @property
+    def returns(self) -> tuple[int, ...]:
+        """The equations, apart from elementwise ones, whose results its kernel returns."""
+        own = () if self.gradient is None else (self.gradient[0],)
+        return (self.product, *self.sums, *own)
+
+
+def find_carrying(flat: ClosedJaxpr) -> tuple[Carrying, ...]:
+    """The products of `flat` that can carry more than themselves, in its order."""
+    return tuple(_Finder(flat).found())
+
+
+class _Finder:
+    def __init__(self, flat: ClosedJaxpr) -> None:
+        opened = compat.open_jaxpr(flat)
+        self.eqns: Sequence[JaxprEqn] = opened.eqns
+        self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
+        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for a in {a for a in eqn.invars if isinstance(a, Var)}:
+                self.readers.setdefault(a, []).append(i)
+        self.exists = {v for kernel in fuse(flat) for v in (*kernel.reads, *kernel.writes)}
+        by = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        matches = {i: match(eqn, by) for i, eqn in enumerate(self.eqns)}
+        small = {i: m for i, m in matches.items() if m is not None and _is_product(m)}
+        is_gradient = lambda m: m.convolution.which == Pass.BACKWARD_FILTER
+        self.products = {i: m for i, m in small.items() if not is_gradient(m)}
+        self.gradients = {i: m for i, m in small.items() if is_gradient(m)}
+        self.virtual: set[Var] = set()
+        self.claimed: set[Var] = set()  # by the kernels that were found, of what is behind them
+
+    def found(self) -> Iterable[Carrying]:
+        pairs = {i: self._gradient_of(i) for i in self.products}
+        paired = {pair[0] for pair in pairs.values() if pair is not None}
+        operands = {self.eqns[i].invars[0] for i in self.products}
+        self.virtual = {x for x in operands if self._is_virtual(x, paired)}
+        carried: set[Var] = set()
+        for i, matched in self.products.items():
+            made = self._carrying(i, matched, pairs[i], carried)
+            if made is not None:
+                carried.add(self.eqns[i].invars[0])
+                self.exists.update(made.results)  # and what is before them does not
+                inner = {v for j in made.behind.equations for v in self.eqns[j].outvars}
+                self.claimed |= inner & self._after({made.raw})
+                yield made
+
+    def _gradient_of(self, i: int) -> tuple[int, Matched] | None:
+        """The gradient to the weight that reads the operand of product `i` as the gradient to y."""
+        dy, result = self.eqns[i].invars[0], self.eqns[i].outvars[0]
+        for j in self.readers.get(dy, ()):
+            if j in self.gradients and self.eqns[j].invars[1] is dy:
+                if self.eqns[j].invars[0].aval.shape == result.aval.shape:
+                    return j, self.gradients[j]
+        return None
+
+    def _is_virtual(self, x: Atom, paired: set[int]) -> bool:
+        """Whether `x` is made element by element and read by products, masks and gradients to the
+        weight alone, which make it again in their tiles."""
+        if x in self.outputs or not self._is_elementwise(x):
+            return False
+        eqns = self.eqns
+        for r in self.readers[x]:
+            compares = eqns[r].primitive.name in COMPARISONS
+            product = r in self.products and eqns[r].invars[0] is x
+            gradient = r in paired and eqns[r].invars[0] is x
+            if not (compares or product or gradient):
+                return False
+        return not _is_backward(eqns[self.maker[x]])  # gradients are stored: their sums are far
+
+    def _is_elementwise(self, v: Atom) -> bool:
+        i = self.maker.get(v) if isinstance(v, Var) else None
+        return i is not None and self.eqns[i].primitive.name in ELEMENTWISE
+
+    def _carrying(
+        self, i: int, matched: Matched, gradient: tuple[int, Matched] | None, carried: set[Var]
+    ) -> Carrying | None:
+        eqn = self.eqns[i]
+        x, raw = eqn.invars[0], eqn.outvars[0]
+        after = self._after({raw})
+        before = None
+        if self._is_elementwise(x) and x not in carried | self.outputs:
+            before = self._tile([x], x.aval.shape, {}, set())
+        if before is None:
+            before = Tile((), (x,), (), (x,))
+        inside = {i} if gradient is None else {i, gradient[0]}
+        others = [r for r in self.readers[x] if r not in inside]
+        stores = bool(before.equations) and x not in self.virtual and bool(others)
+        wanted = []
+        if gradient is not None:
+            wanted.append(self.eqns[gradient[0]].invars[0])
+        result, results = self._stored(raw, after), []
+        sums = self._sums(raw, after)
+        results.append(result)
+        wanted += [*results, *(self.eqns[s].invars[0] for s in sums)]
+        behind = self._tile(wanted, raw.aval.shape, {raw: None}, after)
+        if behind is None:
+            return None
+        if not (before.equations or sums or gradient):
+            return None
+        made = Carrying(
+            i, matched, gradient, before, stores, behind, raw, tuple(results), tuple(sums)
+        )
+        return made if self._is_free(made) else None
+
+    def _after(self, values: set[Var]) -> set[Var]:
+        """`values`, and all that is made of them."""
+        found = set(values)
+        first = min(self.maker[v] for v in values)
+        for eqn in self.eqns[first:]:
+            if any(isinstance(a, Var) and a in found for a in eqn.invars):
+                found.update(eqn.outvars)
+        return found
+
+    def _stored(self, raw: Any, after: set[Var]) -> Any:
+        """The last value behind product `raw` that is alone made of it, and no wider."""
+        v = raw
+        while v not in self.outputs and len(self.readers.get(v, ())) == 1:
+            [r] = self.readers[v]
+            out = self.eqns[r].outvars[0]
+            if self.eqns[r].primitive.name not in ELEMENTWISE or out.aval.shape != v.aval.shape:
+                break
+            if out.aval.dtype.itemsize != v.aval.dtype.itemsize or out in self.claimed:
+                break
+            if self._tile([out], raw.aval.shape, {raw: None}, after) is None:
+                break
+            v = out
+        return v
+
+    def _sums(self, raw: Any, after: set[Var]) -> list[int]:
+        """The sums over all rows that are made of `raw` and of what was there before."""
+        found: list[int] = []
+        seen, stack = {raw}, [raw]
+        while stack and len(seen) < _MOST_EQUATIONS:
+            for r in self.readers.get(stack.pop(), ()):
+                eqn = self.eqns[r]
+                if eqn.primitive.name == "reduce_sum":
+                    axes = tuple(range(len(raw.aval.shape) - 1))
+                    operand = eqn.invars[0]
+                    same = operand.aval.shape == raw.aval.shape
+                    exact = operand.aval.dtype.name == "float32"
+                    if same and exact and tuple(sorted(eqn.params["axes"])) == axes:
+                        if self._tile([operand], raw.aval.shape, {raw: None}, after) is not None:
+                            found.append(r)
+                elif eqn.primitive.name in ELEMENTWISE:
+                    out = eqn.outvars[0]
+                    if out.aval.shape == raw.aval.shape and out not in seen | self.claimed:
+                        seen.add(out)
+                        stack.append(out)
+        return sorted(set(found))
+
+    def _tile(
+        self, wanted: Sequence[Any], shape: tuple[int, ...], given: dict[Any, None], after: set[Var]
+    ) -> Tile | None:
+        """The elementwise equations from values that exist, and `given`, to `wanted`; None where
+        there is none, or one of those values is in `after`."""
+        equations: set[int] = set()
+        rows: dict[Var, None] = {}
+        vectors: dict[Var, None] = {}
+        seen: set[Var] = set()
+
+        def visit(a: Any, root: bool) -> bool:
+            if isinstance(a, Literal):
+                return np.ndim(a.val) == 0
+            if a in seen or a in given:
+                return True
+            seen.add(a)
+            if _is_vector(a, shape):
+                vectors[a] = None
+                return a not in after
+            if a.aval.shape != shape:
+                return False
+            i = self.maker.get(a, -1)
+            eqn = None if i < 0 else self.eqns[i]
+            if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+                [operand, *dynamic] = eqn.invars
+                spread = eqn.params["broadcast_dimensions"]
+                fits = isinstance(operand, Literal) or (
+                    spread[-1:] == (len(shape) - 1,) and _is_vector(operand, shape)
+                )
+                equations.add(i)
+                return not dynamic and fits and visit(operand, False)
+            expands = eqn is not None and eqn.primitive.name in ELEMENTWISE
+            stops = a in self.exists and a not in self.virtual and a not in after and not root
+            if eqn is not None and expands and not stops:
+                equations.add(i)
+                return len(equations) < _MOST_EQUATIONS and all(visit(b, False) for b in eqn.invars)
+            rows[a] = None
+            return a not in after
+
+        roots = {v for v in wanted if v in after or not given or v in self.virtual}
+        if not all(visit(v, v in roots) for v in wanted):
+            return None
+        return Tile(tuple(sorted(equations)), tuple(rows), tuple(vectors), tuple(wanted))
+
+    def _is_free(self, made: Carrying) -> bool:
+        """Whether all that its kernel reads can be there before all that it returns is read."""
+        returned = {made.raw, *made.results, *(self.eqns[s].outvars[0] for s in made.sums)}
+        if made.gradient is not None:
+            returned.add(self.eqns[made.gradient[0]].outvars[0])
+        if made.stores:
+            returned.add(made.before.made[0])
+        inner = {v for i in made.behind.equations for v in self.eqns[i].outvars}
+        inner |= {v for i in made.before.equations for v in self.eqns[i].outvars}
+        after = self._after(returned)
+        read = {*made.before.rows, *made.before.vectors, *made.behind.rows, *made.behind.vectors}
+        weight = self.eqns[made.product].invars[1]
+        return not (after - inner) & {*read, weight} and read.isdisjoint(after)
+
+
+def _is_vector(a: Atom, shape: tuple[int, ...]) -> bool:
+    """Whether `a` has one value for each channel of arrays of `shape`."""
+    own = a.aval.shape
+    floats = jax.numpy.issubdtype(a.aval.dtype, jax.numpy.floating)
+    return floats and own[-1:] == shape[-1:] and math.prod(own) == shape[-1]
+
+
+def _is_product(matched: Matched) -> bool:
+    """Whether a convolution is a product of rows."""
+    c = matched.convolution
+    ones = {*c.kernel, *c.strides, *c.dilation, c.groups}
+    return c.channels_last and c.dtype in DTYPES and ones == {1} and not any(map(any, c.padding))
+
+
+def _is_backward(eqn: JaxprEqn) -> bool:
+    return "transpose(" in compat.name_stack(eqn)

@@ -1,0 +1,239 @@
+"""carried: a 1×1 convolution with what stands around it, as a JAX primitive.
+
+On an NVIDIA GPU it is one kernel (`conv.products`), where a tiling is known for its widths;
+elsewhere XLA's passes. Its operands and results are those of the step: images, channels last, and
+kernels as the convolutions take and give them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jexc
+from jax.interpreters import mlir
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.convolutions import Matched
+from vmem_jax.conv.products import Around, Made, Operands, Tiling, by_passes, in_tiles
+from vmem_jax.core.convolution import Pass
+from vmem_jax.jax_compat import JaxprEqn, Literal
+
+carried_p = jexc.Primitive("carried_product")
+carried_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elementwise:
+    """Elementwise equations, on arrays (n, channels) in place of images.
+
+    Attributes:
+      equations: in order.
+      rows, vectors: the values that they read, of rows × channels and of one value a channel.
+      made: what they are wanted for.
+      given: a value that stands before all others; None for none.
+    """
+
+    equations: tuple[JaxprEqn, ...]
+    rows: tuple[Any, ...]  # JAX types variables too loosely for a checker
+    vectors: tuple[Any, ...]
+    made: tuple[Any, ...]
+    given: Any = None
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        """`made` of arrays (n, channels) and (1, channels), the given value in float32 first."""
+        inputs = (*(() if self.given is None else (self.given,)), *self.rows, *self.vectors)
+        values = dict(zip(inputs, arrays, strict=True))
+        if self.given is not None:
+            values[self.given] = arrays[0].astype(self.given.aval.dtype)
+        shape = arrays[0].shape
+
+        def read(a: Any) -> Any:
+            if isinstance(a, Literal):
+                aval: Any = a.aval
+                return jnp.full(shape, a.val, aval.dtype)
+            return jnp.broadcast_to(values[a], shape)
+
+        for eqn in self.equations:
+            [out] = eqn.outvars
+            operands = [read(a) for a in eqn.invars]
+            if eqn.primitive.name == "broadcast_in_dim":
+                values[out] = operands[0]
+            elif eqn.primitive.name == "add_any":
+                values[out] = operands[0] + operands[1]
+            else:
+                values[out] = eqn.primitive.bind(*operands, **eqn.params)
+        return [read(v) for v in self.made]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Carried:
+    """What the primitive computes. Its operands are, in order: rows, vectors, result rows, result
+    vectors, and the kernel of the convolution.
+
+    Attributes:
+      matched: the convolution as a pass of a layer.
+      gradient: the gradient to its weight, as the pass of that layer; None without one.
+      before, behind: what makes the operand, and what is made of the result: x where there is a
+        gradient, `results` values that are stored, then those that are summed.
+      stores: whether the operand is stored.
+      results: how many values are stored of what is behind.
+      sums: the types of the sums.
+    """
+
+    matched: Matched
+    gradient: Matched | None
+    before: Elementwise
+    behind: Elementwise
+    stores: bool
+    results: int
+    sums: tuple[Any, ...]
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Rows, channels of the operand and of the result."""
+        c = self.matched.convolution
+        ends = c.features_in, c.features_out
+        backward = c.which == Pass.BACKWARD_DATA
+        return (math.prod(self.shape[:-1]), *(ends[::-1] if backward else ends))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the operand, images."""
+        return self.before.made[0].aval.shape
+
+    @property
+    def flops(self) -> int:
+        """Of its products."""
+        rows, a, b = self.widths
+        return 2 * rows * a * b * (1 if self.gradient is None else 2)
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """That of its kernel; None where XLA's passes do it."""
+        wide = len(self.before.rows), len(self.behind.rows)
+        return tiling_for(*self.widths, *wide, self.gradient is not None)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of what each program of its kernel sums."""
+        _, a, b = self.widths
+        tiling = self.tiling
+        if tiling is None:
+            return 0
+        gradient = 0 if self.gradient is None else a * b
+        return 4 * tiling.programs * (gradient + len(self.sums) * b)
+
+
+def tiling_for(
+    rows: int, a: int, b: int, wide: int, result_wide: int, gradient: bool
+) -> Tiling | None:
+    """How the kernel of a product of `rows` and (a, b) is divided; None where no kernel is known to
+    be faster than passes.
+
+    Args:
+      wide, result_wide: how many arrays of either width it reads.
+    """
+    columns = min(b, 256)
+    if rows % 64 or a % 16 or b % columns or not 64 <= a <= 256 or columns < 64:
+        return None
+    if gradient and a * b > 2**14:
+        return None
+    del wide, result_wide
+    return Tiling(64, columns, 132, 8, 2)
+
+
+def carried(carried: Carried, *operands: jax.Array) -> list[jax.Array]:
+    """Runs `carried`; returns the operand, if it is stored, the results, the sums, and the gradient
+    to the weight, as the equations that it stands for do."""
+    return carried_p.bind(*operands, carried=carried)
+
+
+@carried_p.def_abstract_eval
+def _abstract(*operands: Any, carried: Carried) -> list[Any]:
+    del operands
+    shaped = lambda v: jax.core.ShapedArray(v.aval.shape, v.aval.dtype)
+    start = 0 if carried.gradient is None else 1
+    found = [shaped(carried.before.made[0])] if carried.stores else []
+    found += map(shaped, carried.behind.made[start : start + carried.results])
+    found += carried.sums
+    if carried.gradient is not None:
+        c = carried.gradient.convolution
+        shape = (c.features_out, *c.kernel, c.features_in)
+        like = jax.ShapeDtypeStruct(shape, c.dtype)
+        made = jax.eval_shape(carried.gradient.result, like)
+        found.append(jax.core.ShapedArray(made.shape, made.dtype))
+    return found
+
+
+def _operands(c: Carried, operands: Sequence[jax.Array]) -> Operands:
+    *arrays, kernel = operands
+    groups, start = [], 0
+    for each in (c.before.rows, c.before.vectors, c.behind.rows, c.behind.vectors):
+        groups.append(arrays[start : start + len(each)])
+        start += len(each)
+    rows, a, b = c.widths
+    wide = lambda group, width: [x.reshape(rows, width) for x in group]
+    thin = lambda group, width: [x.reshape(width) for x in group]
+    weight = c.matched.kernel(kernel)
+    weight = weight.reshape(weight.shape[0], -1)
+    weight = weight if c.matched.convolution.which == Pass.BACKWARD_DATA else weight.T
+    return Operands(
+        weight, wide(groups[0], a), thin(groups[1], a), wide(groups[2], b), thin(groups[3], b)
+    )
+
+
+def _run(make: Any, *operands: jax.Array, carried: Carried) -> list[jax.Array]:
+    c = carried
+    given = _operands(c, operands)
+    has = c.gradient is not None
+    around = Around(
+        lambda *arrays: c.before(*arrays) * (1 + c.stores),  # stored is the operand
+        c.behind,
+        stored=int(c.stores),
+        results=c.results,
+        has_gradient=has,
+    )
+    stored, sums, gradient = make(around, given)
+    shapes = [c.shape] if c.stores else []
+    start = 1 if has else 0
+    shapes += [v.aval.shape for v in c.behind.made[start : start + c.results]]
+    found = [x.reshape(shape) for x, shape in zip(stored, shapes, strict=True)]
+    found += [x.astype(like.dtype) for x, like in zip(sums, c.sums, strict=True)]
+    if c.gradient is not None and gradient is not None:
+        g = c.gradient.convolution
+        shape = (g.features_out, *g.kernel, g.features_in)
+        found.append(c.gradient.result(gradient.T.astype(g.dtype).reshape(shape)))
+    return found
+
+
+def _on_cuda(*operands: jax.Array, carried: Carried) -> list[jax.Array]:
+    tiling = carried.tiling
+    make: Any = by_passes if tiling is None else functools.partial(in_tiles, tiling=tiling)
+    return _run(make, *operands, carried=carried)
+
+
+def _lowered_on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    here = jax.default_backend() == "gpu"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The Pallas Triton backend")
+        with contextlib.nullcontext() if here else compat.on_described_gpu("NVIDIA H200"):
+            return mlir.lower_fun(_on_cuda, multiple_results=True)(ctx, *operands, **params)
+
+
+carried_p.def_impl(
+    lambda *operands, **params: jax.jit(functools.partial(carried_p.bind, **params))(*operands)
+)
+mlir.register_lowering(
+    carried_p, mlir.lower_fun(functools.partial(_run, by_passes), multiple_results=True)
+)
+mlir.register_lowering(carried_p, _lowered_on_cuda, platform="cuda")
+
+__all__ = ["Carried", "Elementwise", "Made", "carried", "carried_p", "tiling_for"]
