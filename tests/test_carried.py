@@ -13,9 +13,12 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
+import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.capture.carried import find_carrying
+from vmem_jax.core.plan import Plan
+from vmem_jax.errors import TechniqueError
 from vmem_jax.rewrite.carried import with_carried
 
 BATCH, SIZE, WIDE, NARROW = 4, 8, 32, 16
@@ -258,8 +261,7 @@ CASES = {
         functools.partial(raw, without_statistics),
         [
             *("forward, 1 rows, stores", "forward, 1 rows", "forward, 2 rows, stores"),
-            *("forward, 1 rows", "backward, 2 rows, gradient"),
-            *["backward, 1 rows, gradient"] * 2,
+            *("forward, 1 rows", *["backward, 2 rows, gradient"] * 2, "backward, 1 rows, gradient"),
         ],
     ),
     "two passes": (  # the second sum needs the first
@@ -319,3 +321,36 @@ def test_its_values_are_as_near_to_float32_as_those_of_the_step(name):
     off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
     for a, b, value in zip(run(ours), run(flat), exact, strict=True):
         assert off(a, value) <= 1.1 * off(b, value) + 1e-7
+
+
+def test_a_plan_carries_where_allow_names_it(tmp_path):
+    step, args = raw(bottleneck)
+    allow = ("order", "recompute", "carry")
+    carrying = vmem_jax.jit(step, budget=1.0, policy="exact", allow=allow)
+    plan = carrying.plan(*args)
+    assert plan.carried == tuple(range(7))
+    assert "7 convolutions with what stands around them" in str(plan)
+    assert not vmem_jax.jit(step, budget=1.0, policy="exact").plan(*args).carried
+    plan.save(tmp_path / "plan.json")
+    again = vmem_jax.jit(step, plan=Plan.load(tmp_path / "plan.json"), allow=allow)
+    for a, b in zip(*(jax.tree.leaves(each(*args)) for each in (carrying, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    exact = jax.tree.leaves(jax.jit(raw(bottleneck, dtype="float32")[0])(*args))
+    for a, value in zip(jax.tree.leaves(again(*args)), exact, strict=True):
+        np.testing.assert_allclose(a, value, atol=0.01)
+
+
+def test_a_carrying_plan_keeps_less_at_once():
+    """Of two batch norms before 1×1 convolutions nothing is kept but the convolutions' results."""
+    step, args = raw(bottleneck)
+    peaks = {}
+    for name, allow in {"all": ("order", "carry"), "order": ("order",)}.items():
+        plan = vmem_jax.jit(step, budget=1.0, policy="exact", allow=allow).plan(*args)
+        peaks[name] = plan.predicted_peak
+    assert peaks["all"] < peaks["order"]
+
+
+def test_a_step_without_such_convolutions_says_so():
+    step, args = raw(bottleneck, dtype="float32")
+    with pytest.raises(TechniqueError, match="no 1×1 convolution in 16 bits"):
+        vmem_jax.jit(step, allow="carry", budget=0.9)(*args)

@@ -32,6 +32,7 @@ from vmem_jax.search.search import Attempt, Found, need_nbytes, search
 from vmem_jax.search.sweep import Compiles
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
+from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
 from vmem_jax.techniques.loops import loop_contexts, with_loops
@@ -175,6 +176,7 @@ def _groups(
         first += [dataclasses.replace(own, counts=more)] if more else []
     others = [_other(step, policy) for policy in settings.policy.instead]
     chunked = logit_contexts(step, budget)
+    chunked += carry_contexts(step)
     loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
     first += [_of_loops(context, proved) for context in loops]
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
@@ -247,6 +249,8 @@ def _new_variant(step: StepContext, policy: AbstractPolicy, count: int, moves: b
         name += ", other stacks"
     if program.logit_chunks > 1:
         name += f", logits in {program.logit_chunks} chunks"
+    if program.carried:
+        name += f", {len(program.carried)} convolutions with what stands around them"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
     variant = Variant(name, program, form.policy, form.costs, compiles, origin=traced)
@@ -266,6 +270,8 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
     if plan.logit_chunks > 1:
         step = with_logits(step, plan.logit_chunks)
+    if plan.carried:
+        step = with_carry(step, plan.carried)
     if plan.kept is not None:
         step = with_loops(step, plan.kept, plan.segments)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):

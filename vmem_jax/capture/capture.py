@@ -40,6 +40,7 @@ from vmem_jax.jax_compat import ClosedJaxpr, Var
 
 _ON_CPU = frozenset(("conv_general_dilated",))
 _ON_GPU = _ON_CPU | {
+    "carried_product",
     "dot_general",
     "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd_wrapper",
@@ -116,18 +117,21 @@ class Captured:
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
         flat, separate = (segmented(each, divided_loops) for each in (flat, separate))
         captured = _captured(bodies(flat), separate, self.applied, given, None)
-        return dataclasses.replace(captured, stacked=stacked)._keeping(
-            kept, segments, self.program.logit_chunks
-        )
+        return dataclasses.replace(captured, stacked=stacked)._keeping(kept, segments, self.program)
 
     def _keeping(
         self,
         kept: tuple[tuple[int, ...], ...] | None,
         segments: tuple[tuple[int, ...], ...] | None,
-        chunks: int,
+        like: Program,
     ) -> Captured:
+        """The same with these stacks, and with the logits and convolutions of `like`."""
         program = dataclasses.replace(
-            self.program, kept=kept, segments=segments, logit_chunks=chunks
+            self.program,
+            kept=kept,
+            segments=segments,
+            logit_chunks=like.logit_chunks,
+            carried=like.carried,
         )
         return dataclasses.replace(self, program=program)
 
@@ -144,7 +148,7 @@ class Captured:
         flat, sub_batches = divided(self.separate, batch, count)
         parts = _captured(bodies(flat), flat, self.applied, self.inputs, sub_batches)
         ours = self.program
-        return parts._keeping(ours.kept, ours.segments, ours.logit_chunks)
+        return parts._keeping(ours.kept, ours.segments, ours)
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]

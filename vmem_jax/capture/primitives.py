@@ -138,6 +138,7 @@ def _attention_flops(products: int) -> Callable[[JaxprEqn], int]:
 _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "conv_general_dilated": _conv_flops,
     "micro_convolution": lambda eqn: eqn.params["convolution"].flops,
+    "carried_product": lambda eqn: eqn.params["carried"].flops,
     "dot_general": _dot_flops,
     "reduce_window_max": _window_flops,
     "reduce_window_sum": _window_flops,
@@ -244,13 +245,15 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
 
 def workspace(eqn: JaxprEqn) -> int:
     """Bytes that live only inside an opaque equation: the peak of its largest inner jaxpr, or what a
-    convolution in micro-batches was given.
+    convolution in micro-batches was given, or what the programs of one kernel sum.
 
     Scan stacks its residuals in outputs, which are counted as buffers; what remains is one
     iteration's own values.
     """
     if eqn.primitive.name == "micro_convolution":
         return eqn.params["configuration"].workspace
+    if eqn.primitive.name == "carried_product":
+        return eqn.params["carried"].workspace
     return max((_inner_peak(jaxpr) for jaxpr in inner_jaxprs(eqn)), default=0)
 
 

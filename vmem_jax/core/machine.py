@@ -51,7 +51,7 @@ class Machine:
             inside = step.length * sum(map(self.seconds, step.body))
             return step.times * (inside + step.nbytes / self.bandwidth)
         rate = self.flops.get(step.dtype, self.flops[""])
-        if step.op in ("conv_general_dilated", "micro_convolution"):
+        if step.op in ("conv_general_dilated", "micro_convolution", "carried_product"):
             rate = self.convolutions.get(step.dtype, rate)
         if not step.aligned:
             rate /= _UNALIGNED

@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 10
+FORMAT = 11
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -80,7 +80,8 @@ class Plan:
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed, kept, segments, logit_chunks: the same fields of the program that it was made for.
+      compressed, kept, segments, logit_chunks, carried: the same fields of the program that it was
+        made for.
     """
 
     program: str
@@ -98,6 +99,7 @@ class Plan:
     kept: tuple[tuple[int, ...], ...] | None = None
     segments: tuple[tuple[int, ...], ...] | None = None
     logit_chunks: int = 1
+    carried: tuple[int, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -132,6 +134,8 @@ class Plan:
         every = [str(each[0]) for each in self.segments or () if each]
         moved += f", in segments of {', '.join(every)} iterations" if every else ""
         moved += f", logits in {self.logit_chunks} chunks" if self.logit_chunks > 1 else ""
+        count = len(self.carried)
+        moved += f", {count} convolutions with what stands around them" if count else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -204,6 +208,7 @@ class Plan:
             and all(map(_is_configured, values["convolutions"])),
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "logit_chunks": _is_int(values["logit_chunks"]) and values["logit_chunks"] > 0,
+            "carried": isinstance(values["carried"], list) and all(map(_is_int, values["carried"])),
             "compressed": _are_integers(values["compressed"], 2),
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
             "segments": values["segments"] is None or _are_lists_of_integers(values["segments"]),
@@ -220,7 +225,7 @@ class Plan:
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
         of_loops = lambda field: None if values[field] is None else tuple(map(tuple, values[field]))
         parts: dict[str, Any] = {"order": order, "transfers": transfers, "looped": looped}
-        parts |= {"compressed": compressed}
+        parts |= {"compressed": compressed, "carried": tuple(values["carried"])}
         parts |= {field: of_loops(field) for field in ("kept", "segments")}
         return cls(**{**values, **parts, "convolutions": convolutions})
 
@@ -282,4 +287,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         kept=program.kept,
         segments=program.segments,
         logit_chunks=program.logit_chunks,
+        carried=program.carried,
     )

@@ -167,6 +167,8 @@ class Program:
       segments: of every pair of loops (iterations in a segment, *those of `kept` that are stacked for
         one segment at a time), () of one that is not divided; None where none is.
       logit_chunks: in how many chunks of tokens its largest product runs, with what follows it.
+      carried: of the convolutions that can carry what stands around them, in their order, the indices
+        of those that do.
     """
 
     buffers: tuple[Buffer, ...]
@@ -179,6 +181,7 @@ class Program:
     kept: tuple[tuple[int, ...], ...] | None = None
     segments: tuple[tuple[int, ...], ...] | None = None
     logit_chunks: int = 1
+    carried: tuple[int, ...] = ()
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

@@ -137,6 +137,7 @@ def finish(
         kept=program.kept,
         segments=program.segments,
         logit_chunks=program.logit_chunks,
+        carried=program.carried,
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

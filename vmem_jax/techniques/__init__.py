@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vmem_jax.techniques.base import AbstractTechnique, Form
+from vmem_jax.techniques.carry import Carry
 from vmem_jax.techniques.compress import Compress
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.logits import Logits
@@ -20,6 +21,7 @@ TECHNIQUES: dict[str, AbstractTechnique] = {
         Recompute(),
         SubBatches(),
         Logits(),
+        Carry(),
         Offload(),
         Stream(),
         Workspace(),

@@ -16,9 +16,10 @@ TECHNIQUES = (
     "workspace",
     "sub_batches",
     "logits",
+    "carry",
     "compress",
 )
-"""What a plan may use. By default all but the last are allowed."""
+"""What a plan may use. By default all but the last two are used."""
 
 
 def techniques(allow: str | Sequence[str] | None) -> tuple[str, ...]:
