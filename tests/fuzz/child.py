@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -82,7 +81,6 @@ class Child:
                     left = [one for one in left if one[0] != at]
                     self.close()
         self._served += 1
-        self._forget_compiled()
         if self._served >= PROGRAMS:
             self.close()
 
@@ -96,11 +94,6 @@ class Child:
         self._stderr.close()
         shutil.rmtree(self._compiled, ignore_errors=True)
 
-    def _forget_compiled(self) -> None:
-        for name in os.listdir(self._compiled) if self._process is not None else ():
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(self._compiled, name))
-
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
@@ -108,8 +101,7 @@ class Child:
         root = Path(__file__).parents[__package__.count(".") + 1]
         path = os.pathsep.join([str(root), *filter(None, sys.path)])
         self._stderr = tempfile.TemporaryFile()
-        # what several options of a program compile alike, plain jit and a plan that is asked for
-        # again, is compiled once
+        # enables JAX's cache, which the worker keeps in memory (`compiled`): nothing is written there
         self._compiled = tempfile.mkdtemp(prefix="vmem_jax_fuzz_compiled_")
         cache = {
             "JAX_COMPILATION_CACHE_DIR": self._compiled,

@@ -52,9 +52,10 @@ class Settings:
             # products in TF32 differ from algorithm to algorithm by more than single precision rounds
             precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
             return {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": share, **precise}
-        # LLVM's optimisation is a third of the time, and no part of what is tested; MLIR for fusions
-        # is most of the rest, where XLA can still do without
-        flags = "--xla_backend_optimization_level=0"
+        # LLVM's optimisation is a third of the time, and no part of what is tested, and many small
+        # modules take longer than one; MLIR for fusions is most of the rest, where XLA can still do
+        # without
+        flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         if importlib.metadata.version("jax").startswith("0.10."):
             flags += " --xla_cpu_use_fusion_emitters=false"
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

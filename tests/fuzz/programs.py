@@ -25,6 +25,10 @@ Spec = dict[str, Any]
 MOST = 2**17
 """Elements of the activations: what is larger is cut, so that a program takes about a second."""
 
+COUNTS = [1] * 7 + [2] * 12 + [3] * 11 + [4] * 6 + [5] * 3 + [8]
+"""Numbers of layers. A program of eight takes as long as ten of three, and what was found so far
+shrank to one to three."""
+
 FEWEST = 2**12
 """Elements of the inputs, of most programs."""
 
@@ -65,7 +69,7 @@ def draw_spec(seed: int) -> Spec:
             batch, time = 2 * batch, 2 * time if time < 36 else time
     if draw.chance(0.02):
         batch, time = draw.one([(0, time), (batch, 0)])
-    count = draw.one([1, 2, 2, 3, 3, 4, 4, 5, 6, 8, 11])
+    count = draw.one(COUNTS)
     names = [draw.one(list(LAYERS)) for _ in range(count)]
     return {
         "version": VERSION,

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import sys
 
 PLAIN = -1
 """Stands for an index while plain jit is at work."""
+
+CLEARED = 10
+"""After so many programs what JAX has traced is forgotten. Small operations, which all share,
+are compiled anew then."""
 
 
 def main() -> None:
@@ -23,10 +28,15 @@ def main() -> None:
     faulthandler.enable()
     import jax
 
+    from . import compiled
     from .check import Plain, check, invalid
     from .options import Options
 
+    compiled.keep_in_memory()
+    gc.freeze()  # tracing makes so many objects that looking for cycles among them all is a tenth
+    gc.set_threshold(100_000, 20, 100)
     write = lambda **line: print(json.dumps(line), file=rows)
+    served = 0
     for line in sys.stdin:
         job = json.loads(line)
         write(at=PLAIN)
@@ -39,7 +49,12 @@ def main() -> None:
             write(at=index)
             row = failed or check(plain, Options(**options), ask)
             write(row={"option": index, **row, "jax": jax.__version__})
-        jax.clear_caches()
+        plain = failed = None
+        compiled.forget()
+        served += 1
+        if served % CLEARED == 0:
+            jax.clear_caches()
+            gc.collect()
         write(done=True)
 
 

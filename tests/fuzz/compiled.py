@@ -1,0 +1,35 @@
+"""Executables kept in memory, so that what a program compiles twice is compiled once.
+
+Plain jit, a plan that is saved and loaded, and a lowest peak that is asked for are compiled again and
+again. JAX's own persistent cache would do, but writes each executable to a file and reads it back,
+which takes longer than to compile a small one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax._src import compilation_cache
+
+_kept: dict[str, tuple[Any, int]] = {}
+
+
+def keep_in_memory() -> None:
+    """From now on JAX's persistent cache, where it is enabled, is a table of this process."""
+    compilation_cache.get_executable_and_time = _get
+    compilation_cache.put_executable_and_time = _put
+
+
+def forget() -> None:
+    """Drops all executables that are kept."""
+    _kept.clear()
+
+
+def _get(key: str, *others: Any, **more: Any) -> tuple[Any, int | None]:
+    return _kept.get(key, (None, None))
+
+
+def _put(
+    key: str, name: str, executable: Any, backend: Any, seconds: int, *others: Any, **more: Any
+) -> None:
+    _kept[key] = executable, seconds
