@@ -102,6 +102,32 @@ def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
     )
 
 
+@pytest.mark.parametrize("workspace, waits", [(100, True), (10, False)])
+def test_a_large_workspace_that_hangs_on_small_values_waits_for_the_step_before(workspace, waits):
+    """As the bits of several dropouts, each of a key: XLA would hold all workspaces at once."""
+    b = Builder()
+    key, x = b.input(1), b.input(100)
+    h = b.step([x], 100)
+    bits = b.step([key], 100, workspace=workspace)
+    y = b.step([h, bits], 100)
+    program = b.program([b.step([y], 100, BACKWARD)])
+    assert (Fence(1, (h, key)) in fences(program, range(4), small=10)) is waits
+
+
+def test_what_waits_for_the_step_before_is_one_fence_with_what_is_tied_there():
+    b = Builder()
+    key, x = b.input(1), b.input(100)
+    h = b.step([x], 100)
+    mask = b.step([h], 100, fusible=True)
+    small = b.step([key], 1)
+    bits = b.step([small], 100, workspace=100)
+    loss = b.step([bits], 100)
+    program = b.program([b.step([loss, mask], 100, BACKWARD)])
+    assert [f for f in fences(program, range(6), small=10) if f.position == 3] == [
+        Fence(3, (mask, small))
+    ]
+
+
 def test_small_values_are_not_worth_a_fence():
     b = Builder()
     x = b.input(100)

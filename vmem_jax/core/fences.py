@@ -15,7 +15,9 @@ Where a recomputation could start sooner in its run than the plan has it, and ta
 not free there yet, a run of its own starts with it: what it reads waits for the spine again.
 
 The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
-next heavy step reads, where its own input would otherwise wait for the backward pass with it.
+next heavy step reads, where its own input would otherwise wait for the backward pass with it. A step
+that takes a large workspace and waits for nothing large, such as the random bits of dropout on a CPU,
+is tied to what the heavy step before it made.
 
 Only values that exist in memory are fenced, so no fence breaks a fusion that XLA could have made.
 """
@@ -427,16 +429,36 @@ class _Fencer:
             step = program.steps[self.order[position]]
             if self.again[position]:
                 return found  # from here on values are renewed by bursts of recomputation
+            held = self._waiting_for_nothing(position)
             if not step.is_heavy:
                 waiting += [(position, b) for b in step.writes if self._is_for_later(b)]
+                found += [Fence(position, held)] if held else []
                 continue
             ties = [b for p, b in waiting if self._frees(p, position)]
             waiting = []
             reads = [b for b in step.reads if program.producer[b] >= 0]
             if ties and reads:
-                spine = max(reads, key=lambda b: program.buffers[b].nbytes)
-                found.append(Fence(position, (spine, *(b for b in ties if b != spine))))
+                held = held or (max(reads, key=lambda b: program.buffers[b].nbytes),)
+                held = tuple(dict.fromkeys((*held, *ties)))
+            found += [Fence(position, held)] if held else []
         return found
+
+    def _waiting_for_nothing(self, position: int) -> tuple[int, ...]:
+        """What holds back a step that takes a large workspace, but reads small values alone, as the
+        random bits of dropout do of their key: without it XLA begins all such steps at once, with
+        the first. () for other steps, and where nothing large is there yet."""
+        program, step = self.program, self.program.steps[self.order[position]]
+        is_large = lambda nbytes: nbytes > self.small
+        if not is_large(step.workspace) or any(
+            is_large(program.buffers[b].nbytes) for b in step.reads
+        ):
+            return ()
+        spine = self._spine(position)
+        if spine is None or not is_large(program.buffers[spine].nbytes):
+            return ()
+        if not step.reads or self._is_written_over(spine, position, len(self.order)):
+            return ()
+        return (spine, *(b for b in step.reads if b != spine))
 
     def _is_for_later(self, b: int) -> bool:
         """Whether the backward pass reads `b`, and in the forward pass no heavy step does."""
