@@ -161,7 +161,8 @@ def test_meta_the_program_of_these_tests_fits():
 def test_a_share_is_one_of_what_the_step_needs_with_the_same_donation():
     """With what the first argument gives up, plain jit needs less."""
     given = {"policy": "auto", "donate_argnums": (0, 1)}
-    row = run_one(Settings(), {**SPEC, "update": "adamw"}, Options(0.95, "share", "call", given))
+    spec = {**SPEC, "seed": 2, "update": "adamw"}
+    row = run_one(Settings(), spec, Options(0.95, "share", "call", given))
     assert row["outcome"] == FIT and row["budget"] < int(0.95 * row["plain_need"])
 
 
