@@ -18,6 +18,7 @@ from manifest import Case, Table
 from variants import policy_of
 
 import vmem_jax
+from vmem_jax import VDNN, MoDNN
 from vmem_jax.capture import capture
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import Costs, analytic
@@ -118,6 +119,35 @@ def _by_sample(two: Program, four: Program, batch: int) -> tuple[list[Task], int
     return tasks, 2 * sum(two.buffers[b].nbytes for b in parameters), batch * sum(growing)
 
 
+def moved(table: Table) -> list[Cell]:
+    """moDNN, Figure 7: bytes moved by vDNN and by moDNN, with the batch as a whole.
+
+    By a roofline, in the paper's 12 GB and in a share of the peak without transfers. The last cells
+    are means over the networks of which vDNN moves something.
+    """
+    found = []
+    dtype = "float32"
+    for budget in ("12GiB", 0.95, 0.9):
+        ratios = []
+        of_budget = budget if isinstance(budget, str) else f"{budget:.0%} of the peak"
+        for network in dict.fromkeys(c.network for c in table.cases if c.dtype == dtype):
+            model, batch = network.split(":")
+            program = captured(model, int(batch), dtype)
+            costs = analytic(program, CARDS[CARD].machine)
+            free = MoDNN().plan(program, costs, None)
+            limit = 12 * 2**30 if isinstance(budget, str) else int(budget * free.predicted_peak)
+            nbytes = []
+            for policy in (VDNN(), MoDNN()):
+                plan = policy.plan(program, costs, limit)
+                nbytes.append(sum(program.buffers[t.buffer].nbytes for t in plan.transfers))
+                found.append(_mib(network, of_budget, policy.name, nbytes[-1]))
+            if nbytes[0]:
+                ratios.append(nbytes[0] / nbytes[1])
+        mean = sum(ratios) / len(ratios)
+        found.append(Cell("mean", of_budget, "vdnn over modnn", mean, "times"))
+    return found
+
+
 def techniques(table: Table) -> list[Cell]:
     """SuperNeurons, Figure 10: AlexNet layer by layer, as the paper draws it."""
     del table
@@ -197,6 +227,7 @@ Calculation = Callable[[Table], Sequence[Cell]]
 COMPUTED: dict[str, Calculation] = {
     "pools": pools,
     "lower_bounds": lower_bounds,
+    "moved": moved,
     "techniques": techniques,
     "recomputations": recomputations,
     "requests": requests,
