@@ -64,7 +64,9 @@ class Network:
         return Costs("drawn", tuple(each), Link(rate, rate, 2 * rate))
 
 
-def network(specs: Sequence[Spec], batch: int = 4) -> Network:
+def network(specs: Sequence[Spec], batch: int = 4, visits: Sequence[int] | None = None) -> Network:
+    """The network of `specs`, whose layers go backwards in the order of `visits`, by default the
+    reverse of the order forwards."""
     b = Builder()
     x0 = b.input(batch, Kind.BATCH)
     sources = [(n - 1,) if s.sources is None else s.sources for n, s in enumerate(specs)]
@@ -79,7 +81,7 @@ def network(specs: Sequence[Spec], batch: int = 4) -> Network:
         y.append(b.step(reads, spec.nbytes, workspace=spec.workspace, **options))
     gradient = {len(specs) - 1: b.step([y[-1]], specs[-1].nbytes, BACKWARD)}
     outputs = []
-    for n in reversed(range(len(specs))):
+    for n in reversed(range(len(specs))) if visits is None else visits:
         spec = specs[n]
         saved = [*map(at, sources[n])] if "x" in spec.reads else []
         saved += [y[n]] if "y" in spec.reads else []

@@ -173,6 +173,6 @@ def test_without_convolutions_it_is_the_traced_step():
 def test_unknown_options():
     with pytest.raises(ValueError, match="there is wr, wd"):
         UCuDNN("both")
-    with pytest.raises(ValueError, match="'some' is not a valid BatchSizes"):
+    with pytest.raises(ValueError, match="there is all, powerOfTwo"):
         UCuDNN(batch_sizes="some")
     assert UCuDNN(batch_sizes="all") == UCuDNN(batch_sizes=BatchSizes.ALL)

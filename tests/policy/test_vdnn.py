@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
+import jax
 import pytest
 from helpers import chain, unit_costs
 from networks import CONV, FORK, Spec, network, with_algorithms
 
 from vmem_jax import VDNN, LayersError
-from vmem_jax.core.costs import Costs, Link
+from vmem_jax.capture import capture
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import Costs, Link, analytic
 from vmem_jax.core.layers import LayerKind
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import live_at
 from vmem_jax.core.validate import violations
+from vmem_jax.models import job
 from vmem_jax.policy import Infeasible
+from vmem_jax.policy.layerwise import Walk
+from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.vdnn import find_prefetch_layer
 
 DATA = Spec("other", 8)
@@ -114,7 +122,63 @@ def test_figure_10_the_search_ends_at_the_closest_convolution(
     current, offloaded, prefetched, found
 ):
     kinds = [CONVOLUTION, CONVOLUTION, POOLING, CONVOLUTION, CONVOLUTION, POOLING, FULLY]
-    assert find_prefetch_layer(current, kinds, offloaded, prefetched) == found
+    ahead = [(kinds[n], {n} & offloaded) for n in reversed(range(current))]
+    assert find_prefetch_layer(ahead, prefetched) == ([] if found is None else [found])
+
+
+def prefetched_by_definition(program, walk, moved):
+    """Where each of `moved`, buffer -> first use backwards, is prefetched: section III-B, told in the
+    order in which the steps run. Buffers that are not found are left out."""
+    visits = [*walk.backward, (math.inf, None)]
+    windows = [(begin, visits[i + 1][0], n) for i, (begin, n) in enumerate(walk.backward)]
+    found = {}
+    for begin, _, _ in windows:
+        for later, end, n in windows:
+            if later <= begin:
+                continue
+            here = [b for b, use in moved.items() if later <= use < end and b not in found]
+            if here:
+                found.update(dict.fromkeys(here, begin))
+                break
+            if walk.layers[n].kind is LayerKind.CONVOLUTION:
+                break
+    return found
+
+
+def branches(visits=None):
+    """DATA, a stem, two branches of two convolutions, a join and a last convolution."""
+    stem, left, right = [DATA, CONV], [Spec("conv", 8, (1,)), CONV], [Spec("conv", 8, (1,)), CONV]
+    return network([*stem, *left, *right, Spec("other", 8, (3, 5)), CONV], visits=visits)
+
+
+@pytest.mark.parametrize(
+    "visits, first", [(None, 2), ((7, 6, 3, 2, 5, 4, 1, 0), 5)], ids=["first branch", "second"]
+)
+def test_forks_are_searched_in_the_order_of_the_backward_pass(visits, first):
+    """JAX may go back through the first branch first, so that layer 5 comes after layer 2."""
+    net = branches(visits)
+    program, costs = net.program, net.costs({}, rate=8.0)
+    order = lower_order(program, costs)
+    assert min((2, 5), key=lambda n: order.index(net.backward[n])) == first
+    for offload in ("conv", "all"):
+        plan, _ = planned(net, VDNN(offload))
+        moved = {t.buffer: t.back for t in plan.transfers}
+        expected = prefetched_by_definition(program, Walk(program, order), moved)
+        assert {t.buffer: t.fetch for t in plan.transfers} == expected
+        assert len(moved) >= 3 and all(t.fetch < t.back for t in plan.transfers)
+
+
+def test_of_googlenet_nothing_is_fetched_on_demand():
+    pytest.importorskip("flax")
+    work = job("googlenet", batch=8, dtype="bfloat16")
+    program = capture(jax.jit(work.step).trace(work.state_shapes(), work.batch).jaxpr).program
+    costs = analytic(program, CARDS["h200"].machine)
+    walk = Walk(program, lower_order(program, costs))
+    forwards = [n for _, n in walk.backward]
+    assert sum(a < b for a, b in itertools.pairwise(forwards)) > 5  # branches out of order
+    for offload in ("conv", "all"):
+        transfers = VDNN(offload).plan(program, costs, None).transfers
+        assert len(transfers) > 30 and all(t.fetch < t.back for t in transfers)
 
 
 def test_conv_moves_what_convolutions_read_and_all_moves_the_rest_too():

@@ -43,6 +43,7 @@ from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
+from vmem_jax.policy.option_checks import check_flag, check_number, check_numbers
 from vmem_jax.policy.order import canonical_order, lower_order
 from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.recompute_chains import Stretches
@@ -73,6 +74,9 @@ class Auto(AbstractPolicy):
         predictions are off by as much (docs/benchmarks.md).
       most: programs of more steps are searched in part.
       cache: whether what the budget leaves is the tensor cache of a plan that moves values.
+
+    Raises:
+      TypeError, ValueError: an option is of another type, or out of range.
     """
 
     name: ClassVar[str] = "auto"
@@ -86,6 +90,18 @@ class Auto(AbstractPolicy):
     gain: float = 0.02
     most: int = 20_000
     cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.allow, tuple) or not all(isinstance(a, str) for a in self.allow):
+            raise TypeError(f"`allow` must be a tuple of names of techniques. Got {self.allow!r}.")
+        check_numbers("shares", self.shares, 0.0)
+        check_numbers("parts", self.parts, 0.0, 1.0)
+        for name, least in (("offers", 0), ("exhaustive", 0), ("most", 1)):
+            check_number(name, getattr(self, name), least)
+        check_number("least_move", self.least_move, 0.0, 1.0)
+        check_number("close", self.close, 1.0)
+        check_number("gain", self.gain, 0.0)
+        check_flag("cache", self.cache)
 
     @property
     def caches(self) -> bool:

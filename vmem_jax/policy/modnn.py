@@ -50,6 +50,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
 from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
+from vmem_jax.policy.option_checks import check_flag
 from vmem_jax.policy.order import lower_order
 from vmem_jax.policy.segments import Segments
 
@@ -68,12 +69,18 @@ class MoDNN(AbstractPolicy):
     Attributes:
       sub_batches: whether a step whose largest task does not fit runs in sub-batches, the fewest with
         which a plan fits.
+
+    Raises:
+      TypeError: `sub_batches` is no bool.
     """
 
     name: ClassVar[str] = "modnn"
     needs: ClassVar[tuple[str, ...]] = ("offload",)
     chooses_convolutions: ClassVar[bool] = True
     sub_batches: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag("sub_batches", self.sub_batches)
 
     @property
     def splitting(self) -> Splitting:

@@ -50,6 +50,7 @@ from vmem_jax.policy.base import AbstractPolicy, Infeasible
 from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.layerwise import Walk, finish_walk
+from vmem_jax.policy.option_checks import check_choice, check_flag
 from vmem_jax.policy.order import lower_order, ranked_order
 from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.transfer_schedule import rank
@@ -71,6 +72,7 @@ class SuperNeurons(AbstractPolicy):
 
     Raises:
       ValueError: `recompute` is unknown.
+      TypeError: `cache` is no bool.
     """
 
     name: ClassVar[str] = "superneurons"
@@ -84,8 +86,8 @@ class SuperNeurons(AbstractPolicy):
         return self.cache
 
     def __post_init__(self) -> None:
-        if self.recompute not in STRATEGIES:
-            raise ValueError(f"`recompute`={self.recompute!r}; there is {', '.join(STRATEGIES)}.")
+        check_choice("recompute", self.recompute, STRATEGIES)
+        check_flag("cache", self.cache)
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """Liveness alone if that fits, else the fastest of the cache, recomputation, and both."""

@@ -31,8 +31,9 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_with
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
-from vmem_jax.errors import WorkspaceError
+from vmem_jax.errors import WorkspaceError, parse_size
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, finish
+from vmem_jax.policy.option_checks import check_choice
 from vmem_jax.policy.workspace_division import Choice, desirable, divide
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
 
@@ -46,25 +47,27 @@ class UCuDNN(AbstractPolicy):
 
     Attributes:
       optimisation: "wr" for a limit of each convolution, "wd" for one limit of all together.
-      limit: bytes of workspace; None to compute it from the budget.
+      limit: bytes of workspace, or a size such as "64MiB"; None to compute it from the budget.
       batch_sizes: the sizes of micro-batches that may be used.
 
     Raises:
-      ValueError: `optimisation` or `batch_sizes` is unknown.
+      ValueError: `optimisation` or `batch_sizes` is unknown, or `limit` is not positive.
+      TypeError: `limit` is neither bytes nor a size.
     """
 
     name: ClassVar[str] = "ucudnn"
     needs: ClassVar[tuple[str, ...]] = ("workspace",)
     chooses_convolutions: ClassVar[bool] = True
     optimisation: str = "wd"
-    limit: int | None = None
+    limit: int | str | None = None
     batch_sizes: BatchSizes = BatchSizes.POWER_OF_TWO
 
     def __post_init__(self) -> None:
+        check_choice("optimisation", self.optimisation, OPTIMISATIONS)
+        check_choice("batch_sizes", self.batch_sizes, [*map(str, BatchSizes)])
         object.__setattr__(self, "batch_sizes", BatchSizes(self.batch_sizes))  # its name will do
-        if self.optimisation not in OPTIMISATIONS:
-            known = ", ".join(OPTIMISATIONS)
-            raise ValueError(f"`optimisation`={self.optimisation!r}; there is {known}.")
+        if self.limit is not None:
+            object.__setattr__(self, "limit", parse_size(self.limit, "limit"))
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of the traced order with the chosen configurations.
@@ -85,10 +88,10 @@ class UCuDNN(AbstractPolicy):
     def _chosen(
         self, program: Program, costs: Costs, fronts: Fronts, budget: int | None
     ) -> dict[int, Configuration]:
-        if self.limit is not None and self.optimisation == "wr":
-            return reused(program, fronts, self.limit)
         if self.limit is not None:
-            return divided(fronts, self.limit)
+            limit = parse_size(self.limit, "limit")
+            wr = self.optimisation == "wr"
+            return reused(program, fronts, limit) if wr else divided(fronts, limit)
         if budget is None:
             return {s: each[-1] for s, each in fronts.items()}
         smallest = {s: each[0] for s, each in fronts.items()}

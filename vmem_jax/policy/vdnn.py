@@ -30,8 +30,9 @@ Differs from the paper:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from vmem_jax.core.convolution import Configuration
@@ -44,6 +45,7 @@ from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting
 from vmem_jax.policy.convolving import fastest, fastest_fitting, smallest_workspaces
 from vmem_jax.policy.layerwise import Walk, check_backward, check_convolutions, finish_walk
+from vmem_jax.policy.option_checks import check_choice, check_flag
 from vmem_jax.policy.order import lower_order
 
 
@@ -59,11 +61,12 @@ class VDNN(AbstractPolicy):
       offload: whose inputs move: "all" layers', "conv" only convolutions', "none"; or "dyn", the
         first of these that fits.
       algorithms: those of convolutions if `offload` is not "dyn": "m" for the smallest workspace, "p"
-        for the fewest seconds.
+        for the fewest seconds. "m" needs the technique "workspace" too, which changes them.
       sub_batches: whether a step that does not fit otherwise runs in sub-batches (vDNN+).
 
     Raises:
       ValueError: an option is unknown.
+      TypeError: `sub_batches` is no bool.
     """
 
     name: ClassVar[str] = "vdnn"
@@ -87,11 +90,11 @@ class VDNN(AbstractPolicy):
         return Splitting.FEWEST if self.sub_batches else Splitting.WHOLE
 
     def __post_init__(self) -> None:
-        known = (*self.offloads, "dyn")
-        if self.offload not in known:
-            raise ValueError(f"`offload`={self.offload!r}; there is {', '.join(known)}.")
-        if self.algorithms not in ("m", "p"):
-            raise ValueError(f"`algorithms`={self.algorithms!r}; there is m, p.")
+        check_choice("offload", self.offload, (*self.offloads, "dyn"))
+        check_choice("algorithms", self.algorithms, ("m", "p"))
+        check_flag("sub_batches", self.sub_batches)
+        if self.algorithms == "m" and self.offload != "dyn":  # XLA's own would not be changed
+            object.__setattr__(self, "needs", (*type(self).needs, "workspace"))
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The static configuration, or the first pass of `dyn` that fits.
@@ -159,32 +162,45 @@ def transfers(walk: Walk, offloaded: Collection[int]) -> tuple[Transfer, ...]:
 
 
 def prefetches(walk: Walk, offloaded: Collection[int]) -> dict[int, tuple[int, int]]:
-    """For each layer that is found in time the begin and the end of the layer that prefetches it."""
-    kinds = [layer.kind for layer in walk.layers]
-    holds = {stay.layer for stay in walk.stays if stay.layer in offloaded}
-    found: dict[int, tuple[int, int]] = {}
+    """For each layer that is found in time the begin and the end of the layer that prefetches it.
+
+    The search goes along the order in which this step computes backwards, and a fork's X is looked
+    for where the first of its readers is: the paper numbers its layers, but JAX goes back through
+    some branches in the order of their forward pass.
+    """
+    due: dict[int, int] = {}  # layer -> where the first of what it gave up is read
+    for stay in walk.stays:
+        if stay.layer in offloaded:
+            due[stay.layer] = min(due.get(stay.layer, stay.until), stay.until)
     begins = [p for p, _ in walk.backward]
-    for i, (begin, current) in enumerate(walk.backward):
-        n = find_prefetch_layer(current, kinds, holds, found)
-        end = begins[i + 1] if i + 1 < len(begins) else begin
-        if n is not None:
-            found[n] = begin, end
+    needed: list[list[int]] = [[] for _ in walk.backward]
+    for n in sorted(due, key=lambda n: due[n]):
+        if (i := bisect.bisect_right(begins, due[n]) - 1) >= 0:
+            needed[i].append(n)
+    ahead = [(walk.layers[n].kind, needed[i]) for i, (_, n) in enumerate(walk.backward)]
+    found: dict[int, tuple[int, int]] = {}
+    for i, (begin, _) in enumerate(walk.backward):
+        for n in find_prefetch_layer(ahead[i + 1 :], found):
+            found[n] = begin, begins[i + 1]
     return found
 
 
 def find_prefetch_layer(
-    current: int,
-    kinds: Sequence[LayerKind],
-    offloaded: Collection[int],
-    prefetched: Collection[int],
-) -> int | None:
-    """The layer to prefetch while `current` computes backwards, or None (Figure 10)."""
-    for n in range(current - 1, -1, -1):
-        if n in offloaded and n not in prefetched:
-            return n
-        if kinds[n] is LayerKind.CONVOLUTION:
-            return None
-    return None
+    ahead: Iterable[tuple[LayerKind, Collection[int]]], prefetched: Collection[int]
+) -> list[int]:
+    """What is prefetched while the layer in front of `ahead` computes backwards (Figure 10).
+
+    Args:
+      ahead: the layers that compute after it, each with its kind and the layers of which it is the
+        first to read what they gave up; in a network without forks that is itself.
+      prefetched: the layers that were found before.
+    """
+    for kind, needed in ahead:
+        if found := [n for n in needed if n not in prefetched]:
+            return found
+        if kind is LayerKind.CONVOLUTION:
+            break
+    return []
 
 
 def configured(
