@@ -26,10 +26,13 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.pool import Allocate, fragmentation, requests_of
 from vmem_jax.core.program import Kind, Program
 from vmem_jax.core.simulate import simulate
+from vmem_jax.core.tensor_cache import events_of, traffic
 from vmem_jax.models import job
+from vmem_jax.policy import Auto, Infeasible
 from vmem_jax.policy.layerwise import Walk
 from vmem_jax.policy.sub_batch import Task, lower_bound
-from vmem_jax.policy.superneurons import STRATEGIES, moving, recomputing, routed
+from vmem_jax.policy.superneurons import STRATEGIES, SuperNeurons, moving, recomputing, routed
+from vmem_jax.rewrite.transfers import layout_of
 
 CARD = "h200"
 MIB = 2**20
@@ -198,6 +201,58 @@ def _strategies(of: str, program: Program, costs: Costs, order: tuple[int, ...])
     return found
 
 
+CACHED = ("vgg16:256", "resnet50:256", "alexnet:1024")
+POINTS = 6
+
+
+def cached(table: Table) -> list[Cell]:
+    """SuperNeurons, Table 3: bytes over the link, out and back, at budgets from the minimum to plain.
+
+    "off" moves every checkpoint; "on" moves by need, and what the budget leaves is a tensor cache.
+    """
+    del table
+    found = []
+    for network in CACHED:
+        model, batch = network.split(":")
+        program = captured(model, int(batch), "float32")
+        costs = analytic(program, CARDS[CARD].machine)
+        policies = {
+            "off": SuperNeurons(recompute="none", cache=False),
+            "on": SuperNeurons(recompute="none"),
+            "auto": Auto(),
+        }
+        least = policies["on"].plan(program, costs, 1)
+        assert isinstance(least, Infeasible), "one byte is no budget"
+        low = least.minimum_peak
+        high = exact_need(program, costs)
+        for point in range(POINTS):
+            budget = low + (high - low) * point // (POINTS - 1)
+            own = f"{network} at {budget / 2**30:.2f} GiB"
+            for how, policy in policies.items():
+                plan = policy.plan(program, costs, budget)
+                if isinstance(plan, Plan):
+                    moved = crossing(program, plan, budget if policy.caches else 0)
+                    found.append(_mib(own, how, "moved", moved))
+    return found
+
+
+def exact_need(program: Program, costs: Costs) -> int:
+    """The bytes with which SuperNeurons moves nothing."""
+    plan = SuperNeurons().plan(program, costs, None)
+    assert isinstance(plan, Plan), "without a budget there is a plan"
+    return plan.predicted_peak
+
+
+def crossing(program: Program, plan: Plan, budget: int) -> int:
+    """Bytes over the link, out and back, of a step whose cache is what `budget` leaves."""
+    if not plan.moves:
+        return 0
+    layout = layout_of(program, plan)
+    capacity = min(max(budget - plan.predicted_peak, 0), layout.nbytes)
+    found = traffic(events_of(program, plan), layout.slots, capacity)
+    return found.out + found.into
+
+
 def requests(table: Table) -> list[Cell]:
     """SuperNeurons, Table 2: how often a pool would be asked in a step. XLA's compiled step asks
     once, so there is nothing that a pool could make faster."""
@@ -231,5 +286,6 @@ COMPUTED: dict[str, Calculation] = {
     "techniques": techniques,
     "recomputations": recomputations,
     "requests": requests,
+    "cached": cached,
 }
 """By the name that a file of `tables/` has for them."""

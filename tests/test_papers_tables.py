@@ -116,6 +116,21 @@ def test_calculated_as_published(name):
         assert cell.value == pytest.approx(printed, abs=0.2 if cell.what == "peak" else 0)
 
 
+def test_with_the_cache_less_moves_the_more_memory_there_is():
+    """SuperNeurons, Table 3, from the least memory to that of plain."""
+    moved = {}
+    for cell in pages.calculated(TABLES["superneurons_table3"]):
+        network, _, budget = cell.of.partition(" at ")
+        moved.setdefault((network, cell.how), {})[float(budget.split()[0])] = cell.value
+    for network in computed.CACHED:
+        off, on, auto = (moved[network, how] for how in ("off", "on", "auto"))
+        assert len(on) == computed.POINTS and len(off) >= computed.POINTS - 1
+        assert [on[b] for b in sorted(on)] == sorted(on.values(), reverse=True)
+        assert on[max(on)] == 0 < on[min(on)]
+        assert all(on[b] < off[b] for b in off if b < max(off))
+        assert all(auto[b] <= on[b] for b in auto)
+
+
 def small(name, network, *variants):
     """A table of that name with other networks."""
     cases = manifest._cases([network], ["float32"], variants)
