@@ -72,9 +72,10 @@ def network(specs: Sequence[Spec], batch: int = 4, visits: Sequence[int] | None 
     sources = [(n - 1,) if s.sources is None else s.sources for n, s in enumerate(specs)]
     y: list[int] = []
     at = lambda m: y[m] if m >= 0 else x0
-    forward, backward = [], [0] * len(specs)
+    forward, backward, owned = [], [0] * len(specs), []
     for n, spec in enumerate(specs):
         weights = [b.input(1)] if spec.kind in ("conv", "fc") else []
+        owned.append(weights)
         forward.append(len(b.steps))
         reads = [*map(at, sources[n]), *weights]
         options = {"op": OPS[spec.kind], "fusible": spec.kind in ("act", "join")}
@@ -85,6 +86,7 @@ def network(specs: Sequence[Spec], batch: int = 4, visits: Sequence[int] | None 
         spec = specs[n]
         saved = [*map(at, sources[n])] if "x" in spec.reads else []
         saved += [y[n]] if "y" in spec.reads else []
+        saved += owned[n]
         inner = [m for m in sources[n] if m >= 0]
         sizes = [specs[m].nbytes for m in inner] or [1]
         backward[n] = len(b.steps)
