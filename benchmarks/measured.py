@@ -173,20 +173,32 @@ def sub_batches() -> str:
     return lines_of(compared("h200_sub_batches"), "sub_batches")
 
 
-def loops() -> str:
-    names = {"plain": "plain `jax.jit`", "checkpoint": "`jax.checkpoint` of each layer"}
-    names["dots"] = "`dots_with_no_batch_dims_saveable`"
-    lines = [
-        [
-            names.get(row["way"], f'`budget="{row["way"]}"`'),
-            number(row["gib"]),
-            f"{row['ms']:.1f}",
-            f"{row['of_plain']:.3f}",
-            f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "",
-        ]
-        for row in _json("loops_h200")
-    ]
-    return "\n" + grid([" ", "GiB", "ms", "time / plain", "ms predicted"], lines)
+_BY_HAND = {
+    "plain": "plain `jax.jit`",
+    "checkpoint": "`jax.checkpoint` of each layer",
+    "dots": "`dots_with_no_batch_dims_saveable`",
+}
+
+_STEPS = {"decoder": "decoder", "vit_dropout": "ViT-L/16, {layers} layers (128)"}
+
+
+def training_steps() -> str:
+    lines = []
+    for row in _json("training_steps_h200"):
+        way = row["way"]
+        step = _STEPS[row["model"]].format(**row)
+        if row["model"] == "decoder":
+            step += ", scanned" if row["scanned"] else ", unrolled"
+        if way[0] == "@":
+            variant = f"`auto`, in the memory of `{way[1:]}`"
+        elif "*" in way:
+            variant = "`{}`, {} sub-batches".format(*way.split("*"))
+        else:
+            variant = _BY_HAND.get(way, f"`{way}`" if way == "exact" else f'`auto`, "{way}"')
+        predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
+        figures = [number(row["gib"]), f"{row['ms']:.1f}", f"{row['of_plain']:.3f}", predicted]
+        lines.append([step, variant, *figures])
+    return "\n" + grid(["step", "variant", "GiB", "ms", "time / plain", "ms predicted"], lines)
 
 
 def loops_compiled() -> str:
@@ -312,12 +324,18 @@ def readme() -> str:
             [fits] = [e for e in own if e.row.variant == "auto" and e.asked == budget]
             other = f"{wrapped.share}, {float(wrapped.ratio):.2f}" if budget == budgets[0] else ""
             lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
-    plain, wrapped_loops, *budgeted = [r for r in _json("loops_h200") if r["way"] != "dots"]
-    for row in budgeted:
-        first = row is budgeted[0]
-        name = "decoder, 1.1 B parameters, 16 scanned layers (8 × 2,048)" if first else "the same"
-        share = lambda each: f"{each['gib'] / plain['gib']:.0%}, {each['of_plain']:.2f}"
-        lines.append([name, *share(row).split(", "), share(wrapped_loops) if first else ""])
+    for scanned in (True, False):
+        own = [r for r in _json("training_steps_h200") if r["model"] == "decoder"]
+        own = [r for r in own if r["scanned"] is scanned]
+        by_way = {r["way"]: r for r in own}
+        budgeted = [r for r in own if "predicted_ms" in r]
+        share = lambda r, plain: (f"{r['gib'] / plain['gib']:.0%}", f"{r['of_plain']:.2f}")
+        wrapped = ", ".join(share(by_way["checkpoint"], by_way["plain"]))
+        for row in budgeted:
+            first = row is budgeted[0]
+            form = "16 scanned layers" if scanned else "unrolled"
+            name = f"decoder, 1.1 B parameters, {form} (8 × 2,048)" if first else "the same"
+            lines.append([name, *share(row, by_way["plain"]), wrapped if first else ""])
     header = ["model (batch)", "peak", "time", "`jax.checkpoint`: peak, time"]
     return "\n" + grid(header, lines)
 
@@ -330,7 +348,7 @@ TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         recompute,
-        loops,
+        training_steps,
         transfers,
         transports,
         cache,
