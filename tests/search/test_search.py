@@ -321,6 +321,16 @@ def test_the_untouched_program_is_not_compiled_where_it_is_far_too_large(factor,
     assert any(not plan.fenced for plan in compile_plan.plans) == is_compiled
 
 
+def test_an_error_names_no_more_than_plain_needs_where_that_is_predicted_at_three_times_the_lowest():
+    """The predicted need of a small step was 2.25 times what it compiles to."""
+    lowest, plain = HIGH // 3, HIGH // 3 - 1
+    compile_plan = over(lambda plan_: (lowest if plan_.fenced else plain) - plan_.predicted_peak)
+    one = variant(compile_plan, POLICIES["recompute"](), STILL)
+    found = find(one, budget=plain - 1, without=untouched(compile_plan))
+    assert not found.fits
+    assert found.best.need == plain and not found.best.plan.fenced
+
+
 def test_the_untouched_program_is_not_compiled_where_its_need_is_known_to_be_too_much():
     compile_plan = over(lambda plan: 1000)
     known = {"without": untouched(compile_plan), "plain_need": HIGH + 2000}
