@@ -117,6 +117,21 @@ def test_superneurons_makes_again_what_lies_between_convolutions():
     assert "conv_general_dilated" not in again
 
 
+@built
+def test_modnn_runs_the_size_of_equation_3_with_a_smaller_last_sub_batch():
+    """31 samples and one, of which values move in both; a saved plan runs the same."""
+    step, args, expected = case()
+    compiled = run(MoDNN(), 1935 * 1024)
+    plan = compiled.plan
+    assert (plan.sub_batches, plan.sub_batch_size) == (2, 31) and plan.transfers
+    assert compiled.need_nbytes <= 1935 * 1024
+    again = vmem_jax.jit(step, plan=vmem_jax.Plan.from_json(plan.to_json()))
+    assert again.lower(*args).compile().need_nbytes == compiled.need_nbytes
+    pairs = zip(jax.tree.leaves(again(*args)), jax.tree.leaves(expected), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+
+
 def test_ucudnn_divides_convolutions_and_nothing_else():
     limit = 400 * 1024  # the convolutions of the first stage take a MiB
     compiled = run(UCuDNN("wr", limit=limit), "64MiB")

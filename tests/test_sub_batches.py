@@ -228,6 +228,27 @@ def test_sub_batches_compute_what_the_whole_batch_does(name):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("size", [6, 7, 9])
+def test_a_last_sub_batch_of_any_size(size):
+    """As many samples as are wanted, and then those that are left, with what moves in both."""
+    captured, batch, leaves = traced(SPLIT["layer norm"])
+    split = captured.in_sub_batches(batch, 2, size=size)
+    program = split.program
+    assert (split.sub_batches.size, split.sub_batches.last_size) == (size, N - size)
+    assert program.sub_batches == 2 and program.sub_batch_size == size
+    inside = {b for step in program.steps if step.times == 2 for b in step.writes}
+    moved = [b for b in inside if program.buffers[b].movable and program.buffers[b].nbytes]
+    assert moved
+    for b in moved:  # what is of samples is smaller in the last one
+        now, last = program.buffers[b].nbytes, program.last_nbytes[b]
+        assert last in (now, now * (N - size) // size)
+    assert captured.in_sub_batches(batch, 2).program.sub_batch_size is None
+    parts = jax.jit(jaxpr_as_fun(rewrite(split, keep_plan(program, None, 0, 0.0))))(*leaves)
+    whole = jax.jit(SPLIT["layer norm"])(W, X, Y, MASK)
+    for a, b in zip(jax.tree.leaves(whole), parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_a_product_is_there_beside_the_total_that_it_is_added_to():
     """XLA adds it in a kernel of its own, so for a moment both exist."""
     captured, batch, _ = traced(SPLIT["sum"])

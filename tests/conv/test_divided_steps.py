@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import vmem_jax
+from vmem_jax import UCuDNN
 from vmem_jax.capture import capture
 from vmem_jax.conv import candidates, cudnn
 from vmem_jax.conv.candidates import choices_of
@@ -128,6 +129,21 @@ def test_on_a_cpu_it_is_slices_of_xlas_own(monkeypatch):
     assert any(ways for _, *ways in found.values())
 
 
+def test_on_a_cpu_micro_batches_of_all_sizes_are_there_where_the_policy_has_them(monkeypatch):
+    monkeypatch.setattr(candidates, "slice_by_xla", lambda c: Micro(c.batch, XLA, (), c.batch, 1.0))
+    monkeypatch.setattr(candidates, "by_xla", lambda c: Micro(c.batch, XLA, (), 99, 1.0))
+    program, costs = program_and_costs()
+    device = jax.devices("cpu")[0]
+    of = lambda sizes: choices_of("step", program, costs, device, sizes=sizes).values()
+    parts = lambda sizes: {m.batch for _, *ways in of(sizes) for w in ways for m in w.micros}
+    assert parts(BatchSizes.POWER_OF_TWO) == {1, 2, 4, 8, 16}
+    assert parts(BatchSizes.ALL) > {1, 2, 4, 8, 16, 11} and parts(BatchSizes.UNDIVIDED) == set()
+    # the sizes of the policy reach them
+    budgeted = vmem_jax.jit(step, budget="1GiB", policy=UCuDNN("wr", limit=11, batch_sizes="all"))
+    divided = budgeted.plan(*arguments()).divided
+    assert divided and all(len(w.micros) == 3 for _, w in divided)  # as few as 11 samples allow
+
+
 def test_what_cannot_be_divided_is_said():
     def dense(w, x):
         return w - jax.grad(lambda w: jnp.square(x @ w).sum())(w)
@@ -186,6 +202,16 @@ def test_on_a_gpu_it_is_what_was_timed_there(monkeypatch, tmp_path):
     assert own.is_xlas and own.seconds == pytest.approx(3e-3)  # 0.3 ms for 0.1 there, 1 here
     assert [m.engine for m in ways[-1].micros] == [3] and ways[-1].seconds < own.seconds
     assert choices_of("step", program, timed, H200, whole=(whole, slow)) == found
+    # of a part whose size was not timed it is what the next larger size takes, by its samples
+    steps = [
+        dataclasses.replace(x, convolution=known.with_batch(48)) if x.convolution == known else x
+        for x in program.steps
+    ]
+    uneven = dataclasses.replace(program, steps=tuple(steps))
+    with pytest.raises(ValueError, match="was measured"):
+        choices_of("step", uneven, costs, H200)
+    own, *_ = choices_of("step", uneven, costs, H200, whole=(whole, costs))[s]
+    assert own.is_xlas and own.workspace == 1 and own.seconds == pytest.approx(0.75e-4)
     # the same for one convolution by itself
     monkeypatch.setattr(jax, "devices", lambda: [H200])
     assert [m.engine for m in choose(known, 3000).micros] == [3, 3]

@@ -36,7 +36,7 @@ from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
 from vmem_jax.techniques.loops import loop_contexts, with_loops
-from vmem_jax.techniques.sub_batches import parts_of
+from vmem_jax.techniques.sub_batches import by_size, parts_of
 
 PARAMS = SearchParams()
 
@@ -162,7 +162,9 @@ def _groups(
     parts = parts_of(step)
     make = lambda context, count: _variant(context, settings.policy, count)
     made = functools.cache(functools.partial(make, step))  # the others are bounded by it, too
-    own = Family(parts.counts, made, settings.splitting, proved=proved)
+    own = Family(parts.counts, made, settings.splitting, between=True, proved=proved)
+    if settings.splitting is Splitting.FEWEST:
+        own = _by_size(step, own, settings.policy, budget)
     first = [own]
     compresses = "compress" in settings.named and "compress" not in log.skipped
     if compresses and 1 not in parts.counts:
@@ -171,7 +173,7 @@ def _groups(
         variants, why = compressing(step, lambda s: make(s, 1), budget, PARAMS, log)
         if why:
             log.add(What.SKIPPED, "compress", why=why)
-        more = [count for count in parts.counts if count > 1]
+        more = [count for count in own.counts if count not in (1, -parts.samples)]
         first = [Family((1,), functools.partial(_same, v), proved=proved) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
     others = [_other(step, policy) for policy in settings.policy.instead]
@@ -181,7 +183,9 @@ def _groups(
     first += [_of_loops(context, proved) for context in loops]
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
-    last = [Family(parts.counts, moving, settings.splitting)] if moves_at_last else []
+    last = [Family(parts.counts, moving, settings.splitting, between=True)] if moves_at_last else []
+    if moves_at_last and settings.splitting is Splitting.FEWEST:
+        last = [_by_size(step, last[0], settings.policy, budget, moves=True)]
     last += [_of_loops(context, proved, moves=True) for context in loops if moves_at_last]
     groups = [first, last]
     searched = not settings.policy.spared(step.traced.captured.program)
@@ -197,7 +201,14 @@ def _groups(
             for other in others
         ]
     else:
-        groups.append(others)
+        groups.append(
+            [
+                _by_size(step, other, policy, budget, moves=bool(step.transport))
+                if other.splitting is Splitting.FEWEST
+                else other
+                for other, policy in zip(others, settings.policy.instead, strict=True)
+            ]
+        )
     some = ([family for family in group if family.counts] for group in groups)
     return [group for group in some if group]
 
@@ -209,7 +220,8 @@ def _of_loops(
     settings = context.settings
     make = functools.partial(_variant, context, settings.policy, moves=moves)
     counts = parts_of(context).counts
-    return Family(counts, make, settings.splitting, alike=True, proved=proved)
+    splitting = settings.splitting
+    return Family(counts, make, splitting, alike=True, between=True, proved=proved)
 
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:
@@ -217,7 +229,28 @@ def _other(step: StepContext, policy: AbstractPolicy) -> Family:
     counts = parts_of(step).counts
     counts = [n for n in counts if n == 1 or policy.splitting is not Splitting.WHOLE]
     make = functools.partial(_variant, step, policy, moves=bool(step.transport))
-    return Family(counts, make, policy.splitting)
+    return Family(counts, make, policy.splitting, between=True)
+
+
+def _by_size(
+    step: StepContext,
+    family: Family,
+    policy: AbstractPolicy,
+    budget: int | None,
+    moves: bool | None = None,
+) -> Family:
+    """`family`, which takes the fewest sub-batches that fit, from the size of equation 3 on."""
+    parts = parts_of(step)
+    if budget is None or len(parts.counts) == 1:
+        return family
+
+    def variant(samples: int) -> Variant:
+        count = -(-parts.samples // samples)
+        is_even = samples == -(-parts.samples // count)
+        return _variant(step, policy, count, moves, None if is_even else samples)
+
+    counts, make = by_size(parts, variant, budget)
+    return dataclasses.replace(family, counts=counts, make=make)
 
 
 def _same(variant: Variant, count: int) -> Variant:
@@ -226,25 +259,33 @@ def _same(variant: Variant, count: int) -> Variant:
 
 
 def _variant(
-    step: StepContext, policy: AbstractPolicy, count: int, moves: bool | None = None
+    step: StepContext,
+    policy: AbstractPolicy,
+    count: int,
+    moves: bool | None = None,
+    samples: int | None = None,
 ) -> Variant:
     """`step` in `count` sub-batches by `policy`, made once: it remembers its bounds.
 
     Args:
       moves: whether plans may move values; by default unless `step.immovable` says otherwise.
+      samples: of each sub-batch but the last; by default as even as they can be.
     """
     moves = not step.immovable if moves is None else moves
-    key = f"variant {policy!r} {count} {moves}"
-    return step.cached(key, lambda: _new_variant(step, policy, count, moves))
+    key = f"variant {policy!r} {count} {moves} {samples}"
+    return step.cached(key, lambda: _new_variant(step, policy, count, moves, samples))
 
 
-def _new_variant(step: StepContext, policy: AbstractPolicy, count: int, moves: bool) -> Variant:
-    traced = step.traced if count == 1 else parts_of(step, count).into(count)
+def _new_variant(
+    step: StepContext, policy: AbstractPolicy, count: int, moves: bool, samples: int | None
+) -> Variant:
+    traced = step.traced if count == 1 else parts_of(step, count).into(count, samples)
     form = Form(traced, count, policy, policy, step.costs, moves)
     for technique in TECHNIQUES.values():
         form = technique.adapt(step, form)
     traced, program = form.traced, form.traced.captured.program
     name = policy.name if count == 1 else f"{policy.name} in {count} sub-batches"
+    name += f" of {samples} samples" if samples else ""
     if program.kept is not None:
         name += ", other stacks"
     if program.logit_chunks > 1:
@@ -276,7 +317,8 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
         step = with_loops(step, plan.kept, plan.segments)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
-    variant = _variant(step, step.settings.policy, plan.sub_batches)
+    policy, samples = step.settings.policy, plan.sub_batch_size
+    variant = _variant(step, policy, plan.sub_batches, samples=samples)
     budget, plain_need = budget_nbytes(step)
     check_made_for(variant.program, plan)
     if step.target is None:

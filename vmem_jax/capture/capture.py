@@ -139,13 +139,14 @@ class Captured:
         self,
         batch: Batch,
         count: int,
+        size: int | None = None,
         bodies: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda flat: flat,
     ) -> Captured:
         """The same step, which must run as a whole, in at most `count` sub-batches; `bodies` as
-        `rewritten` has it."""
+        `rewritten` has it, `size` as `divided`."""
         if count == 1:
             return self
-        flat, sub_batches = divided(self.separate, batch, count)
+        flat, sub_batches = divided(self.separate, batch, count, size)
         parts = _captured(bodies(flat), flat, self.applied, self.inputs, sub_batches)
         ours = self.program
         return parts._keeping(ours.kept, ours.segments, ours)
@@ -320,7 +321,7 @@ def _captured(
         ]
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)
-        buffers = _within(buffers, steps, movable=sub_batches.last is None)
+        buffers = _within(buffers, steps)
     for b in _carried_into_results(steps, len(inputs), set(outputs)):
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     in_host_memory = hosted_values(flat, given.hosted)
@@ -333,9 +334,14 @@ def _captured(
             (index[i], index[o]) for i, o in aliases(flat, given.donated, in_host_memory)
         ),
         hosted=tuple(sorted(index[v] for v in in_host_memory)),
+        sub_batch_size=None if sub_batches is None or sub_batches.is_even else sub_batches.size,
     )
     every = tuple(variables)
-    return Captured(flat, program, every, shards, applied, given, separate, sub_batches)
+    found = Captured(flat, program, every, shards, applied, given, separate, sub_batches)
+    if sub_batches is None or sub_batches.last is None:
+        return found
+    smaller = tuple(nbytes(v.aval) for v in found.of(sub_batches.last).variables)
+    return dataclasses.replace(found, program=dataclasses.replace(program, last_nbytes=smaller))
 
 
 def _carried_into_results(steps: Sequence[Step], inputs: int, outputs: set[int]) -> set[int]:
@@ -363,14 +369,12 @@ def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
     ]
 
 
-def _within(buffers: Sequence[Buffer], steps: Sequence[Step], movable: bool) -> list[Buffer]:
-    """`buffers`, of which only those can move that are of one sub-batch alone, if `movable`."""
+def _within(buffers: Sequence[Buffer], steps: Sequence[Step]) -> list[Buffer]:
+    """`buffers`, of which only those can move that are of one sub-batch alone."""
     inside = {b for step in steps if step.times > 1 for b in step.writes}
     outside = {b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)}
     return [
-        dataclasses.replace(
-            buffer, movable=movable and buffer.movable and b in inside - outside, slices=1
-        )
+        dataclasses.replace(buffer, movable=buffer.movable and b in inside - outside, slices=1)
         for b, buffer in enumerate(buffers)
     ]
 

@@ -60,13 +60,22 @@ class SubBatches:
     last: ClosedJaxpr | None = None
     last_size: int = 0
 
+    @property
+    def is_even(self) -> bool:
+        """Whether no sub-batch can be smaller than it is with so many of them."""
+        whole = self.size * (self.count - (self.last is not None)) + self.last_size
+        return self.size == -(-whole // self.count)
 
-def divided(flat: ClosedJaxpr, batch: Batch, count: int) -> tuple[ClosedJaxpr, SubBatches]:
+
+def divided(
+    flat: ClosedJaxpr, batch: Batch, count: int, size: int | None = None
+) -> tuple[ClosedJaxpr, SubBatches]:
     """`flat` for one of at most `count` sub-batches, and their division.
 
-    All are equal, except the last one if `count` does not divide the batch.
+    All are equal, except the last one if `count` does not divide the batch, or where `size` says how
+    many samples the others have.
     """
-    size = -(-batch.size // count)
+    size = size or -(-batch.size // count)
     whole, last = divmod(batch.size, size)
     first = _Divider(flat, batch, size).run()
     if not last:

@@ -46,6 +46,7 @@ def choices_of(
     target: str | None = None,
     profile: bool | None = None,
     whole: tuple[Program, Costs] | None = None,
+    sizes: BatchSizes = BatchSizes.POWER_OF_TWO,
 ) -> Choices:
     """For every convolution of `program` its desirable sets on `device`, after XLA's own.
 
@@ -57,15 +58,16 @@ def choices_of(
     stays XLA's. Not all that cuDNN offers is offered to that autotuner, though: in a part of a
     batch, where XLA's own was not timed, it takes as much longer than the fastest as it does in the
     whole. A configuration without the epilogue that XLA's own has in the same kernel takes longer
-    by that. On a CPU they are XLA's own convolution, whole and of powers of two of samples, down to
-    a thirty-second of the batch, with the workspace that the compiler says and the seconds of a
-    roofline, scaled so that the whole has those of `costs`.
+    by that. On a CPU they are XLA's own convolution, whole and of `sizes` down to a thirty-second of
+    the batch, with the workspace that the compiler says and the seconds of a roofline, scaled so that
+    the whole has those of `costs`.
 
     Args:
       name: of the step, for errors.
       target: a card that is not there, by name.
       profile: whether to time on a GPU what is not known; None takes what is known, False nothing.
       whole: where `program` runs parts of a batch, the step with all of it, and its costs.
+      sizes: of micro-batches, on a CPU; each is compiled.
 
     Raises:
       ValueError: there is no convolution that can be divided, or nothing is known of them.
@@ -85,9 +87,11 @@ def choices_of(
             profile_on(device, [v for c in found.values() for v in c.variants])
         micros_known = _known(device, profile)
         longer = {} if whole is None else _longer_by_xla(*whole, micros_known)
+        if whole is not None:
+            micros_known = _or_from_larger(micros_known)
         choices = _of_cudnn(program, costs, machine_for(device.device_kind), micros_known, longer)
     else:
-        choices = _of_slices(program, costs)
+        choices = _of_slices(program, costs, sizes)
     if not choices:
         raise refuse(
             f"none of its {len(set(found.values()))} was measured on {device.device_kind}: use "
@@ -104,13 +108,14 @@ def with_choices(
     target: str | None,
     profile: bool | None,
     whole: tuple[Program, Costs] | None = None,
+    sizes: BatchSizes = BatchSizes.POWER_OF_TWO,
 ) -> tuple[Costs, str]:
     """`costs` with what can do each convolution; or as they are, and why nothing is known.
 
     The arguments are those of `choices_of`.
     """
     try:
-        choices = choices_of(name, program, costs, device, target, profile, whole)
+        choices = choices_of(name, program, costs, device, target, profile, whole, sizes)
     except (ValueError, ImportError) as error:
         return costs, str(error)
     return dataclasses.replace(costs, convolutions=choices), ""
@@ -175,6 +180,26 @@ def _longer_by_xla(program: Program, costs: Costs, micros_known: Known) -> dict[
     return found
 
 
+def _or_from_larger(micros_known: Known) -> Known:
+    """`micros_known`; of a part whose size was not timed also what the next larger size that was, up
+    to twice as many samples, takes: the same workspace, and seconds by the number of samples."""
+
+    def found(convolution: Convolution) -> list[Micro]:
+        micros = micros_known(convolution)
+        batch = convolution.batch
+        if any(m.batch == batch for m in micros):
+            return micros
+        larger = [m for m in micros_known(convolution.with_batch(2 * batch)) if m.batch > batch]
+        size = min((m.batch for m in larger), default=0)
+        return micros + [
+            dataclasses.replace(m, batch=batch, seconds=m.seconds * batch / size)
+            for m in larger
+            if m.batch == size
+        ]
+
+    return found
+
+
 def _of_cudnn(
     program: Program,
     costs: Costs,
@@ -208,11 +233,11 @@ def _of_cudnn(
     return choices
 
 
-def _of_slices(program: Program, costs: Costs) -> Choices:
+def _of_slices(program: Program, costs: Costs, sizes: BatchSizes) -> Choices:
     choices: Choices = {}
     for s, convolution in convolutions_in(program).items():
-        sizes = batch_sizes(convolution.batch, BatchSizes.POWER_OF_TWO)
-        parts = [b for b in sizes if convolution.batch / _MOST_PARTS <= b < convolution.batch]
+        every = batch_sizes(convolution.batch, sizes)
+        parts = [b for b in every if convolution.batch / _MOST_PARTS <= b < convolution.batch]
         own = by_xla(convolution)
         micros = [own, *(slice_by_xla(convolution.with_batch(b)) for b in parts)]
         scale = costs.seconds[s] / own.seconds

@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 11
+FORMAT = 12
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -80,8 +80,8 @@ class Plan:
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed, kept, segments, logit_chunks, carried: the same fields of the program that it was
-        made for.
+      compressed, kept, segments, logit_chunks, carried, sub_batch_size: the same fields of the
+        program that it was made for.
     """
 
     program: str
@@ -100,6 +100,7 @@ class Plan:
     segments: tuple[tuple[int, ...], ...] | None = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
+    sub_batch_size: int | None = None
 
     @property
     def moves(self) -> bool:
@@ -129,6 +130,7 @@ class Plan:
         convolutions = len(self.divided)
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
         moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
+        moved += f" of {self.sub_batch_size} samples" if self.sub_batch_size else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
         moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
         every = [str(each[0]) for each in self.segments or () if each]
@@ -209,6 +211,8 @@ class Plan:
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "logit_chunks": _is_int(values["logit_chunks"]) and values["logit_chunks"] > 0,
             "carried": isinstance(values["carried"], list) and all(map(_is_int, values["carried"])),
+            "sub_batch_size": values["sub_batch_size"] is None
+            or (_is_int(values["sub_batch_size"]) and values["sub_batch_size"] > 0),
             "compressed": _are_integers(values["compressed"], 2),
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
             "segments": values["segments"] is None or _are_lists_of_integers(values["segments"]),
@@ -288,4 +292,5 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         segments=program.segments,
         logit_chunks=program.logit_chunks,
         carried=program.carried,
+        sub_batch_size=program.sub_batch_size,
     )

@@ -166,6 +166,9 @@ class Program:
         traced to.
       segments: of every pair of loops (iterations in a segment, *those of `kept` that are stacked for
         one segment at a time), () of one that is not divided; None where none is.
+      sub_batch_size: samples of each sub-batch but the last, where they are more than an even
+        division has; else None.
+      last_nbytes: bytes of every buffer in a smaller last sub-batch; empty if there is none.
       logit_chunks: in how many chunks of tokens its largest product runs, with what follows it.
       carried: of the convolutions that can carry what stands around them, in their order, the indices
         of those that do.
@@ -182,6 +185,8 @@ class Program:
     segments: tuple[tuple[int, ...], ...] | None = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
+    sub_batch_size: int | None = None
+    last_nbytes: tuple[int, ...] = ()
 
     @functools.cached_property
     def resident_nbytes(self) -> int:

@@ -15,6 +15,7 @@ from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind
 from vmem_jax.errors import show_nbytes
+from vmem_jax.policy.workspace_reuse import BatchSizes
 
 
 class Splitting(enum.Enum):
@@ -71,6 +72,11 @@ class AbstractPolicy(abc.ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     chooses_convolutions: ClassVar[bool] = False
     compresses: ClassVar[bool] = False
+
+    @property
+    def micro_batches(self) -> BatchSizes:
+        """The sizes of micro-batches that it is offered on a CPU, where they are not timed."""
+        return BatchSizes.POWER_OF_TWO
 
     @property
     def splitting(self) -> Splitting:
@@ -138,6 +144,7 @@ def finish(
         segments=program.segments,
         logit_chunks=program.logit_chunks,
         carried=program.carried,
+        sub_batch_size=program.sub_batch_size,
     )
     if budget is not None and timeline.peak > budget:
         return infeasible(policy, planned_program(program, plan), timeline, budget, plan)

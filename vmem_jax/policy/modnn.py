@@ -5,7 +5,7 @@ Source: Chen et al., "moDNN: Memory Optimal DNN Training on GPUs", DATE 2018, pa
 - II: tasks read and write data blocks; weights always stay. That graph is the Program itself: its
   steps and buffers, and its arguments and outputs stay (Figure 1).
 - IV-A: equation 1 is what a task needs, equation 2 the lower bound of any schedule, equation 3 the
-  size of sub-batches (`policy.sub_batch`, `search.search`).
+  size of sub-batches (`policy.sub_batch`, `techniques.sub_batches`).
 - IV-B, Algorithm 1: task after task, the inputs that are away are allocated and loaded, the outputs
   allocated; a convolution gets the algorithm of the largest gain (equation 5); then data of future
   tasks is prefetched (equation 4).
@@ -28,8 +28,7 @@ Differs from the paper:
    leaves other holes, so the paper's (b) is run too, and the faster schedule is taken.
 7. Where the step fits with the fastest convolutions, its memory is not looked at as segments, so
    nothing is moved. Without a link nothing is either, and each is the fastest that fits.
-8. Equation 3 is solved among the numbers of sub-batches that are tried (`search.search`).
-   Nothing is moved where the last sub-batch is smaller than the others.
+8. Where the size of equation 3 compiles to too much, the next even division is tried.
 """
 
 from __future__ import annotations

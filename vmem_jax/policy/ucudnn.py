@@ -14,7 +14,8 @@ Differs from the paper:
    together as if they lay side by side. So plans of WD take less than they are allowed, and where
    even the smallest workspaces are over what the budget leaves, each takes its smallest.
 3. What can be chosen is `Costs.convolutions`: the desirable sets of what was timed. The batch-size
-   policy takes those of other micro-batches out; it does not time more.
+   policy takes those of other micro-batches out; it does not time more. On a CPU, where nothing is
+   timed, it says which there are.
 4. cuDNN alone is asked in the paper. Here XLA's own convolution, whole, is one of the
    configurations.
 """
@@ -61,6 +62,10 @@ class UCuDNN(AbstractPolicy):
     optimisation: str = "wd"
     limit: int | str | None = None
     batch_sizes: BatchSizes = BatchSizes.POWER_OF_TWO
+
+    @property
+    def micro_batches(self) -> BatchSizes:
+        return self.batch_sizes
 
     def __post_init__(self) -> None:
         check_choice("optimisation", self.optimisation, OPTIMISATIONS)

@@ -53,7 +53,7 @@ def rewrite(
         times = [step.times for step in captured.program.steps]
         others = tuple((s, each) for s, each in plan.convolutions if times[s] == 1)
         plan = dataclasses.replace(plan, convolutions=others)
-        last = _in_order(captured.of(parts.last), plan, transport)
+        last = _in_order(captured.of(parts.last), plan, transport, is_last=True)
     return looped(rewritten, parts, last)
 
 
@@ -63,12 +63,13 @@ def _in_order(
     transport: AbstractTransport | None,
     store: int = 0,
     body: bool = False,
+    is_last: bool = False,
 ) -> ClosedJaxpr:
     """`captured.flat` in the order of `plan`, with its fences and transfers."""
     untouched = not plan.fenced and plan.order == tuple(range(len(captured.program.steps)))
     if untouched and not captured.program.compressed:
         return captured.flat
-    return _Rewriter(captured, plan, transport, store, body).run()
+    return _Rewriter(captured, plan, transport, store, body, is_last).run()
 
 
 class _Rewriter:
@@ -79,6 +80,7 @@ class _Rewriter:
         transport: AbstractTransport | None,
         store: int,
         body: bool,
+        is_last: bool,
     ) -> None:
         self.program = captured.program
         self.store = store
@@ -109,7 +111,7 @@ class _Rewriter:
         )
         if plan.moves or self.program.hosted:
             calls = self.calls
-            self.transfers = Transfers(captured, plan, transport, calls, self.current)
+            self.transfers = Transfers(captured, plan, transport, calls, self.current, is_last)
             for b in set(self.program.hosted) & set(self.program.inputs):
                 self.invars[b] = compat.new_var(compat.in_host_memory(self.invars[b].aval))
                 self.transfers.lies_in_host_memory(b, self.invars[b])

@@ -34,7 +34,8 @@ def layout_of(program: Program, plan: Plan) -> Layout:
     It has one slot for each transfer, in use from `start` to `back`, except those of hosted buffers,
     whose host memory is the caller's; then one for each looped stack, as deep as the loop is long, in
     use from the loop that makes it. The memory of a stack is not reused, since the loop that reads it
-    gives no token.
+    gives no token. What moves in a smaller last sub-batch has slots of its own, behind all others and
+    in use after them.
     """
     slots = [
         Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in parked(program, plan)
@@ -43,6 +44,11 @@ def layout_of(program: Program, plan: Plan) -> Layout:
         buffer, first = program.buffers[b], plan.order.index(program.producer[b])
         nbytes, depth = buffer.nbytes // buffer.slices, buffer.slices + EXTRA
         slots.append(Parked(nbytes, first, len(plan.order), depth))
+    if last := program.last_nbytes:
+        after = len(plan.order)
+        slots += [
+            Parked(last[t.buffer], t.start + after, t.back + after) for t in parked(program, plan)
+        ]
     return Layout.of(slots)
 
 
@@ -64,6 +70,7 @@ class Transfers:
         use XLA's own copies, since XLA owns their memory.
       calls: emits into the rewritten jaxpr.
       current: the current variable of each captured value; changed when a buffer returns.
+      is_last: whether `captured` is the smaller last sub-batch, which has the last slots.
     """
 
     def __init__(
@@ -73,11 +80,14 @@ class Transfers:
         transport: AbstractTransport | None,
         calls: Calls,
         current: dict[Var, Var],
+        is_last: bool = False,
     ) -> None:
         program = captured.program
         self._plan, self._calls = plan, calls
         streams = MemoryKinds(Layout((), 0))
-        slots = {t: slot for slot, t in enumerate(parked(program, plan))}
+        moving = parked(program, plan)
+        before = len(moving) if is_last else 0  # in a sub-batch no stack is looped
+        slots = {t: slot for slot, t in enumerate(moving, before)}
         if slots and transport is None:
             raise ValueError("the plan has transfers, but there is no transport for them")
         self._transports: list[tuple[AbstractTransport, int]] = [
@@ -86,7 +96,10 @@ class Transfers:
         ]
         arena = None if transport is None else transport.arena
         if arena is not None:
-            extents = [(s.offset, s.offset + s.depth * s.stride) for s in arena.layout.slots]
+            places = arena.layout.slots
+            if program.last_nbytes:
+                places = places[before:] if is_last else places[: len(moving)]
+            extents = [(s.offset, s.offset + s.depth * s.stride) for s in places]
             if broken := layout_violations(program, plan, extents):
                 raise ValueError(f"the layout of the arena is not valid for this plan: {broken[0]}")
         self.hosted: dict[Var, Var] = {}  # captured value -> its copy in host memory

@@ -194,12 +194,14 @@ class _Search:
         self.order = 0
         self.opened: set[tuple[Family, int]] = set()
         self.missed: list[tuple[Family, int, Attempt]] = []  # what compiled to too much
+        self.won: tuple[Family, int] | None = None  # of the incumbent
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
         for group in groups:
             for family in group:
                 self._open(family, family.counts[0], 0.0)
             self._work_off()
+            self._try_between()
             if self.best is None and self.budget is not None and group is not groups[-1]:
                 self._compile_lowest(1, self.params.near * self.budget)
             if self.best is not None:
@@ -363,8 +365,28 @@ class _Search:
             self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
         else:
             attempt = self._attempt(variant, candidate.estimate)
+            if self.best is attempt:
+                self.won = candidate.family, candidate.count
             if not self._fits(attempt):
                 self._again(candidate, attempt)
+
+    def _try_between(self) -> None:
+        """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
+        was tried, by bisection, as long as its bound leaves enough to gain."""
+        while self.best is not None and self.won is not None and self._spare > 0:
+            family, count = self.won
+            fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
+            wanted = family.between and family.splitting is Splitting.FASTEST
+            if not wanted or not fewer or count - fewer < 2:
+                return
+            variant = (family.bounded_by or family.make)(fewer)
+            fits = self.budget is not None and least_nbytes(variant.program) <= self.budget
+            bound = variant.lower_bound(self.budget if fits else None)
+            enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
+            if bound >= (1 - family.must_gain) * enough:
+                return
+            self._open(family, (fewer + count) // 2, bound)
+            self._work_off()
 
     def _goal_of_others(self, candidate: _Candidate) -> int | None:
         """A lower goal if its plan needs too much with the lowest excess of similar variants; else

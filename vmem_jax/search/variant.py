@@ -64,7 +64,8 @@ class Family:
     """Variants that differ only in the number of sub-batches. Each is made when the search needs it.
 
     Attributes:
-      counts: numbers of sub-batches, in rising order. No step is faster with more of them.
+      counts: numbers of sub-batches, or sizes, negative, in rising order. No step is faster with more
+        of them.
       make: count -> variant.
       splitting: which count is wanted among those that fit.
       must_gain: share of the time by which this family must be faster than others.
@@ -72,6 +73,7 @@ class Family:
         for its own.
       alike: its variants differ little from those of other such families, so that XLA takes about as
         much more for them than is predicted.
+      between: whether numbers between `counts` are tried too, if the fastest is wanted.
       proved: plans of this family that were compiled before, with their needs in bytes.
     """
 
@@ -81,4 +83,5 @@ class Family:
     must_gain: float = 0.0
     bounded_by: Callable[[int], Variant] | None = None
     alike: bool = False
+    between: bool = False
     proved: Sequence[tuple[Plan, int]] = ()

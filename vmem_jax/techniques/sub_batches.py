@@ -10,15 +10,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.locations import location_of
+from vmem_jax.capture.sub_batches import SubBatches as Division
 from vmem_jax.core.costs import Costs, of_parts
+from vmem_jax.core.machine import Machine
+from vmem_jax.core.program import Program
 from vmem_jax.errors import SubBatchError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.policy.base import Splitting
+from vmem_jax.policy.convolving import fastest, smallest_workspaces
+from vmem_jax.policy.sub_batch import Needed, needed, sub_batch_size
+from vmem_jax.search.variant import Variant
 from vmem_jax.techniques.base import AbstractTechnique, Form
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.tracing.traced import TracedStep
@@ -54,13 +60,16 @@ class Parts:
 
     Attributes:
       counts: the numbers, in rising order.
-      into: number -> the step in so many sub-batches.
+      into: number -> the step in so many sub-batches; and samples of each, where they are not as
+        even as they can be.
       why: why it must run whole, for people; "" if it need not.
+      samples: of the batch; 0 where it must run whole.
     """
 
     counts: Sequence[int]
-    into: Callable[[int], TracedStep]
+    into: Callable[..., TracedStep]
     why: str = ""
+    samples: int = 0
 
 
 def parts_of(step: StepContext, count: int | None = None) -> Parts:
@@ -89,13 +98,44 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
                 f"`{settings.name}` cannot run in {count} sub-batches: its batch has {found.size} "
                 "samples."
             )
-        return Parts((count,), into)
+        return Parts((count,), into, samples=found.size)
     most = _most(step)
     counts = tuple(n for n in counts_of(found.size) if n <= most)
     why = ""
     if counts == (1,) and found.size > 1:
         why = "half of the batch takes less time than it takes to start one kernel"
-    return Parts(counts, into, why)
+    return Parts(counts, into, why, found.size)
+
+
+def by_size(
+    parts: Parts, variant: Callable[[int], Variant], budget: int
+) -> tuple[tuple[int, ...], Callable[[int], Variant]]:
+    """The sizes of sub-batches for a policy that takes the largest that fits into `budget` bytes, and
+    the variant of each; in samples, negative, so that they rise.
+
+    First that of equation 3 of moDNN (`policy.sub_batch`), with room for the fastest convolutions, or
+    at least for those of the smallest workspaces; the last sub-batch has what is left. XLA may need
+    more than predicted, above all where a smaller last one stands behind the loop, so the even sizes
+    of `parts.counts` follow.
+
+    Args:
+      variant: samples -> the step in sub-batches of so many.
+    """
+    batch = parts.samples
+    least = -(-batch // parts.counts[-1])
+
+    def need(samples: int, choose: Callable[..., Any]) -> Needed:
+        one = variant(samples)
+        return needed(one.program, choose(one.costs.convolutions))
+
+    found = (
+        sub_batch_size(functools.partial(need, choose=choose), batch, budget)
+        for choose in (fastest, smallest_workspaces)
+    )
+    samples = max(next(filter(None, found), least), least)
+    even = (-(-batch // count) for count in parts.counts)
+    sizes = [samples, *(size for size in even if size < samples)]
+    return tuple(-size for size in sizes), lambda size: variant(-size)
 
 
 def _most(step: StepContext) -> float:
@@ -117,15 +157,38 @@ def _part_costs(step: StepContext, parts: TracedStep) -> Costs:
     """Costs of `step` in sub-batches, from those of the whole batch.
 
     A step of the Program stands for all sub-batches, and so does a transfer: the link is slower by
-    their number.
+    their number. A smaller last one counts as much as its share of samples.
     """
     whole, costs = step.traced.captured.program, step.costs
     found = of_parts(parts.captured.program, step.machine, whole, costs)
-    link, count = costs.link, parts.captured.program.sub_batches
+    link, division = costs.link, parts.captured.sub_batches
+    assert division is not None
+    count: float = division.count
+    if division.last is not None:
+        count -= 1 - division.last_size / division.size
+        found = _with_a_smaller_last(parts.captured.program, step.machine, found, division)
     if link is not None and not parts.hosted:
         slower = {lane: getattr(link, lane) / count for lane in ("out", "into", "both")}
         link = dataclasses.replace(link, **slower)
     return dataclasses.replace(found, link=link)
+
+
+def _with_a_smaller_last(
+    program: Program, machine: Machine, costs: Costs, division: Division
+) -> Costs:
+    """`costs`, in which every sub-batch takes as long, with a last one of fewer samples."""
+    share = division.last_size / division.size
+    seconds = []
+    for step, each in zip(program.steps, costs.seconds, strict=True):
+        if step.times > 1:
+            once = dataclasses.replace(step, times=1)
+            less = dataclasses.replace(
+                once, flops=int(share * step.flops), nbytes=int(share * step.nbytes), body=()
+            )
+            full = machine.seconds(dataclasses.replace(once, body=()))
+            each *= (division.count - 1 + machine.seconds(less) / full) / division.count
+        seconds.append(each)
+    return dataclasses.replace(costs, seconds=tuple(seconds))
 
 
 def _follow(traced: TracedStep) -> Batch | str:

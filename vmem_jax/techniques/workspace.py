@@ -48,4 +48,5 @@ def _choices(step: StepContext, form: Form) -> tuple[Costs, str]:
     profile = settings.profile if form.count == 1 or not settings.profile else None
     whole = None if form.count == 1 else (step.traced.captured.program, step.costs)
     where = step.devices[0], step.target
-    return with_choices(settings.name, program, form.costs, *where, profile, whole)
+    sizes = form.chosen.micro_batches
+    return with_choices(settings.name, program, form.costs, *where, profile, whole, sizes)

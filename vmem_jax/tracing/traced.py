@@ -37,11 +37,12 @@ class TracedStep:
     hosted: tuple[tuple[int, int | None], ...]
     batch: BatchArguments
 
-    def in_sub_batches(self, batch: Batch, count: int) -> TracedStep:
-        """The same, which must run its batch as a whole, in at most `count` sub-batches."""
+    def in_sub_batches(self, batch: Batch, count: int, size: int | None = None) -> TracedStep:
+        """The same, which must run its batch as a whole, in at most `count` sub-batches; `size` as
+        `capture.sub_batches.divided` has it."""
         chosen = self.captured.program.kept is not None
         bodies = [with_ordered_bodies] if chosen else []
-        captured = self.captured.in_sub_batches(batch, count, *bodies)
+        captured = self.captured.in_sub_batches(batch, count, size, *bodies)
         return dataclasses.replace(self, captured=captured)
 
     def moved_by(self, transport: str) -> TracedStep:
