@@ -1,7 +1,7 @@
 """Whole training steps by plain jit, by what is picked by hand, and by vmem_jax, in turns.
 
     python benchmarks/training_steps.py --model=decoder --ways=plain,checkpoint,dots,@dots,19.1GiB
-    python benchmarks/training_steps.py --model=vit --noscanned --ways=plain,exact*4,0.5,0.33
+    python benchmarks/training_steps.py --model=vit --scanned=false --ways=plain,exact*4,0.5,0.33
     python benchmarks/training_steps.py --model=convnext --ways=plain,recompute@0.33*2 --traces=here
 
 The networks and what is picked by hand are in `step_models`. A way is one of those hand-picked
