@@ -183,8 +183,14 @@ _STEPS = {"decoder": "decoder", "vit_dropout": "ViT-L/16, {layers} layers (128)"
 
 
 def training_steps() -> str:
+    return _training_steps("decoder")
+
+
+def _training_steps(*models: str) -> str:
     lines = []
     for row in _json("training_steps_h200"):
+        if row["model"] not in models:
+            continue
         way = row["way"]
         step = _STEPS[row["model"]].format(**row)
         if row["model"] == "decoder":
@@ -375,4 +381,5 @@ def every_row() -> str:
         f"\n## {name}.jsonl\n{lines_of(compared(name), *more, 'compiles', 'commit')}"
         for name in STEPS
     )
-    return f"{steps}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"
+    timed = f"\n## training_steps_h200.jsonl\n{_training_steps(*_STEPS)}"
+    return f"{steps}{timed}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"

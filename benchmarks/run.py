@@ -181,7 +181,7 @@ class Steps:
 
         Its own, and those of what it asks where its own plans do not fit; in rising order.
         """
-        made = variants.policy_of(policy)
+        made = variants.policy_of(policy.partition(":")[0])  # without techniques
         policy_of_it = vmem_jax.POLICIES[made]() if isinstance(made, str) else made
         # one that took too long has none
         rows = [(size, r) for r in self._rows if (size := records.size_of(r))]
