@@ -28,7 +28,10 @@ def device():
 
 
 def test_kernels_and_copies_are_on_one_clock(device):
-    budgeted = vmem_jax.jit(step, budget=0.5, allow=("order", "offload"), machine=FAST)
+    uncached = vmem_jax.Auto(cache=False)
+    budgeted = vmem_jax.jit(
+        step, budget=0.5, policy=uncached, allow=("order", "offload"), machine=FAST
+    )
     arguments = jax.device_put((params(), batch()), device)
     compiled = budgeted.lower(*arguments).compile()
     assert compiled.plan.transfers
@@ -79,7 +82,7 @@ def crossing(device, size, products):
     )
     order = tuple(range(len(program.steps)))
     plan = Plan(program.fingerprint, "", order, True, None, 0, 0.0, transfers)
-    budgeted = vmem_jax.jit(step, budget="device", plan=plan)
+    budgeted = vmem_jax.jit(step, budget="device", policy=vmem_jax.Auto(cache=False), plan=plan)
     arena = budgeted.lower(x, w).compile().arena
     seen = observe(lambda: budgeted(x, w), device, arena)
     explanation = budgeted.explain(x, w)

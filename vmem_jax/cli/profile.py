@@ -136,7 +136,13 @@ def _compare(
     from vmem_jax.report.compare import compare
     from vmem_jax.report.trace import save
 
-    step = vmem_jax.jit(work.step, budget=arguments.budget, allow=arguments.allow, donate_argnums=0)
+    step = vmem_jax.jit(
+        work.step,
+        budget=arguments.budget,
+        policy=vmem_jax.Auto(cache=False),  # what a cache holds crosses no link
+        allow=arguments.allow,
+        donate_argnums=0,
+    )
     shapes = work.state_shapes(), work.batch
     with console.status(f"planning and compiling {work.name}"):
         compiled, explanation = step.lower(*shapes).compile(), step.explain(*shapes)
