@@ -1,0 +1,174 @@
+"""kernel_steps: one kernel of a flat jaxpr -> a Step: bytes, flops, workspace, layer, epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.convolutions import match, match_epilogue
+from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.locations import layer_of
+from vmem_jax.capture.primitives import (
+    Class,
+    aligned,
+    class_of,
+    computed_in,
+    flops,
+    nbytes,
+    workspace,
+)
+from vmem_jax.capture.shards import Shards
+from vmem_jax.capture.ties import COMPARISONS
+from vmem_jax.capture.traffic import touched_nbytes
+from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.program import BEGIN, END, Phase, Program, Step
+from vmem_jax.jax_compat import Var
+
+_ON_CPU = frozenset(("conv_general_dilated",))
+_ON_GPU = _ON_CPU | {
+    "carried_product",
+    "dot_general",
+    "dot_product_attention_bwd_wrapper",
+    "dot_product_attention_fwd_wrapper",
+}
+"""What a library computes. Its result is an element of a tuple, with a workspace, on a GPU, and XLA
+reuses the memory of no such element for what reads it."""
+
+
+class StepMaker:
+    """Makes the steps of one Program.
+
+    Args:
+      eqns: of the flat jaxpr.
+      kernels: all of it, in order.
+      index: the buffer of each value that exists.
+      shards: how values are split over devices.
+      platform: "cpu" where XLA's CPU compiler compiles the step.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[compat.JaxprEqn],
+        kernels: Sequence[Kernel],
+        index: dict[Var, int],
+        shards: Shards,
+        platform: str,
+    ) -> None:
+        self.eqns, self.index, self.shards = eqns, index, shards
+        self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+        libraries = _ON_CPU if platform == "cpu" else _ON_GPU
+        # the library returns what it makes in a tuple, whatever is fused behind: XLA writes over no
+        # part of one
+        self.from_library = {
+            v
+            for kernel in kernels
+            if eqns[kernel.root].primitive.name in libraries
+            for v in kernel.writes
+        }
+        # of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
+        # returns that, and the clamp's result and the mask are written behind it; a barrier keeps it
+        masks = [eqn for eqn in eqns if eqn.primitive.name in COMPARISONS]
+        self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
+
+    def step(self, kernel: Kernel, phase: Phase, body: Program | None) -> Step:
+        """The step of `kernel`; `body` is an iteration of it, if it is a loop."""
+        eqns, index, shards, maker = self.eqns, self.index, self.shards, self.maker
+        root = eqns[kernel.root]
+        matched = match(root, maker) if shards.device_count == 1 else None
+        convolution = None if matched is None else matched.convolution
+        if matched is not None:
+            behind = match_epilogue(matched, kernel.equations, kernel.root, eqns, maker)
+            if behind is not None:
+                convolution = matched.convolution.with_epilogue(behind.epilogue)
+        size = lambda v: nbytes(v.aval) // shards.count(v)
+        padded = 0 if convolution is None else convolution.padded_nbytes
+        own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
+        fusible = class_of(root) is not Class.HEAVY
+        reads = tuple(index[v] for v in kernel.reads)
+        writes = tuple(index[v] for v in kernel.writes)
+        values = (*kernel.reads, *kernel.writes)
+        sizes = {index[v]: size(v) for v in values}
+        gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
+        own_nbytes = workspace(root) if body is None else body_nbytes(body)
+        in_place: list[tuple[int, int]] = []
+        apart = 0  # bytes of what is made before it is added to a total
+        inside = sum(map(size, _inside(kernel, eqns)))
+        has_epilogue = _has_epilogue(kernel, eqns)
+        boundary = root.primitive.name in (BEGIN, END)
+        if boundary:  # its results are its operands
+            outs = root.outvars[1:] if root.primitive.name == BEGIN else root.outvars
+            pairs = zip(root.invars, outs, strict=False)
+            in_place = [(index[r], index[w]) for r, w in pairs if isinstance(r, Var) and r in index]
+        elif class_of(root) in (Class.FUSIBLE, Class.VIEW):
+            given = [index[v] for v in kernel.reads if v not in self.from_library]
+            in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
+        elif root.primitive.name == "scan":  # what it carries
+            consts, carry = compat.scan_counts(root)
+            pairs = zip(root.invars[consts : consts + carry], root.outvars, strict=False)
+            in_place = [
+                (index[r], index[w])
+                for r, w in pairs
+                if isinstance(r, Var) and r in index and w in index
+            ]
+        elif root.primitive.name in (
+            "dynamic_update_slice",
+            "scatter",
+            "scatter-add",
+            "scatter_add",
+        ):
+            in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
+        else:  # a sum over samples that is added to a total where it is made
+            total = lambda v: v in maker and maker[v].primitive.name == BEGIN
+            given = [index[v] for v in kernel.reads if total(v)]
+            in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
+            # XLA adds it in a kernel of its own, which is timed with this one
+            apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
+        return Step(
+            reads=reads,
+            writes=writes,
+            equations=kernel.equations,
+            op=root.primitive.name,
+            phase=phase,
+            fusible=fusible,
+            flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
+            dtype="" if fusible else computed_in(root),
+            aligned=aligned(root),
+            nbytes=0 if boundary else touched_nbytes(kernel, eqns, size),
+            workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
+            pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
+            in_place=tuple(in_place),
+            layer=layer_of(root) or _layer_of_loop(body),
+            source=compat.user_line(root),
+            convolution=convolution,
+            epilogue_nbytes=2 * sum(sizes[w] for w in writes) if has_epilogue else 0,
+            compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in self.compared),
+            tied=tuple(index[v] for v in kernel.tied),
+            body=() if body is None else body.steps,
+            length=root.params["length"] if root.primitive.name == "scan" else 1,
+            batched=root.primitive.name == "dot_general"
+            and any(root.params["dimension_numbers"][1]),
+        )
+
+
+def _layer_of_loop(body: Program | None) -> str:
+    """The layers of the steps of a body by the first parts of their names, "attention, mlp"."""
+    steps = () if body is None else body.steps
+    names = dict.fromkeys(step.layer.split("/")[0] for step in steps if step.layer)
+    return ", ".join(names)
+
+
+def _inside(kernel: Kernel, eqns: Sequence[compat.JaxprEqn]) -> set[Var]:
+    """What heavy equations of a tie make and read that is no result or operand of it."""
+    if not kernel.tied:
+        return set()
+    heavy = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is Class.HEAVY]
+    values = {a for eqn in heavy for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)}
+    return values.difference(kernel.reads, kernel.writes)
+
+
+def _has_epilogue(kernel: Kernel, eqns: Sequence[compat.JaxprEqn]) -> bool:
+    root = eqns[kernel.root]
+    if class_of(root) is not Class.HEAVY or kernel.writes == tuple(root.outvars) or kernel.tied:
+        return False
+    behind = [eqns[i] for i in kernel.equations if i > kernel.root]
+    return any(class_of(eqn) is not Class.VIEW for eqn in behind)
