@@ -189,7 +189,8 @@ def test_random_programs_and_ways(program, data):
     if isinstance(found, Infeasible):
         return
     _, took = check(program, found, costs, budget)
-    assert took >= free.predicted_seconds - 1e-9
+    # where all is free, XLA's own are kept for less than `gain`
+    assert took >= (1 - policy.gain) * free.predicted_seconds - 1e-9
     assert policy.lower_bound_seconds(program, costs, budget) <= took * (1 + 1e-6)
     for only in (0, 2):  # one way for each
         held = dataclasses.replace(costs, convolutions={s: (w[only],) for s, w in ways.items()})

@@ -45,7 +45,7 @@ def test_a_type_that_it_is_not(make, message):
         (lambda: Auto(offers=-1), "`offers` must be a whole number from 0. Got -1"),
         (lambda: Auto(most=0), "`most` must be a whole number from 1"),
         (lambda: Auto(parts=(0.5, 2.0)), "`parts` must be a number from 0.0 to 1.0. Got 2.0"),
-        (lambda: Auto(close=0.9), "`close` must be a number from 1.0"),
+        (lambda: Auto(close=-0.1), "`close` must be a number from 0.0"),
         (lambda: Auto(gain=float("nan")), "`gain` must be a number"),
     ],
 )

@@ -99,7 +99,7 @@ class Auto(AbstractPolicy):
         for name, least in (("offers", 0), ("exhaustive", 0), ("most", 1)):
             check_number(name, getattr(self, name), least)
         check_number("least_move", self.least_move, 0.0, 1.0)
-        check_number("close", self.close, 1.0)
+        check_number("close", self.close, 0.0)  # below 1 nothing ends it
         check_number("gain", self.gain, 0.0)
         check_flag("cache", self.cache)
 
