@@ -479,7 +479,7 @@ def test_a_backward_body_holds_what_is_predicted():
     state = params, jax.eval_shape(optimiser.init, params)
     tokens = jax.ShapeDtypeStruct((32, 257), jnp.int32)
     step = vmem_jax.jit(
-        train_step(model, optimiser), budget="450MiB", sub_batches=1, donate_argnums=0
+        train_step(model, optimiser), budget="510MiB", sub_batches=1, donate_argnums=0
     )
     made = step.lower(state, tokens).compile(target="h200")
     assert made.need_nbytes == pytest.approx(made.attempts[-1].predicted_need, rel=0.03)
