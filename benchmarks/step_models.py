@@ -170,6 +170,16 @@ def _trained(loss_of: Callable, init: Callable, batch: Callable, optimiser: Any 
     return Training(step, start, batch)
 
 
+def _images(batch: int) -> Callable[[jax.Array], Any]:
+    """key -> images bf16[n, 224, 224, 3] and their labels, of 1,000 classes."""
+
+    def draw(key: jax.Array) -> Any:
+        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
+        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
+
+    return draw
+
+
 def decoder(
     hand: str, batch: int, layers: int = 16, width: int = 2048, tokens: int = 2048, **options: Any
 ) -> Training:
@@ -207,11 +217,7 @@ def vit(hand: str, batch: int, layers: int = 24, width: int = 1024, **options: A
         x = network(x, params["layers"], key)[:, 0].astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], labels).mean()
 
-    def draw(key: jax.Array) -> Any:
-        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
-        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
-
-    return _trained(loss, init, draw)
+    return _trained(loss, init, _images(batch))
 
 
 def gpt(
@@ -258,11 +264,7 @@ def resnet(hand: str, batch: int, layers: int = 36, width: int = 64, **options: 
         del key
         return cross_entropy(model, variables["params"], variables["batch_stats"], batch)[0]
 
-    def draw(key: jax.Array) -> Any:
-        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
-        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
-
-    return _trained(loss, init, draw, optax.sgd(0.1, momentum=0.9))
+    return _trained(loss, init, _images(batch), optax.sgd(0.1, momentum=0.9))
 
 
 def resnet50(hand: str, batch: int) -> Training:
@@ -287,11 +289,7 @@ def convnext(hand: str, batch: int, **options: Any) -> Training:
         logits = network(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def draw(key: jax.Array) -> Any:
-        images = jax.random.normal(key, (batch, 224, 224, 3), jnp.bfloat16)
-        return images, jax.random.randint(key, (batch,), 0, 1000, jnp.int32)
-
-    return _trained(loss, network.init, draw)
+    return _trained(loss, network.init, _images(batch))
 
 
 def unet(hand: str, batch: int, **options: Any) -> Training:

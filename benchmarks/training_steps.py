@@ -35,6 +35,7 @@ from traces import traced
 
 import vmem_jax
 from vmem_jax.devices.targets import target
+from vmem_jax.search.search import need_nbytes
 
 FLAGS = flags.FLAGS
 
@@ -86,14 +87,11 @@ def main(_: Any) -> None:
 def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
     """The step by plain jit, with what is picked by hand in it; and what its row says."""
     if FLAGS.target:
-        on_card = jax.sharding.SingleDeviceSharding(target(FLAGS.target).device())
+        on_card = target(FLAGS.target).sharding()
         there = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_card)
         args = jax.tree.map(there, args)
     compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
-    stats = compiled.memory_analysis()
-    need = stats.argument_size_in_bytes + stats.output_size_in_bytes
-    need += stats.temp_size_in_bytes - stats.alias_size_in_bytes
-    return compiled, {"gib": need / 2**30}
+    return compiled, {"gib": need_nbytes(compiled) / 2**30}
 
 
 def _budgeted(
