@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.primitives import nbytes
 from vmem_jax.core.program import Kind
 from vmem_jax.policy import Auto
 from vmem_jax.search.failure import Help
@@ -58,17 +59,17 @@ def _donations(step: StepContext) -> list[Help]:
     like = lambda aval: (aval.shape, aval.dtype)
     free = collections.Counter(like(v.aval) for v in compat.open_jaxpr(traced.plain).outvars)
     free.subtract(like(a) for a, given in zip(traced.avals, traced.donated, strict=True) if given)
-    nbytes, names = 0, dict[str, None]()
+    freed, names = 0, dict[str, None]()
     for aval, name, given in zip(traced.avals, traced.names, traced.donated, strict=True):
         if not given and aval.shape and free[like(aval)] > 0:
             free[like(aval)] -= 1
-            nbytes += aval.size * aval.dtype.itemsize
+            freed += nbytes(aval)
             names[re.split(r"[.\[ ]", name)[0]] = None
-    if not nbytes:
+    if not freed:
         return []
     which = ", ".join(f"`{name}`" for name in names)
     text = f"Donate the state (`donate_argnums`): the results can take the memory of {which}"
-    return [Help(text, nbytes)]
+    return [Help(text, freed)]
 
 
 def _wider(step: StepContext) -> tuple[StepContext, str] | None:
