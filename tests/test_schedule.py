@@ -16,6 +16,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.core import planned
 from vmem_jax.core.costs import analytic
+from vmem_jax.core.fences import fences
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.schedule import Do, schedule
@@ -154,3 +155,18 @@ def test_every_step_runs_and_everything_that_dies_is_freed():
     assert freed == {b for step in program.steps for b in step.writes} - set(program.outputs)
     for do in (Do.START, Do.GONE, Do.FETCH, Do.BACK):
         assert {e.index for e in events if e.do is do} == {*range(len(plan.transfers))}
+
+
+def test_a_fence_holds_values_in_the_order_in_which_they_are_made():
+    """XLA makes them in that order: else a weight gradient is made before the last one is summed."""
+    captured = in_sub_batches(4)
+    program = captured.program
+    order = (*range(len(program.steps)),)
+    found = set()
+    for event in schedule(program, order):
+        if event.do is Do.BARRIER and len(event.buffers) > 1:
+            made = [program.producer[b] for b in event.buffers]
+            assert made == sorted(made)
+            found.add(event.position)
+    unsorted = {f.position for f in fences(program, order) if f.buffers[0] != min(f.buffers)}
+    assert unsorted & found

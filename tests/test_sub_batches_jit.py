@@ -386,3 +386,22 @@ def test_the_peak_falls_on_a_gpu_too():
         assert best.need <= 1.1 * best.plan.predicted_peak
         needs[count] = best.need
     assert needs[4] < 0.35 * needs[1]
+
+
+@pytest.mark.gpu_compile
+def test_a_gradient_is_summed_before_the_next_is_made():
+    def step(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jax.nn.relu(h @ w)
+            return jnp.square(h.astype(jnp.float32)).sum()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    args = [shape(2048, 1024), shape(1024, 1024)], shape(256, 2048)
+    how = dict(budget="1GiB", sub_batches=2, donate_argnums=0, batch_argnums=1)
+    best = vmem_jax.jit(step, **how)._entry_for(args, {}, "h200").best
+    smallest_gradient = 2 * 1024 * 1024
+    assert best.need < best.predicted_need + smallest_gradient

@@ -106,14 +106,18 @@ class _Scheduler:
 
     def events(self) -> Iterator[Event]:
         dying = last_reads(self.program, self.order)
+        made: dict[int, int] = {}  # buffer -> the position at which it was last written
         for position, s in enumerate(self.order):
             if held := self.fences.get(position):
+                # XLA makes what a barrier holds in this order, where nothing else decides
+                held = tuple(sorted(held, key=lambda b: made.get(b, -1)))
                 yield Event(Do.BARRIER, position, buffers=held)
             yield from self._moves(position)
             step, last = self.program.steps[s], tuple(dying[position])
             if self.fenced and step.tied:
                 yield Event(Do.BARRIER, position, buffers=step.tied)
             yield Event(Do.RUN, position, s, last)
+            made.update(dict.fromkeys(step.writes, position))
             if self.fenced and step.compared:
                 yield Event(Do.BARRIER, position, buffers=step.compared)
             if last:
