@@ -30,8 +30,9 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=4, help="sets of options for each step")
     parser.add_argument("--asked", type=float, default=0.3, help="share of lowest peaks asked for")
     parser.add_argument("--limit", type=float, default=60, help="processor seconds a program")
+    parser.add_argument("--codegen", choices=("fast", "full"), default="fast")
     parser.add_argument("--out", help="a file of rows, one JSON object a line; appended to")
-    parser.add_argument("--ledger", help="a file to which one row for this run is appended")
+    parser.add_argument("--ledger", help="a file that gets one row for this run, as it goes")
     parser.add_argument("--commit", default="", help="that is run, for the ledger")
     parser.add_argument("--totals", help="a ledger: prints its totals, and runs nothing")
     parser.add_argument("--only", help="SEED or SEED:OPTION: that one, with all that it says")
@@ -44,7 +45,13 @@ def main() -> int:
             print(ledger.totals(map(json.loads, file)))
         return 0
     settings = Settings(
-        args.platform, args.processes, args.transport, args.each, args.asked, args.limit
+        args.platform,
+        args.processes,
+        args.transport,
+        args.each,
+        args.asked,
+        args.limit,
+        args.codegen,
     )
     os.environ["VMEM_JAX_CACHE"] = tempfile.mkdtemp(prefix="vmem_jax_fuzz_")
     if args.only or args.spec:
@@ -74,11 +81,15 @@ def _single(settings: Settings, args: argparse.Namespace) -> int:
 
 def _many(settings: Settings, args: argparse.Namespace) -> int:
     counts, out, began = Counts(), open(args.out, "a") if args.out else None, time.monotonic()
+    commit = args.commit or ledger.checked_out()
+    book = ledger.Ledger(args.ledger) if args.ledger else None
 
     def report(row: dict) -> None:
         counts.add(row)
         if out:
             print(json.dumps(row), file=out, flush=True)
+        if book:
+            book.write(ledger.row_of(counts, settings, time.monotonic() - began, commit))
         if row["signature"]:
             print(
                 f"{row['seed']}:{row['option']} {row['signature']}: {row['detail'][:200]}",
@@ -92,9 +103,6 @@ def _many(settings: Settings, args: argparse.Namespace) -> int:
         run(settings, seeds, args.seconds, report)
     except KeyboardInterrupt:
         pass
-    if args.ledger:
-        seconds = time.monotonic() - began
-        ledger.append(args.ledger, ledger.row_of(counts, settings, seconds, args.commit))
     print(json.dumps({"seconds": round(time.monotonic() - began), **counts.summary()}, indent=1))
     for signature, row in counts.unknown.items():
         print(f"{signature}\n  {reproduce(row)}")

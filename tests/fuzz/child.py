@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -36,10 +37,18 @@ class Child:
       limit: seconds of processor time, of all threads, that one set of options may take; `WALL` times
         as many on the clock.
       preface: Python that the process runs first; tests break the library with it.
+      cores: on which it runs; None for all.
     """
 
-    def __init__(self, environment: Mapping[str, str], limit: float, preface: str = "") -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        limit: float,
+        preface: str = "",
+        cores: Sequence[int] | None = None,
+    ) -> None:
         self._environment, self._limit, self._preface = environment, limit, preface
+        self._cores = cores
         self._process: subprocess.Popen | None = None
         self._served = 0
 
@@ -57,8 +66,9 @@ class Child:
                 return
             self._start()
             assert self._process is not None and self._process.stdin is not None
-            self._process.stdin.write(as_json(spec, left).encode() + b"\n")
-            self._process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as `_lines` will find
+                self._process.stdin.write(as_json(spec, left).encode() + b"\n")
+                self._process.stdin.flush()
             at = PLAIN
             for kind, value in self._lines(until):
                 if kind == "at":
@@ -118,6 +128,8 @@ class Child:
             env={**os.environ, **cache, "PYTHONPATH": path, **self._environment},
             cwd=root,
         )
+        if self._cores is not None:
+            os.sched_setaffinity(self._process.pid, self._cores)
         self._buffer = b""
 
     def _lines(self, until: float) -> Iterator[tuple[str, object]]:

@@ -8,9 +8,10 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .check import BUDGET, FINDINGS, FIT, INVALID, REFUSED, UNTRUE, Row
@@ -19,6 +20,20 @@ from .known import KNOWN
 from .layers import Draw
 from .options import Options, draw_options
 from .programs import Spec, draw_spec
+
+FULL_FROM = 8
+"""From so many processes on, one of them generates code as it is for users."""
+
+CORES = 4
+"""Of the machine that one process sees: XLA makes pools of as many threads as there are cores."""
+
+NO_FUSION_EMITTERS = {
+    "0.10.": "--xla_cpu_use_fusion_emitters=false",
+    "0.11.": "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+}
+"""Versions of JAX whose XLA:CPU can still generate code for fusions without MLIR: a compile takes a
+fifth. Peaks stay as they are with 0.11; with 0.10 they change by some 200 bytes, and another plan
+may then be compiled. JAX 0.12 has no such flag."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +48,8 @@ class Settings:
         are done once for all of them.
       asked: share of the BudgetErrors whose lowest peak is asked for as the budget.
       limit: processor seconds that one program may take.
+      codegen: "fast" leaves out what of XLA:CPU's code generation changes no buffer; "full" is what
+        users have. With `FULL_FROM` processes or more, one of them is "full" in any case.
       preface: Python that every worker runs first.
     """
 
@@ -42,6 +59,7 @@ class Settings:
     each: int = 4
     asked: float = 0.3
     limit: float = 60.0
+    codegen: str = "fast"
     preface: str = ""
 
     @property
@@ -52,13 +70,14 @@ class Settings:
             # products in TF32 differ from algorithm to algorithm by more than single precision rounds
             precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
             return {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": share, **precise}
-        # LLVM's optimisation is a third of the time, and no part of what is tested, and many small
-        # modules take longer than one; MLIR for fusions is most of the rest, where XLA can still do
-        # without
-        flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-        if importlib.metadata.version("jax").startswith("0.10."):
-            flags += " --xla_cpu_use_fusion_emitters=false"
-        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        if self.codegen == "full":
+            return {"JAX_PLATFORMS": "cpu"}
+        # LLVM's optimisation and MLIR for fusions are four fifths of the time to compile; what is
+        # tested ends before them, with the assignment of buffers
+        flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+        version = importlib.metadata.version("jax")
+        flags += [flag for start, flag in NO_FUSION_EMITTERS.items() if version.startswith(start)]
+        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
 def options_of(seed: int, settings: Settings) -> list[tuple[int, Options, bool]]:
@@ -82,10 +101,13 @@ def run(
     """
     until, lock, left = time.monotonic() + seconds, threading.Lock(), iter(seeds)
 
-    def work() -> None:
-        child = Child(
-            {**settings.environment, **(environment or {})}, settings.limit, settings.preface
-        )
+    def work(number: int) -> None:
+        mine = settings
+        if number == 0 and settings.processes >= FULL_FROM:
+            mine = dataclasses.replace(settings, codegen="full")
+        there = {**mine.environment, **(environment or {})}
+        cores = cores_of(number, sorted(os.sched_getaffinity(0)))
+        child = Child(there, settings.limit, settings.preface, cores)
         try:
             while time.monotonic() < until:
                 with lock:
@@ -94,13 +116,13 @@ def run(
                     return
                 options = options_of(seed, settings)
                 for row in child.rows(spec := draw_spec(seed), options, until):
-                    row = {**described(seed, spec, options[row["option"]][1]), **row}
+                    row = {**described(seed, spec, options[row["option"]][1], mine), **row}
                     with lock:
                         report(row)
         finally:
             child.close()
 
-    threads = [threading.Thread(target=work) for _ in range(settings.processes)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(settings.processes)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -117,7 +139,7 @@ def single(settings: Settings) -> Iterator[Callable[..., Row]]:
 
     def run_one(spec: Spec, options: Options, ask: bool = True) -> Row:
         [row] = child.rows(spec, [(0, options, ask)])
-        return {**described(spec["seed"], spec, options), **row}
+        return {**described(spec["seed"], spec, options, settings), **row}
 
     try:
         yield run_one
@@ -131,9 +153,15 @@ def run_one(settings: Settings, spec: Spec, options: Options, ask: bool = True) 
         return run(spec, options, ask)
 
 
-def described(seed: int, spec: Spec, options: Options) -> Row:
+def described(seed: int, spec: Spec, options: Options, settings: Settings) -> Row:
     """What a row says of its program, by which it can be made again."""
-    return {"seed": seed, "spec": spec, "options": dataclasses.asdict(options)}
+    made = {"seed": seed, "spec": spec, "options": dataclasses.asdict(options)}
+    return {**made, "codegen": settings.codegen}
+
+
+def cores_of(number: int, cores: Sequence[int]) -> list[int]:
+    """The cores on which process `number` runs: `CORES` of them, next to each other."""
+    return [cores[(number + i) % len(cores)] for i in range(min(CORES, len(cores)))]
 
 
 def seeds_from(first: int) -> Iterable[int]:
@@ -201,4 +229,5 @@ def known(signature: str) -> str | None:
 def reproduce(row: Row) -> str:
     """The command that makes the finding of a row again."""
     spec, options = json.dumps(row["spec"]), json.dumps(row["options"])
-    return f"python -m tests.fuzz --spec='{spec}' --options='{options}'"
+    codegen = "" if row["codegen"] == "fast" else f" --codegen={row['codegen']}"
+    return f"python -m tests.fuzz --spec='{spec}' --options='{options}'{codegen}"

@@ -1,6 +1,8 @@
 """The ledger: one row for each run of many programs, and their totals.
 
-Rows stand in benchmarks/results/fuzz.jsonl. `python -m tests.fuzz --ledger=PATH` appends one, and
+Rows stand in benchmarks/results/fuzz.jsonl. A program of their counts is one step with one set of
+options.
+`python -m tests.fuzz --ledger=PATH` appends a row, and
 `python -m tests.fuzz --totals=PATH` prints a table.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 import collections
 import importlib.metadata
 import json
+import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,10 +58,23 @@ def checked_out() -> str:
     return found.stdout.strip()
 
 
-def append(path: str, row: dict) -> None:
-    """Adds `row` to the ledger at `path`."""
-    with open(path, "a") as file:
-        print(json.dumps(row), file=file)
+class Ledger:
+    """The row of one run in the file at `path`, written anew as the run goes on.
+
+    Whatever ends the run, its row holds all that was counted before.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._written = Path(path), ""
+
+    def write(self, row: dict) -> None:
+        """Puts `row` in the place of this run's row before, or at the end."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        lines = [line for line in lines if line != self._written]
+        self._written = json.dumps(row)
+        new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        new.write_text("".join(f"{line}\n" for line in [*lines, self._written]))
+        new.replace(self._path)
 
 
 def totals(rows: Iterable[dict]) -> str:
