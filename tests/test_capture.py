@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture import capture
+from vmem_jax.capture import capture, fuse
 from vmem_jax.core.program import Kind, Phase
 from vmem_jax.core.validate import check_program
 
@@ -206,6 +206,32 @@ def test_users_checkpoint_is_a_hint(hint):
     found = program(sgd(loss), W, X)
     assert ops(found).count("dot_general") == 3 + 3 + 2  # forward, weights, inputs
     assert ops(found, Phase.FORWARD).count("dot_general") == 3
+
+
+def test_what_is_looked_at_for_a_kernel_does_not_grow_with_the_depth(monkeypatch):
+    """A residual stream is read: the layers in front of it are not looked at."""
+    priced = []
+
+    class Counted(fuse.Walk):
+        def visit_all(self, atoms):
+            super().visit_all(atoms)
+            priced.append(len(self.prices.keys() | self.above.keys()))
+
+    monkeypatch.setattr(fuse, "Walk", Counted)
+
+    def most(layers):
+        def loss(params, x, key):
+            for w in params:
+                y = jax.nn.standardize(x) @ w
+                key, own = jax.random.split(key)
+                x = x + jnp.where(jax.random.bernoulli(own, 0.9, y.shape), y / 0.9, 0)
+            return jnp.sum(x**2)
+
+        priced.clear()
+        program(sgd(loss), [W] * layers, X, jax.random.key(0))
+        return max(priced)
+
+    assert most(16) == most(8) < 100
 
 
 # -- control flow and effects

@@ -12,22 +12,14 @@ What compares a value with what is computed from it is one kernel (`capture.ties
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.primitives import Class, class_of, nbytes, takes_epilogue
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
-
-_MOST_VISITS = 500
-"""Fusible equations looked at for one kernel; beyond it a value exists. XLA's fusions end too."""
-
-_STREAM_READS = 2
-"""So many readers of a sum make it a stream: a norm, and the next sum."""
-
-_EPOCHS_PER_PASS = 8
-"""Holding a value over so many heavy kernels counts as much as reading it once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +63,16 @@ class _Fuser:
         self.classes = [class_of(eqn) for eqn in self.eqns]
         self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
+        self.operands = [[a for a in eqn.invars if isinstance(a, Var)] for eqn in self.eqns]
+        values = (*opened.invars, *opened.constvars, *self.maker)
+        self.nbytes = {v: nbytes(v.aval) for v in values}
         # the epoch of an equation: how many heavy kernels stand before it
         self.epoch: list[int] = []
         heavy = 0
         for i, (eqn, kind) in enumerate(zip(self.eqns, self.classes, strict=True)):
             heavy += _LOOP_EPOCHS if i == boundary else 0
             self.epoch.append(heavy)
-            sizes = [nbytes(v.aval) for v in (*eqn.outvars, *eqn.invars)]
+            sizes = [self.nbytes[v] for v in (*eqn.outvars, *self.operands[i])]
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096
         self.uses: dict[Var, int] = {}
         self.reader: dict[Var, int] = {}  # the last equation that reads a value
@@ -250,9 +245,9 @@ class _Fuser:
         epoch = self.epoch[root]
         # Twice: what the first pass finds to be read anyway makes reading it again free, so that
         # the second pass computes the rest from it.
-        walk = _Walk(self, epoch, ())
+        walk = Walk(self, epoch, ())
         walk.visit_all(self.eqns[root].invars)
-        walk = _Walk(self, epoch, walk.reads)
+        walk = Walk(self, epoch, walk.reads)
         walk.visit_all(self.eqns[root].invars)
         for v in walk.reads:
             self.read_at(v, epoch)
@@ -276,7 +271,7 @@ class _Fuser:
         ]
         heavy = [i for i in tie.equations if self.classes[i] is Class.HEAVY]
         whole = [a for i in heavy for a in self.eqns[i].invars if a in given]  # its operands exist
-        walk = _Walk(self, self.epoch[last], tie.compared)
+        walk = Walk(self, self.epoch[last], tie.compared)
         for source in filter(None, map(self._source, whole)):
             walk.reads[source] = None
         whole_views = self._views(whole)
@@ -289,103 +284,6 @@ class _Fuser:
         writes = tuple(v for i in ends for v in self.eqns[i].outvars)
         root = (heavy or reduced or ends)[0]
         return Kernel(equations, root, tuple(walk.reads), writes, tie.compared)
-
-
-class _Walk:
-    """One walk from the operands of a chain's root back to the values that it reads."""
-
-    def __init__(self, fuser: _Fuser, epoch: int, free: Iterable[Var]) -> None:
-        self.fuser = fuser
-        self.epoch = epoch
-        self.until = fuser.until
-        self.free = {v for v in free if v in fuser.exists or fuser.must_exist(v)}
-        self.costs: dict[Var, tuple[float, bool]] = {}  # value -> (price in bytes, read it?)
-        self.reads: dict[Var, None] = {}
-        self.inlined: set[int] = set()
-
-    def visit_all(self, atoms: Iterable[Atom]) -> None:
-        for atom in atoms:
-            self.visit(atom, 0)
-
-    def visit(self, atom: Atom, depth: int) -> None:
-        """Adds what computing `atom` reads and inlines."""
-        if not isinstance(atom, Var):
-            return
-        _, read = self._cost(atom, depth)
-        if read:
-            self.reads[atom] = None
-            return
-        i = self.fuser.maker[atom]
-        if i not in self.inlined:
-            self.inlined.add(i)
-            for operand in self.fuser.eqns[i].invars:
-                self.visit(operand, depth + 1)
-
-    def _cost(self, v: Var, depth: int) -> tuple[float, bool]:
-        """The price in bytes of needing `v` here, and whether to read it (or compute it)."""
-        if v in self.costs:
-            return self.costs[v]
-        fuser = self.fuser
-        size = nbytes(v.aval)
-        i = fuser.maker.get(v)
-        if v in self.free:
-            self.costs[v] = (0.0, True)
-            return self.costs[v]
-        if i is None:  # an input of the program: always there
-            self.costs[v] = (float(size), True)
-            return self.costs[v]
-        born = fuser.epoch[i]
-        outlives = max(0, self.epoch - max(self.until.get(v, born), born))
-        read = size * (1 + outlives / _EPOCHS_PER_PASS)
-        if fuser.classes[i] in (Class.HEAVY, Class.REDUCE):
-            self.costs[v] = (read, True)
-            return self.costs[v]
-        if len(self.costs) > _MOST_VISITS or depth > 100:
-            self.costs[v] = (read, True)
-            return self.costs[v]
-        compute = sum(
-            self._cost(a, depth + 1)[0] for a in fuser.eqns[i].invars if isinstance(a, Var)
-        )
-        if v in fuser.exists:
-            choice = (compute, False) if compute < read else (read, True)
-        elif self._joins(v):  # it is written once, and then read in place of its operands
-            operands = sum(nbytes(a.aval) for a in fuser.eqns[i].invars if isinstance(a, Var))
-            read += (size + operands) / fuser.uses[v]
-            choice = (compute, False) if compute <= read else (read, True)
-        else:  # somebody has to compute and write it first
-            read += size + compute / max(fuser.uses[v], 1)
-            choice = (compute, False) if compute <= read else (read, True)
-        self.costs[v] = choice
-        return choice
-
-    def _joins(self, v: Var) -> bool:
-        """Whether `v` is read several times, is a sum, and computing it reads two values as large as
-        itself or more: a residual stream behind what is added to it."""
-        if self.fuser.uses.get(v, 0) < _STREAM_READS or not self._is_sum(v):
-            return False
-        found: set[Var] = set()
-        stack, seen = [v], {v}
-        while stack and len(found) < 2 and len(seen) < _MOST_VISITS:
-            for a in self.fuser.eqns[self.fuser.maker[stack.pop()]].invars:
-                if not isinstance(a, Var) or a in seen:
-                    continue
-                seen.add(a)
-                if self._cost(a, 0)[1]:
-                    if nbytes(a.aval) >= nbytes(v.aval):
-                        found.add(a)
-                else:
-                    stack.append(a)
-        return len(found) > 1
-
-    def _is_sum(self, v: Var) -> bool:
-        """Whether `v` is a sum of two values, or one in another type or shape."""
-        while len((eqn := self.fuser.eqns[self.fuser.maker[v]]).invars) == 1:
-            [a] = eqn.invars
-            if not isinstance(a, Var) or a not in self.fuser.maker:
-                break
-            v = a
-        both = all(isinstance(a, Var) for a in eqn.invars)
-        return both and eqn.primitive.name in ("add", "add_any")
 
 
 def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]) -> list[Kernel]:

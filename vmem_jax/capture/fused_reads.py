@@ -1,0 +1,263 @@
+"""fused_reads: what a chain of fusible equations reads, and what it computes again.
+
+A value in a chain is read where it exists, or computed from its operands, whichever costs fewer
+bytes: those that are moved, and those that are held until the chain runs. What computing a value
+costs is what needing its operands costs, so one decision asks for others, back through the program. A
+price is worked out only as far as a decision depends on it: behind a residual stream lies the whole
+network, and reading the stream costs less than the last layers of that alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from vmem_jax.capture.primitives import Class
+from vmem_jax.jax_compat import Atom, JaxprEqn, Var
+
+_MOST_VISITS = 500
+"""Values priced for one kernel; beyond it a value exists. XLA's fusions end too."""
+
+_STREAM_READS = 2
+"""So many readers of a sum make it a stream: a norm, and the next sum."""
+
+_EPOCHS_PER_PASS = 8
+"""Holding a value over so many heavy kernels counts as much as reading it once."""
+
+
+class Values(Protocol):
+    """What is known of the values of a jaxpr.
+
+    Attributes:
+      eqns, classes: its equations, and how XLA treats each.
+      epoch: how many heavy kernels stand before each.
+      maker: of a value the equation that makes it; none of an input.
+      operands: of an equation the values that it reads.
+      uses: of a value how many equations read it.
+      nbytes: of a value.
+      exists: fusible values that some kernel must write.
+      until: of an existing value the last epoch that reads it.
+    """
+
+    eqns: list[JaxprEqn]
+    classes: list[Class]
+    epoch: list[int]
+    maker: dict[Var, int]
+    operands: list[list[Var]]
+    uses: dict[Var, int]
+    nbytes: dict[Var, int]
+    exists: set[Var]
+    until: dict[Var, int]
+
+    def must_exist(self, v: Var) -> bool:
+        """Whether `v` is in memory whatever is decided."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reading:
+    """What reading a value costs, which depends on what computing it costs where somebody has to.
+
+    Attributes:
+      read: bytes that reading it moves and holds.
+      write: bytes that writing it adds.
+      uses: readers that share what computing it costs; infinitely many where none pays for that.
+      exists: whether it exists in any case.
+    """
+
+    read: float
+    write: float = 0.0
+    uses: float = math.inf
+    exists: bool = False
+
+    @property
+    def even(self) -> float:
+        """The price of computing the value at which reading it costs as much."""
+        return math.inf if self.uses == 1 else (self.read + self.write) / (1 - 1 / self.uses)
+
+    def limit(self, most: float | None) -> float:
+        """The highest price of computing the value that matters to `choice`."""
+        if most is None:
+            return self.even
+        if most <= self.even:
+            return most
+        return self.even if math.isinf(self.uses) else (most - self.read - self.write) * self.uses
+
+    def choice(
+        self, compute: float, limit: float, most: float | None
+    ) -> tuple[bool | None, float | None]:
+        """(whether to read the value, the price of the cheaper way), each None if it is unknown.
+
+        Args:
+          compute: the price of computing it; infinite where that is above `limit`.
+          limit: at least `self.limit(most)`.
+          most: bytes up to which the price matters; None if it does not.
+        """
+        is_read, price = None, None
+        if math.isfinite(compute):
+            reading = self.read + (self.write + compute / self.uses)
+            is_read = compute >= reading if self.exists else compute > reading
+            price = min(compute, reading)
+        elif limit >= self.even:
+            is_read = self.uses != 1
+            price = self.read + self.write if math.isinf(self.uses) else None
+        if price is not None and most is not None and price > most:
+            price = None
+        return is_read, price
+
+
+class Walk:
+    """One walk from the operands of a chain's root back to the values that it reads.
+
+    Args:
+      epoch: of the root.
+      free: values that the chain reads anyway.
+
+    Attributes:
+      reads: the values that it reads.
+      inlined: the equations that it computes.
+    """
+
+    def __init__(self, values: Values, epoch: int, free: Iterable[Var]) -> None:
+        self.values = values
+        self.epoch = epoch
+        self.until = values.until
+        self.free = {v for v in free if v in values.exists or values.must_exist(v)}
+        self.prices: dict[Var, float] = {}  # value -> bytes that needing it here costs
+        self.above: dict[Var, float] = {}  # value -> bytes that its price is known to exceed
+        self.is_read: dict[Var, bool] = {}  # value -> whether to read it (or compute it)
+        self.reads: dict[Var, None] = {}
+        self.inlined: set[int] = set()
+
+    def visit_all(self, atoms: Iterable[Atom]) -> None:
+        for atom in atoms:
+            self.visit(atom, 0)
+
+    def visit(self, atom: Atom, depth: int) -> None:
+        """Adds what computing `atom` reads and inlines."""
+        if not isinstance(atom, Var):
+            return
+        if self._reads(atom, depth):
+            self.reads[atom] = None
+            return
+        i = self.values.maker[atom]
+        if i not in self.inlined:
+            self.inlined.add(i)
+            for operand in self.values.eqns[i].invars:
+                self.visit(operand, depth + 1)
+
+    def _reads(self, v: Var, depth: int) -> bool:
+        """Whether to read `v` here, or to compute it."""
+        if v not in self.is_read and not self._is_given(v, depth):
+            self._choose(v, depth, None)
+        return self.is_read[v]
+
+    def _price(self, v: Var, depth: int, most: float) -> float:
+        """The price in bytes of needing `v` here; infinite where it exceeds `most`."""
+        if v not in self.prices and not self._is_given(v, depth):
+            above = self.above.get(v, 0.0)
+            if above < most or not above:
+                # a value that is asked for again goes twice as far, so that this is not often
+                self._choose(v, depth, max(most, 2 * above))
+        return self.prices.get(v, math.inf)
+
+    def _is_given(self, v: Var, depth: int) -> bool:
+        """Whether `v` is read without a choice; if so, notes its price."""
+        i = self.values.maker.get(v)
+        if v in self.free:
+            price = 0.0
+        elif i is None:  # an input of the program: always there
+            price = float(self.values.nbytes[v])
+        elif self.values.classes[i] in (Class.HEAVY, Class.REDUCE):
+            price = self._read_nbytes(v, i)
+        elif len(self.prices) + len(self.above) > _MOST_VISITS or depth > 100:
+            price = self._read_nbytes(v, i)
+        else:
+            return False
+        self.prices[v], self.is_read[v] = price, True
+        return True
+
+    def _read_nbytes(self, v: Var, i: int) -> float:
+        """Bytes moved and held by reading `v`, which equation `i` makes."""
+        born = self.values.epoch[i]
+        outlives = max(0, self.epoch - max(self.until.get(v, born), born))
+        return self.values.nbytes[v] * (1 + outlives / _EPOCHS_PER_PASS)
+
+    def _choose(self, v: Var, depth: int, most: float | None) -> None:
+        """Notes whether to read `v` or to compute it, and its price, that of the cheaper one.
+
+        Args:
+          most: bytes up to which the price matters; None where only the choice does.
+        """
+        # whether it is a stream is asked only where that matters, since the answer depends on the
+        # same question for what it is made of
+        first, *other = ways = self._ways_to_read(v)
+        limit = max(way.limit(most) for way in ways)
+        compute = self._compute_price(v, depth, limit) if limit < math.inf else math.inf
+        is_read, price = first.choice(compute, limit, most)
+        if other:
+            choice = other[0].choice(compute, limit, most)
+            if most is None and is_read == choice[0]:
+                price = price if price == choice[1] else None
+            elif (is_read, price) != choice and not self._joins(v):
+                is_read, price = choice
+        if is_read is not None:
+            self.is_read[v] = is_read
+        if price is not None:
+            self.prices[v] = price
+        elif most is not None:
+            self.above[v] = most
+
+    def _ways_to_read(self, v: Var) -> list[_Reading]:
+        """What reading `v` takes; both ways where it may be a stream, that of a stream first."""
+        values, i = self.values, self.values.maker[v]
+        read, nbytes, uses = self._read_nbytes(v, i), values.nbytes[v], values.uses.get(v, 0)
+        if v in values.exists:
+            return [_Reading(read, exists=True)]
+        # somebody has to compute and write it first
+        ways = [_Reading(read, nbytes, max(uses, 1))]
+        if uses >= _STREAM_READS and self._is_sum(v):
+            # it is written once, and then read in place of its operands
+            operands = sum(values.nbytes[a] for a in values.operands[i])
+            ways.insert(0, _Reading(read, (nbytes + operands) / uses))
+        return ways
+
+    def _compute_price(self, v: Var, depth: int, most: float) -> float:
+        """The price in bytes of needing all operands of `v`; infinite where it exceeds `most`."""
+        most *= 1 + 1e-9  # a sum that is equal but for rounding is worked out
+        operands = self.values.operands[self.values.maker[v]]
+        total = 0.0
+        # the latest first: what was made long ago is what most stands behind
+        for a in sorted(operands, key=lambda a: -self.values.maker.get(a, len(self.values.eqns))):
+            total += self._price(a, depth + 1, most - total)
+            if total > most:
+                return math.inf
+        return sum(self.prices[a] for a in operands)
+
+    def _joins(self, v: Var) -> bool:
+        """Whether computing the sum `v` reads two values as large as itself or more: a residual
+        stream behind what is added to it."""
+        found: set[Var] = set()
+        stack, seen = [v], {v}
+        while stack and len(found) < 2 and len(seen) < _MOST_VISITS:
+            for a in self.values.operands[self.values.maker[stack.pop()]]:
+                if a in seen:
+                    continue
+                seen.add(a)
+                if self._reads(a, 0):
+                    if self.values.nbytes[a] >= self.values.nbytes[v]:
+                        found.add(a)
+                else:
+                    stack.append(a)
+        return len(found) > 1
+
+    def _is_sum(self, v: Var) -> bool:
+        """Whether `v` is a sum of two values, or one in another type or shape."""
+        while len((eqn := self.values.eqns[self.values.maker[v]]).invars) == 1:
+            [a] = eqn.invars
+            if not isinstance(a, Var) or a not in self.values.maker:
+                break
+            v = a
+        both = all(isinstance(a, Var) for a in eqn.invars)
+        return both and eqn.primitive.name in ("add", "add_any")
