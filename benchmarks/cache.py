@@ -21,7 +21,7 @@ from variants import initial_states
 
 import vmem_jax
 from vmem_jax.models import job
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "vgg116", "Model of vmem_jax.models.")

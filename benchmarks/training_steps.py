@@ -35,7 +35,7 @@ from traces import traced
 
 import vmem_jax
 from vmem_jax.devices.targets import target
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 
 FLAGS = flags.FLAGS
 

@@ -23,7 +23,7 @@ from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_si
 from vmem_jax.jax_compat import DESCRIBED_OPTIONS
 from vmem_jax.models import Job
 from vmem_jax.policy import AbstractPolicy
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 
 WRAPPED = ("checkpoint", "offload")
 """Variants without a budget: the step as JAX's own users would write it, by `job(wrap=...)`."""

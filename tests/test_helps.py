@@ -10,7 +10,7 @@ import pytest
 
 import vmem_jax
 from vmem_jax import BudgetError
-from vmem_jax.search.failure import MOST_HELPS, Help, advice
+from vmem_jax.api.failure import MOST_HELPS, Help, advice
 
 WEIGHTS = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
 BATCH = jax.ShapeDtypeStruct((2048, 32), jnp.float32)

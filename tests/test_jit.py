@@ -43,7 +43,7 @@ def step(params, x):
 
 
 def need(compiled):
-    return vmem_jax.search.search.need_nbytes(compiled)
+    return vmem_jax.search.attempt.need_nbytes(compiled)
 
 
 def plain_need(fun=step, *args):

@@ -22,7 +22,8 @@ from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy import AbstractPolicy, Auto, Infeasible, MoDNN
 from vmem_jax.policy.base import Splitting
-from vmem_jax.search.search import need_nbytes, search
+from vmem_jax.search.attempt import need_nbytes
+from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family
 from vmem_jax.techniques.sub_batches import counts_of
 from vmem_jax.transfer.extension import describe

@@ -18,7 +18,7 @@ from test_steps_cpu import TOLERANCE, plain, run
 
 import vmem_jax
 from vmem_jax.models import job
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 
 pytestmark = pytest.mark.gpu
 

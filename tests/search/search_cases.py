@@ -15,9 +15,10 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
+from vmem_jax.search.attempt import Found
 from vmem_jax.search.log import SearchLog
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import Found, search
+from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family, Variant
 
 PROGRAM = SHAPES["chain"]

@@ -26,16 +26,16 @@ from search_cases import (
 )
 
 from vmem_jax import POLICIES
+from vmem_jax.api.failure import budget_error
 from vmem_jax.core.convolution import XLA, Configuration, Micro
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.policy.convolving import Convolving
-from vmem_jax.search.failure import budget_error
+from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import need_nbytes
 
 PARAMS = SearchParams()
 

@@ -22,9 +22,9 @@ from search_cases import (
 )
 
 from vmem_jax import POLICIES
+from vmem_jax.api.failure import budget_error
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.search import memory
-from vmem_jax.search.failure import budget_error
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
 
 from vmem_jax.core.plan import Plan
-from vmem_jax.search.search import Attempt, Found, search
-from vmem_jax.search.sweep import Compiles, front, sweep
+from vmem_jax.search.attempt import Attempt, Found
+from vmem_jax.search.search import search
+from vmem_jax.search.sweep import front, sweep
 
 
 def attempt(need: int, seconds: float) -> Attempt:
@@ -22,7 +25,7 @@ class Trade:
         self.attempts = [attempt(*point) for point in points]
         self.budgets: list[int] = []
 
-    def __call__(self, budget: int) -> Found:
+    def __call__(self, budget: int, earlier=()) -> Found:
         self.budgets.append(budget)
         fitting = [a for a in self.attempts if a.need <= budget]
         if not fitting:
@@ -66,40 +69,28 @@ def test_no_point_is_slower_and_larger_than_another():
     assert shown(found) == [(3, 4.0), (5, 2.0)]
 
 
-@pytest.mark.parametrize("predicts", [False, True])
-def test_searches_share_what_is_compiled(predicts):
+@pytest.mark.parametrize("compiles", [False, True])
+def test_searches_share_what_is_compiled(compiles):
     compiler = Compiler()
-    compiles = Compiles(predicts)
-    one = family(variant(compiler, auto(("order", "recompute"))))
-    points = sweep(lambda budget: search([[compiles.of(one)]], budget), 2**62, 6)
+    group = [family(variant(compiler, auto(("order", "recompute"))))]
+    find = lambda budget, earlier: search([group], budget, earlier=earlier, compiles=compiles)
+    points = sweep(find, 2**62, 6)
     needs = [a.need for a in points]
     assert needs == sorted(set(needs)) and LOW < needs[0] < needs[-1] <= HIGH
     assert len(compiler.plans) == len({p.order for p in compiler.plans})
-    assert bool(compiler.plans) is not predicts
+    assert bool(compiler.plans) is compiles
+    assert all(point.compiled is None for point in points)
 
 
-def test_a_variant_keeps_its_bounds_from_search_to_search():
-    compiles, one = Compiles(False), family(variant())
-    first, second = (compiles.of(one).make(1) for _ in range(2))
-    assert first is second
-    first.lower_bound(BUDGET)
-    assert BUDGET in second._bounds
-
-
-def test_what_a_compiled_step_shows_is_learned_from_its_text():
-    learned, compiler = [], Compiler()
-
-    def compile_plan(plan):
-        compiled = compiler(plan)
-        compiled.as_text = lambda: "HLO"
-        return compiled
+def test_what_an_earlier_compiled_step_showed_is_known():
+    learned = []
 
     def learn(costs, compiled):
-        learned.append(compiled.as_text())
-        return costs
+        learned.append(compiled)
+        return dataclasses.replace(costs, error=0.5)
 
-    compiles = Compiles(False)
-    search([[compiles.of(family(variant(compile_plan, learn=learn)))]], BUDGET)
-    assert compiler.plans and learned == ["HLO"] * len(compiler.plans)
-    silent = compiles.of_variant(variant(compile_plan))
-    assert silent.compile_plan(compiler.plans[0]).as_text() == ""
+    group = [family(variant(Compiler(), learn=learn))]
+    first = search([group], BUDGET)
+    again = search([group], BUDGET, earlier=first.attempts)
+    assert len(learned) == len(first.attempts)
+    assert again.best.costs == first.best.costs and again.best.need == first.best.need

@@ -11,8 +11,8 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.tensor_cache import Traffic
 from vmem_jax.core.tuning import Tuning
 from vmem_jax.policy import AbstractPolicy
+from vmem_jax.search.attempt import Attempt
 from vmem_jax.search.log import SearchLog
-from vmem_jax.search.search import Attempt
 from vmem_jax.tracing.traced import TracedStep
 
 

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.api.failure import Help
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.core.program import Kind
 from vmem_jax.policy import Auto
-from vmem_jax.search.failure import Help
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.techniques import TECHNIQUES, StepContext
 

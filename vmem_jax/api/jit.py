@@ -28,7 +28,7 @@ from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.report.page import require_plotly, save_page
 from vmem_jax.report.picture import picture
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.search.sweep import ParetoPoint, front, point_of
 from vmem_jax.techniques import StepContext
 from vmem_jax.techniques.jit_arguments import (

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy import Infeasible, Keep
+from vmem_jax.search.attempt import Attempt
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import Attempt
 from vmem_jax.search.variant import Variant
 from vmem_jax.techniques import StepContext
 

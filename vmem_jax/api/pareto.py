@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vmem_jax.api.jit import BudgetedStep, jit
 from vmem_jax.api.planner import PARAMS, checked_log, find_plan
-from vmem_jax.search.search import Found
-from vmem_jax.search.sweep import Compiles, ParetoPoint, point_of, sweep
+from vmem_jax.search.attempt import Attempt, Found
+from vmem_jax.search.sweep import ParetoPoint, point_of, sweep
 from vmem_jax.techniques import StepContext
 
 UNLIMITED = 2**62
@@ -67,13 +67,13 @@ def pareto(
 
 def points_of(step: StepContext, points: int, compile: bool) -> list[ParetoPoint]:
     """The points of a traced step, as `pareto` gives them."""
-    compiles = Compiles(predicts=not compile)
     settings = dataclasses.replace(step.settings, plan=None)
     step = StepContext(settings, step.traced, step.leaves, step.target, step.inlined)
     params = dataclasses.replace(PARAMS, max_compiles=_COMPILES, reserved_compiles=1)
 
-    def find(budget: int) -> Found:
-        return find_plan(step, budget, checked_log(step), params=params, compiles=compiles)
+    def find(budget: int, earlier: Sequence[Attempt]) -> Found:
+        log = checked_log(step)
+        return find_plan(step, budget, log, params=params, earlier=earlier, compiles=compile)
 
     return [point_of(attempt, compile) for attempt in sweep(find, UNLIMITED, points)]
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from absl import logging
 
 from vmem_jax.api.entry import CompiledStep
+from vmem_jax.api.failure import budget_error
 from vmem_jax.api.helps import helps_of
 from vmem_jax.api.notices import notices
 from vmem_jax.conv.candidates import learner
@@ -25,11 +26,11 @@ from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import compressible
 from vmem_jax.rewrite.transfers import parks
 from vmem_jax.search import memory
-from vmem_jax.search.failure import budget_error
+from vmem_jax.search.attempt import Attempt, Found, need_nbytes
 from vmem_jax.search.log import SearchLog, What
+from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import Attempt, Found, need_nbytes, search
-from vmem_jax.search.sweep import Compiles
+from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.carry import carry_contexts, with_carry
@@ -37,8 +38,6 @@ from vmem_jax.techniques.compress import compressing, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
 from vmem_jax.techniques.loops import loop_contexts, with_loops
 from vmem_jax.techniques.sub_batches import by_size, parts_of
-
-PARAMS = SearchParams()
 
 _ALWAYS_SAID = ("offload", "sub_batches")
 """Techniques whose absence is worth a line also where the user names no technique."""
@@ -87,35 +86,38 @@ def find_plan(
     log: SearchLog,
     plain_need: int | None = None,
     params: SearchParams = PARAMS,
-    compiles: Compiles | None = None,
+    earlier: Sequence[Attempt] = (),
+    compiles: bool = True,
 ) -> Found:
     """What the search finds for `budget` bytes.
 
     Args:
       log: of `checked_log`.
       plain_need: bytes that plain jit needs, where that was compiled.
-      compiles: compiles the plans of several searches, and keeps no executable.
+      earlier, compiles: as `search` has them.
     """
     program = step.traced.captured.program
     settings_key = dataclasses.replace(step.settings, name="", budget=None)
     key = memory.key_of(program, (settings_key, step.target, step.inlined))
-    predicted = compiles.plans if compiles is not None and compiles.predicts else None
-    proved = memory.proved(key) if predicted is None else [*predicted]
+    plans_of = lambda attempts: [
+        (dataclasses.replace(attempt.plan, budget=None), attempt.need) for attempt in attempts
+    ]
+    proved = memory.proved(key) if compiles else plans_of(earlier)
     groups = _groups(step, budget, log, proved)
     untouched = None if program.hosted else _variant(step, Keep(), 1)
-    if compiles is not None:
-        groups = [[compiles.of(family) for family in group] for group in groups]
-        untouched = untouched and compiles.of_variant(untouched)
     with doing(f"planning {step.settings.name}"):
         found = search(
-            groups, budget, untouched=untouched, plain_need=plain_need, params=params, log=log
+            groups,
+            budget,
+            untouched=untouched,
+            plain_need=plain_need,
+            params=params,
+            log=log,
+            earlier=earlier,
+            compiles=compiles,
         )
-    unbound = lambda plan: dataclasses.replace(plan, budget=None)
-    plans = [(unbound(attempt.plan), attempt.need) for attempt in found.attempts]
-    if predicted is None:
-        memory.keep(key, plans)
-    else:
-        predicted += plans
+    if compiles:
+        memory.keep(key, plans_of(found.attempts))
     return found
 
 

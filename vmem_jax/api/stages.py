@@ -18,7 +18,7 @@ from vmem_jax.core.tensor_cache import Traffic
 from vmem_jax.errors import DifferentiationError
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
-from vmem_jax.search.search import Attempt
+from vmem_jax.search.attempt import Attempt
 from vmem_jax.techniques.settings import Settings
 from vmem_jax.tracing import arguments, frameworks
 from vmem_jax.transfer.arena import Arena

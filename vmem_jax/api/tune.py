@@ -19,7 +19,8 @@ from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.tuning import Tuning, agree
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.rewrite.transfers import layout_of
-from vmem_jax.search.search import Attempt, search
+from vmem_jax.search.attempt import Attempt
+from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family
 
 WARM_UP = 2
@@ -163,8 +164,8 @@ def replan(
     """
     program, now = entry.traced.captured.program, entry.best.plan
     seconds = simulate_plan(program, now, costs).seconds
-    made = {_schedule(now): entry.best.compiled}
-    compiles = lambda plan: made.get(_schedule(plan)) or compile_plan(plan)
+    made = {now.schedule: entry.best.compiled}
+    compiles = lambda plan: made.get(plan.schedule) or compile_plan(plan)
     variant = dataclasses.replace(entry.best.variant, costs=costs, compile_plan=compiles)
     first = variant.policy.plan(program, costs, entry.budget)
     if isinstance(first, Infeasible) or first.predicted_seconds >= seconds:
@@ -173,7 +174,7 @@ def replan(
     best = found.best
     if best is None or not found.fits:  # by these costs the policy's plans all end too high
         return None
-    if _schedule(best.plan) == _schedule(now) or best.plan.predicted_seconds >= seconds:
+    if best.plan.schedule == now.schedule or best.plan.predicted_seconds >= seconds:
         return None
     # the variant must not hold the first plan's compiled step, which goes if this one is faster
     best = dataclasses.replace(best, variant=entry.best.variant)
@@ -182,10 +183,6 @@ def replan(
         logging.info("two plans would take %d bytes of host memory at once", parked)
         return None
     return best
-
-
-def _schedule(plan: Plan) -> tuple:
-    return plan.order, plan.transfers, plan.looped, plan.convolutions, plan.fenced
 
 
 def _line(error: Exception) -> str:

@@ -20,7 +20,7 @@ from vmem_jax.cli.options import (
     progress_of,
 )
 from vmem_jax.errors import show_nbytes
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 
 
 def add_train(commands: Subparsers) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,12 @@ class Plan:
     def divided(self) -> tuple[tuple[int, Configuration], ...]:
         """The convolutions that do not run as XLA's own."""
         return tuple((s, each) for s, each in self.convolutions if not each.is_xlas)
+
+    @property
+    def schedule(self) -> Hashable:
+        """Equal for plans that do the same, whatever they were planned for and measured to take."""
+        calls = tuple((s, configuration.calls) for s, configuration in self.divided)
+        return self.program, self.order, self.transfers, self.looped, calls, self.fenced
 
     @property
     def recomputed(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.errors import show_nbytes
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.search.attempt import need_nbytes
 
 
 def densities(

@@ -25,13 +25,16 @@ class Estimate:
       plan: its `budget` is the goal of the policy, at or below the budget that it must fit.
       need: predicted bytes, with XLA's heap.
       seconds: the seconds that planning took.
-      is_lowest: whether the policy has no plan with a lower peak.
     """
 
     plan: Plan
     need: int
     seconds: float = 0.0
-    is_lowest: bool = False
+
+    @property
+    def excess(self) -> int:
+        """By how many bytes the heap exceeds what is live at once."""
+        return self.need - self.plan.predicted_peak
 
     def fits(self, budget: int | None) -> bool:
         """Whether it is predicted to need no more than `budget` bytes."""
@@ -47,14 +50,6 @@ def planned(variant: Variant, goal: int | None, log: SearchLog) -> Estimate | In
         return plan
     need = predicted_need(variant.program, plan)
     return Estimate(plan, need, time.perf_counter() - start)
-
-
-def lowest_of(variant: Variant, failure: Infeasible) -> Estimate | None:
-    """The plan with the lowest peak that a policy names; None where it names none."""
-    if failure.plan is None:
-        return None
-    need = predicted_need(variant.program, failure.plan)
-    return Estimate(failure.plan, need, is_lowest=True)
 
 
 def estimate(
@@ -80,47 +75,37 @@ def estimate(
         return planned(variant, None, log)
     tolerance = 1 + params.plan_tolerance_of(len(variant.program.steps))
     floor = variant.program.resident_nbytes + 1  # what is planned for below it has no other plan
-    target = goal  # the policy's goal, in live bytes
-    over: int | None = None  # a goal whose plan needs too much
-    within: int | None = None  # a goal whose plan fits
-    fits = fails = None
+    target, is_lowest = goal, False
+    fits = fails = None  # the policy's goal, in live bytes, and a plan for it that fits or does not
     if before is not None:
-        target = max(goal - (before.need - before.plan.predicted_peak), floor)
-        over, fails = goal, before.plan
+        target, fails = max(goal - before.excess, floor), (goal, before)
     found: list[Estimate] = []
-    lowest: Estimate | None = None
-    failure: Infeasible | None = None
     while len(found) < params.plans_per_estimate:
         one = planned(variant, target, log)
         if isinstance(one, Infeasible):
-            failure = one
-            if lowest is not None or (lowest := lowest_of(variant, one)) is None:
+            if one.plan is None and not found:
+                return one
+            if one.plan is None or is_lowest:
                 break
-            one, target = lowest, lowest.plan.predicted_peak
+            one, is_lowest = Estimate(one.plan, predicted_need(variant.program, one.plan)), True
+            target = one.plan.predicted_peak
         found.append(one)
         if one.fits(goal):
-            within, fits = target, one.plan
+            fits = target, one
         else:
-            over, fails = target, one.plan
-        if within is None:
-            if lowest is not None:
+            fails = target, one
+        if fits is None:
+            if is_lowest:
                 break  # nothing lower can be planned
-            target = max(goal - (one.need - one.plan.predicted_peak), floor)
-        elif (
-            over is None
-            or fits is None
-            or fails is None
-            or fits.predicted_seconds <= tolerance * fails.predicted_seconds
-        ):
+            target = max(goal - one.excess, floor)
+        elif fails is None or _seconds(fits[1]) <= tolerance * _seconds(fails[1]):
             break
         else:
-            target = (over + within) // 2
-    if not found:
-        assert failure is not None, "every round has a plan or a failure"
-        return failure
+            target = (fits[0] + fails[0]) // 2
     fitting = [one for one in found if one.fits(goal)]
-    if fitting:
-        best = min(fitting, key=lambda one: one.plan.predicted_seconds)
-    else:
-        best = min(found, key=lambda one: one.need)
+    best = min(fitting, key=_seconds) if fitting else min(found, key=lambda one: one.need)
     return dataclasses.replace(best, seconds=sum(one.seconds for one in found))
+
+
+def _seconds(one: Estimate) -> float:
+    return one.plan.predicted_seconds

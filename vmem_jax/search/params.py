@@ -72,3 +72,6 @@ class SearchParams:
     def plan_tolerance_of(self, steps: int) -> float:
         """`plan_tolerance` for a program of so many steps."""
         return self.plan_tolerance * min(max(1.0, steps / self.long_steps), 10.0)
+
+
+DEFAULT = SearchParams()

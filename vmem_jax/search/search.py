@@ -25,84 +25,19 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from absl import logging
 
-from vmem_jax.core.costs import Costs
-from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
+from vmem_jax.search.attempt import Attempt, Found, need_nbytes
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
-from vmem_jax.search.params import SearchParams
+from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.variant import Family, Variant
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Attempt:
-    """A plan that was compiled.
-
-    Attributes:
-      variant: the variant of the plan.
-      plan: the plan; its `budget` is the user's.
-      compiled: the compiled step; None once another plan is chosen.
-      need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
-      predicted_need: the prediction of `need`, with XLA's heap.
-      costs: the costs that the plan was made from, corrected by what the compiled step shows.
-      plan_seconds: the seconds that planning took.
-      excess: `need` minus the prediction with `costs`, in bytes; at least 0.
-    """
-
-    variant: Variant
-    plan: Plan
-    compiled: Any
-    need: int
-    predicted_need: int
-    costs: Costs
-    plan_seconds: float = 0.0
-    excess: int = 0
-
-    @property
-    def transport(self) -> Any:
-        """The `AbstractTransport` of the plan's transfers; None if it has none."""
-        return getattr(self.compiled, "transport", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The result of a search.
-
-    Attributes:
-      best: the attempt to run. If nothing fits, the one with the smallest need; None if nothing was
-        compiled.
-      fits: whether `best` is within the budget.
-      attempts: all attempts, `best` last; only `best` keeps its compiled step.
-      failure: if nothing was compiled, the lowest `Infeasible` of all policies.
-    """
-
-    best: Attempt | None
-    fits: bool
-    attempts: tuple[Attempt, ...]
-    failure: Infeasible | None = None
-
-
-def need_nbytes(compiled: Any) -> int:
-    """Bytes of device memory that a compiled step needs.
-
-    `peak_memory_in_bytes` is not used: on some backends it counts host buffers, and on the CPU it
-    omits the temporaries.
-    """
-    stats = compiled.memory_analysis()
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
 
 
 def search(
@@ -111,8 +46,10 @@ def search(
     *,
     untouched: Variant | None = None,
     plain_need: int | None = None,
-    params: SearchParams | None = None,
+    params: SearchParams = DEFAULT,
     log: SearchLog | None = None,
+    earlier: Sequence[Attempt] = (),
+    compiles: bool = True,
 ) -> Found:
     """The fastest plan by prediction that compiles to at most `budget` bytes.
 
@@ -121,13 +58,16 @@ def search(
       budget: bytes, or None for no limit.
       untouched: the step as plain jit runs it, if the search may choose that.
       plain_need: its need in bytes, if it was compiled.
+      earlier: attempts of earlier searches with the same variants. Their plans are not compiled
+        again, so the one that is found may have no compiled step.
+      compiles: whether plans are compiled; if not, each needs what it is predicted to need.
 
     Raises:
       HostMemoryError: every plan that fits parks more in host memory than is allowed.
       VmemError: nothing could be planned or compiled; the first reason.
     """
-    found = _Search(budget, untouched, plain_need, params or SearchParams(), log or SearchLog())
-    return found.run(groups)
+    log = SearchLog() if log is None else log
+    return _Search(budget, untouched, plain_need, params, log, earlier, compiles).run(groups)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +78,6 @@ class _Candidate:
       family, count: the variant's family and number of sub-batches.
       variant: the variant; None until it is bounded.
       seconds: the lower bound of its plans, or the predicted seconds of its plan.
-      is_bounded: whether the variant was made and bounded.
       estimate: its plan, once there is one.
       goal: the most bytes that its plan may be predicted to need.
       misses: its plans that compiled to too much.
@@ -149,7 +88,6 @@ class _Candidate:
     count: int
     variant: Variant | None = None
     seconds: float = 0.0
-    is_bounded: bool = False
     estimate: Estimate | None = None
     goal: int | None = None
     misses: tuple[Attempt, ...] = ()
@@ -169,32 +107,42 @@ class _Candidate:
             return math.inf
         return self.estimate.need + (self.misses[-1].excess if self.misses else 0)
 
+    def missed(self, plan: Plan) -> bool:
+        """Whether `plan` is one of its plans that compiled to too much."""
+        return any(attempt.plan.schedule == plan.schedule for attempt in self.misses)
 
+
+@dataclasses.dataclass
 class _Search:
-    """The state of one search."""
+    """The state of one search; the first fields are the arguments of `search`.
 
-    def __init__(
-        self,
-        budget: int | None,
-        untouched: Variant | None,
-        plain_need: int | None,
-        params: SearchParams,
-        log: SearchLog,
-    ) -> None:
-        self.budget, self.untouched, self.plain_need = budget, untouched, plain_need
-        self.params, self.log = params, log
-        self.queue: list[tuple[tuple[float, int], int, _Candidate]] = []
-        self.over: list[_Candidate] = []  # with the lowest plan that is known, which does not fit
-        self.failures: list[Infeasible] = []
-        self.reasons: list[VmemError] = []
-        self.attempts: list[Attempt] = []
-        self.known: list[Attempt] = []  # compiled by earlier searches, and over this budget
-        self.best: Attempt | None = None
-        self.is_last = False  # nothing else is left to try, so no compile is reserved
-        self.order = 0
-        self.opened: set[tuple[Family, int]] = set()
-        self.missed: list[tuple[Family, int, Attempt]] = []  # what compiled to too much
-        self.won: tuple[Family, int] | None = None  # of the incumbent
+    Attributes:
+      queue: (rank, order of arrival, candidate).
+      over: candidates with the lowest plan that is known, which does not fit.
+      attempts: what was compiled, each with its candidate; the untouched step is none.
+      known: plans that earlier searches compiled to more than the budget.
+      opened: the variants that were queued, as family and number of sub-batches.
+      best: the incumbent.
+      is_last: nothing else is left to try, so no compile is reserved.
+    """
+
+    budget: int | None
+    untouched: Variant | None
+    plain_need: int | None
+    params: SearchParams
+    log: SearchLog
+    earlier: Sequence[Attempt]
+    compiles: bool
+    queue: list[tuple[tuple[float, int], int, _Candidate]] = dataclasses.field(default_factory=list)
+    over: list[_Candidate] = dataclasses.field(default_factory=list)
+    failures: list[Infeasible] = dataclasses.field(default_factory=list)
+    reasons: list[VmemError] = dataclasses.field(default_factory=list)
+    attempts: dict[Attempt, _Candidate | None] = dataclasses.field(default_factory=dict)
+    known: list[Attempt] = dataclasses.field(default_factory=list)
+    opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
+    best: Attempt | None = None
+    is_last: bool = False
+    pushed: int = 0
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
         for group in groups:
@@ -246,13 +194,13 @@ class _Search:
         return self.budget is None or attempt.need <= self.budget
 
     def _push(self, candidate: _Candidate) -> None:
-        self.order += 1
-        heapq.heappush(self.queue, (candidate.rank, self.order, candidate))
+        self.pushed += 1
+        heapq.heappush(self.queue, (candidate.rank, self.pushed, candidate))
 
     def _open(self, family: Family, count: int, seconds: float) -> None:
         """Queues the variant of `family` in `count` sub-batches, once; its bound is `seconds`."""
         if (family, count) not in self.opened:
-            self.opened.add((family, count))
+            self.opened.append((family, count))
             self._push(_Candidate(family, count, seconds=seconds, goal=self.budget))
 
     def _open_next(self, candidate: _Candidate, seconds: float) -> None:
@@ -285,7 +233,7 @@ class _Search:
                     self.log.add(What.PRUNED, name, seconds, why="what fits is as fast")
                 return
         try:
-            if not candidate.is_bounded:
+            if candidate.variant is None:
                 self._bound(candidate)
             elif candidate.estimate is None:
                 self._plan(candidate)
@@ -308,7 +256,7 @@ class _Search:
         free = bounding.lower_bound()  # whatever memory it takes
         if family.splitting is not Splitting.FEWEST:
             self._open_next(candidate, free)
-        candidate = dataclasses.replace(candidate, variant=variant, is_bounded=True, seconds=free)
+        candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
         for plan, need in family.proved:
             if not _is_of(plan, variant):
                 continue
@@ -320,9 +268,7 @@ class _Search:
                     candidate, estimate=Estimate(plan, need), is_proved=True
                 )
                 self._push(dataclasses.replace(again, seconds=plan.predicted_seconds))
-        if self.budget is not None and least_nbytes(variant.program) <= self.budget:
-            candidate = dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget))
-        self._push(candidate)
+        self._push(dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget)))
 
     def _plan(self, candidate: _Candidate) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
@@ -354,34 +300,32 @@ class _Search:
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
         plan = candidate.estimate.plan
-        known = self._known(variant, plan)
+        known = _of_plan(self.attempts, variant, plan)
         if spare <= 0 or len(misses) >= self.params.compiles_per_variant:
             self._give_up(candidate)
-        elif any(_same(attempt.plan, plan) for attempt in misses):
+        elif candidate.missed(plan):
             self._give_up(candidate)
         elif known and not self._fits(known[0]):  # compiled before for another variant
             self._again(candidate, known[0])
         elif (goal := self._goal_of_others(candidate)) is not None:
             self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
         else:
-            attempt = self._attempt(variant, candidate.estimate)
-            if self.best is attempt:
-                self.won = candidate.family, candidate.count
+            attempt = self._attempt(variant, candidate.estimate, candidate)
             if not self._fits(attempt):
                 self._again(candidate, attempt)
 
     def _try_between(self) -> None:
         """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
         was tried, by bisection, as long as its bound leaves enough to gain."""
-        while self.best is not None and self.won is not None and self._spare > 0:
-            family, count = self.won
+        while self.best is not None and self._spare > 0:
+            won = self.attempts[self.best]
+            assert won is not None, "the untouched step is compiled at last"
+            family, count = won.family, won.count
             fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
             wanted = family.between and family.splitting is Splitting.FASTEST
             if not wanted or not fewer or count - fewer < 2:
                 return
-            variant = (family.bounded_by or family.make)(fewer)
-            fits = self.budget is not None and least_nbytes(variant.program) <= self.budget
-            bound = variant.lower_bound(self.budget if fits else None)
+            bound = (family.bounded_by or family.make)(fewer).lower_bound(self.budget)
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if bound >= (1 - family.must_gain) * enough:
                 return
@@ -393,8 +337,12 @@ class _Search:
         None."""
         of_others = [
             attempt.excess
-            for family, count, attempt in self.missed
-            if family.alike and family is not candidate.family and count == candidate.count
+            for attempt, other in self.attempts.items()
+            if other is not None
+            and other.family.alike
+            and other.family is not candidate.family
+            and other.count == candidate.count
+            and not self._fits(attempt)
         ]
         if not (candidate.family.alike and of_others and not candidate.misses):
             return None
@@ -403,23 +351,16 @@ class _Search:
         is_new = candidate.goal is None or candidate.goal > goal
         return goal if is_new and not candidate.estimate.fits(goal) else None
 
-    def _known(self, variant: Variant, plan: Plan) -> list[Attempt]:
-        """The attempts with the same plan for the same form of the step, by any policy."""
-        form = variant.origin
-        alike = lambda other: other is variant or (form is not None and other.origin is form)
-        return [a for a in self.attempts if alike(a.variant) and _same(a.plan, plan)]
-
     def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
         """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
         corrected costs, and after its first miss also without transfers."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and self.budget is not None, "without a budget everything fits"
-        self.missed.append((candidate.family, candidate.count, attempt))
         if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
             still = variant.without_transfers
             if not misses:
-                other = _Candidate(candidate.family, candidate.count, still, goal=self.budget)
-                self._push(dataclasses.replace(other, seconds=candidate.seconds, is_bounded=True))
+                goal = self.budget
+                self._push(dataclasses.replace(candidate, variant=still, estimate=None, goal=goal))
         variant = dataclasses.replace(variant, costs=attempt.costs)
         # subtract the excess over the corrected prediction, and a little more each time, since
         # freeing other values moves the peak
@@ -430,18 +371,23 @@ class _Search:
         )
         self._push(candidate)
 
-    def _attempt(self, variant: Variant, one: Estimate) -> Attempt:
+    def _attempt(
+        self, variant: Variant, one: Estimate, candidate: _Candidate | None = None
+    ) -> Attempt:
         """Compiles a plan and logs it. It may have been planned for less than the user's budget."""
-        start = time.perf_counter()
-        compiled = variant.compile_plan(one.plan)
-        need = need_nbytes(compiled)
-        logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
+        compiled, need, costs = None, one.need, variant.costs
+        if earlier := _of_plan(self.earlier, variant, one.plan):
+            need, costs = earlier[0].need, earlier[0].costs
+        elif self.compiles:
+            start = time.perf_counter()
+            compiled = variant.compile_plan(one.plan)
+            need, costs = need_nbytes(compiled), variant.learn(variant.costs, compiled)
+            logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
         plan = dataclasses.replace(one.plan, budget=self.budget)
-        costs = variant.learn(variant.costs, compiled)
         known = predicted_need(variant.program, restated(one.plan, costs))
         excess = max(need - known, 0)
         attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds, excess)
-        self.attempts.append(attempt)
+        self.attempts[attempt] = candidate
         seconds = one.plan.predicted_seconds
         if self._fits(attempt):
             self.log.add(What.COMPILED, variant.name, seconds, need)
@@ -473,14 +419,12 @@ class _Search:
             self.over.remove(candidate)
             if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
                 continue  # another plan compiled to far less than this one is expected to
-            if self._known(variant, one.plan) or any(
-                _same(a.plan, one.plan) for a in candidate.misses
-            ):
+            if _of_plan(self.attempts, variant, one.plan) or candidate.missed(one.plan):
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
             try:
-                attempt = self._attempt(variant, one)
+                attempt = self._attempt(variant, one, candidate)
             except (HostMemoryError, CompileError) as error:
                 self._drop(candidate, error)
                 continue
@@ -532,7 +476,8 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
     return same and can_move
 
 
-def _same(a: Plan, b: Plan) -> bool:
-    calls = lambda plan: [(s, configuration.calls) for s, configuration in plan.divided]
-    facts = lambda plan: (plan.program, plan.order, plan.transfers, plan.looped, calls(plan))
-    return a.fenced == b.fenced and facts(a) == facts(b)
+def _of_plan(attempts: Iterable[Attempt], variant: Variant, plan: Plan) -> list[Attempt]:
+    """Those of `attempts` with the same plan for the same form of the step, by any policy."""
+    form = variant.origin
+    alike = lambda other: other is variant or (form is not None and other.origin is form)
+    return [a for a in attempts if alike(a.variant) and a.plan.schedule == plan.schedule]

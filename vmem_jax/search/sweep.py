@@ -10,13 +10,11 @@ representative systems for discrete bicriterion optimization problems", Operatio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import predicted_need, techniques_of
-from vmem_jax.search.search import Attempt, Found
-from vmem_jax.search.variant import Family, Variant, nothing_learned
+from vmem_jax.core.planned import techniques_of
+from vmem_jax.search.attempt import Attempt, Found
 
 CLOSE = 0.01
 """Of the bytes, or of the seconds: two plans that differ by less have no box between them. Predicted
@@ -79,19 +77,19 @@ class _Box:
         return 0.0 if small else nbytes * seconds
 
 
-def sweep(find: Callable[[int], Found], most: int, points: int) -> list[Attempt]:
+def sweep(find: Callable[[int, Sequence[Attempt]], Found], most: int, points: int) -> list[Attempt]:
     """The plans of which none is both slower and larger than another, from the smallest.
 
     Args:
-      find: what a search finds for a budget in bytes.
+      find: what a search finds for a budget in bytes, given the attempts of those before it.
       most: the budget that anything fits.
       points: searches.
     """
     seen: list[Attempt] = []
 
     def search(budget: int) -> Attempt | None:
-        found = find(budget)
-        seen.extend(found.attempts)
+        found = find(budget, seen)
+        seen.extend(dataclasses.replace(attempt, compiled=None) for attempt in found.attempts)
         return found.best if found.fits else None
 
     fastest = search(most)
@@ -124,78 +122,3 @@ def front(attempts: Iterable[Attempt]) -> list[Attempt]:
         if not found or one.plan.predicted_seconds < (1 - SAME) * found[-1].plan.predicted_seconds:
             found.append(one)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What a search reads of a compiled step, without the step.
-
-    Attributes:
-      stats: its memory figures.
-      text: its HLO; "" where nothing reads that.
-    """
-
-    stats: Any
-    text: str = ""
-
-    def memory_analysis(self) -> Any:
-        return self.stats
-
-    def as_text(self) -> str:
-        return self.text
-
-
-@dataclasses.dataclass(frozen=True)
-class _Need:
-    """The memory figures of a step that was not compiled."""
-
-    temp_size_in_bytes: int
-    argument_size_in_bytes: int = 0
-    output_size_in_bytes: int = 0
-    alias_size_in_bytes: int = 0
-
-
-class Compiles:
-    """Compiles each plan once, whatever search asks for it, and keeps its figures alone.
-
-    Attributes:
-      predicts: nothing is compiled: a plan needs what it is predicted to need.
-      plans: that searches found, and the bytes that they need.
-    """
-
-    def __init__(self, predicts: bool) -> None:
-        self.predicts = predicts
-        self.plans: list[tuple[Plan, int]] = []
-        self._known: dict[Hashable, Figures] = {}
-        self._made: dict[int, tuple[Variant, Variant]] = {}
-
-    def of(self, family: Family) -> Family:
-        """`family`, whose variants compile here."""
-        bounded_by = family.bounded_by
-        return dataclasses.replace(
-            family,
-            make=lambda count: self.of_variant(family.make(count)),
-            bounded_by=None if bounded_by is None else lambda n: self.of_variant(bounded_by(n)),
-        )
-
-    def of_variant(self, variant: Variant) -> Variant:
-        """`variant`, which compiles here; the same one each time, since it remembers its bounds."""
-        if id(variant) not in self._made:
-            learn = nothing_learned if self.predicts else variant.learn
-            compile_plan = lambda plan: self._compile(variant, plan)
-            own = dataclasses.replace(variant, compile_plan=compile_plan, learn=learn)
-            self._made[id(variant)] = variant, own
-        return self._made[id(variant)][1]
-
-    def _compile(self, variant: Variant, plan: Plan) -> Figures:
-        schedule = plan.order, plan.transfers, plan.looped, plan.convolutions, plan.fenced
-        key = (id(variant), schedule)
-        if key not in self._known:
-            if self.predicts:
-                figures = Figures(_Need(predicted_need(variant.program, plan)))
-            else:
-                compiled = variant.compile_plan(plan)
-                text = "" if variant.learn is nothing_learned else compiled.as_text()
-                figures = Figures(compiled.memory_analysis(), text)
-            self._known[key] = figures
-        return self._known[key]

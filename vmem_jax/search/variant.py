@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.policy.base import AbstractPolicy, Splitting
@@ -41,7 +42,12 @@ class Variant:
     origin: Any = None
 
     def lower_bound(self, budget: int | None = None) -> float:
-        """A lower bound of the seconds of its plans within `budget` bytes."""
+        """A lower bound of the seconds of its plans within `budget` bytes.
+
+        A budget that no plan can meet bounds nothing.
+        """
+        if budget is not None and least_nbytes(self.program) > budget:
+            budget = None
         if budget not in self._bounds:  # a linear program, which several families ask for
             found = self.policy.lower_bound_seconds(self.program, self.costs, budget)
             self._bounds[budget] = found

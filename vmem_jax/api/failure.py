@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from vmem_jax.core.planned import planned_program, restated, simulate_plan
 from vmem_jax.errors import BudgetError, show_nbytes
 from vmem_jax.policy.base import arguments_and_outputs, at_the_peak, where_peak
-from vmem_jax.search.search import Found
+from vmem_jax.search.attempt import Found
 
 MOST_HELPS = 3
 """Of an error, which is to be read on one screen."""
