@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,13 @@ def test_every_module_is_in_a_room():
 def test_meta_every_rule_is_of_a_module_that_is_there():
     for path in MAY_IMPORT:
         assert path in ROOMS or path in MODULES, path
+
+
+def test_private_jax_is_nowhere_else():
+    checkout = ROOT.parent
+    for folder in ("tests", "benchmarks", "examples", "docs", "scripts"):
+        for path in (checkout / folder).rglob("*.py"):
+            assert not re.search(r"^\s*(from|import) jax\._src", path.read_text(), re.M), path
 
 
 def test_no_two_modules_of_one_name():

@@ -5,10 +5,11 @@ Supported: 0.10.2 (the newest for Python 3.11), 0.11.2, 0.12.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax._src import compilation_cache as _compilation_cache  # where executables are kept
 from jax._src import core as _core  # new_jaxpr_eqn, check_jaxpr, Tracer: no public equivalents
 from jax._src import source_info_util  # name stacks and the user's frame of an equation
 from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
@@ -144,6 +145,17 @@ def user_line(eqn: JaxprEqn) -> str:
 
 def check_jaxpr(jaxpr: ClosedJaxpr) -> None:
     _core.check_jaxpr(open_jaxpr(jaxpr))
+
+
+def keep_executables(get: Callable[..., Any], put: Callable[..., None]) -> None:
+    """From now on JAX's persistent cache, where it is enabled, keeps executables by these functions.
+
+    Args:
+      get: key, ... -> (executable, seconds that it took to compile), or (None, None).
+      put: (key, name, executable, backend, seconds, ...).
+    """
+    _compilation_cache.get_executable_and_time = get
+    _compilation_cache.put_executable_and_time = put
 
 
 def is_array(x: Any) -> bool:

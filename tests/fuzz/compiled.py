@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax._src import compilation_cache
+from vmem_jax import jax_compat as compat
 
 _kept: dict[str, tuple[Any, int]] = {}
 
 
 def keep_in_memory() -> None:
     """From now on JAX's persistent cache, where it is enabled, is a table of this process."""
-    compilation_cache.get_executable_and_time = _get
-    compilation_cache.put_executable_and_time = _put
+    compat.keep_executables(_get, _put)
 
 
 def forget() -> None:
