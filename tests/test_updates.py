@@ -230,6 +230,62 @@ def test_what_is_made_of_old_values_is_made_before_they_are_written_over(more):
     assert same(plain, ours) and before - after > 0.7 * STACK
 
 
+def body_of_updates(step, state):
+    """The equations of the backward body, from the barrier before the updates on, after the loop's own
+    results that this barrier orders."""
+    captured = capture(jax.jit(step).trace(state, X).jaxpr, donated=donated(state))
+    *_, scan = [e for e in captured.flat.jaxpr.eqns if e.primitive.name == "scan"]
+    eqns = scan.params["jaxpr"].jaxpr.eqns
+    is_fence = lambda e: e.primitive.name == "optimization_barrier"
+    first = next(i for i, e in enumerate(eqns) if is_fence(e) and len(e.invars) > 2)
+    return eqns[first], eqns[first + 1 :]
+
+
+def test_a_moment_is_written_before_the_weights_read_it_again():
+    """Otherwise its slice lies beside the stack, and is copied there."""
+    step, state = training((scanned(jax.checkpoint(layer)), PLAIN), OPTIMISERS["adamw"])
+    _, after = body_of_updates(step, state)
+    fenced = [v for e in after if e.primitive.name == "optimization_barrier" for v in e.invars]
+    stacks = [(LAYERS, WIDTH), (LAYERS, WIDTH, WIDTH)]
+    assert sorted(v.aval.shape for v in fenced) == sorted(2 * stacks)  # two moments of each
+    made = {e.outvars[0]: e.primitive.name for e in after}
+    whole = lambda v: made[v] == "dynamic_update_slice"
+    assert all(map(whole, fenced))
+
+
+def test_a_moment_whose_old_slice_is_read_for_others_is_written_last():
+    """A look-ahead that reads the old momentum: its slice is fenced, the stack written behind."""
+
+    def ahead(updates, state, params=None):
+        new = jax.tree.map(lambda g, m: 0.9 * m + g, updates, state)
+        moves = jax.tree.map(lambda n, m: -0.1 * (2 * n - m), new, state)
+        return moves, new
+
+    optimiser = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), ahead)
+    step, state = training((scanned(jax.checkpoint(layer)), PLAIN), optimiser)
+    ((plain, before), (ours, after)), _ = both(step, state)
+    assert same(plain, ours) and before - after > 0.7 * STACK
+    _, equations = body_of_updates(step, state)
+    kinds = [e.primitive.name for e in equations]
+    assert kinds.index("dynamic_update_slice") > max(
+        i for i, e in enumerate(equations) if e.primitive.name == "optimization_barrier"
+    )
+
+
+def test_gradients_are_cast_behind_the_barrier():
+    """It holds them as narrow as the computation made them."""
+    narrow = lambda y, p: layer(y, jax.tree.map(lambda a: a.astype(jnp.bfloat16), p))
+    apply = lambda p, x: lax.scan(jax.checkpoint(narrow), x.astype(jnp.bfloat16), p)[0]
+    model = (lambda p, x: apply(p, x).astype(jnp.float32), PLAIN)
+    step, state = training(model, OPTIMISERS["momentum"])
+    barrier, after = body_of_updates(step, state)
+    gradients = [v.aval for v in barrier.invars if v.aval.shape == (WIDTH, WIDTH)]
+    assert [a.dtype for a in gradients] == [jnp.bfloat16]
+    assert any(e.primitive.name == "convert_element_type" for e in after)
+    ((plain, before), (ours, held)), _ = both(step, state)
+    assert same(plain, ours) and before - held > 0.7 * STACK
+
+
 def test_moments_in_host_memory_stay_behind_the_loop():
     step, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
     closed = jax.jit(step).trace(state, X).jaxpr

@@ -8,11 +8,15 @@ of its iteration, and the stack of gradients never exists:
     for i in layers, last first:
         gradients of layer i by the slices i of parameters and residuals
         -- barrier --
-        slices i of the new stacks, by these gradients and slices i of the old ones
+        slices i of the new moments, by these gradients and slices i of the old ones
+        -- barrier --
+        slices i of the new parameters, by slices i of these moments and of the old parameters
 
 A new stack takes over the memory of a donated old one, which is carried, read at i and written at i.
 The barrier orders all reads of old slices before the writes of new ones; a later read would make XLA
-copy the whole stack. Stacks that only an update needs (a cast, a broadcast number) are made by slices
+copy the whole stack. It holds gradients as they were computed, before they are cast for the update.
+A new slice that others are made of, a moment, is written first and read where it was written, so it
+never lies beside its stack. Stacks that only an update needs (a cast, a broadcast number) are made by slices
 too, by the rules that cut a batch into sub-batches. Without donation nothing is gained, since
 gradients then lie where the new stacks will.
 
@@ -39,12 +43,12 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Value, follow_slices
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.donations import aliases, hosted_values
-from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.flatten import drop_dead, inline
 from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.locations import layer_of, location_of
 from vmem_jax.capture.primitives import Class, class_of, is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
-from vmem_jax.capture.sliced import Slicer, opened, put
+from vmem_jax.capture.sliced import Slicer, cut, opened, put
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -277,7 +281,7 @@ class _Loop:
 
     def _emit(self) -> None:
         """Makes the new body: consts, entered, carry, old stacks, xs, i -> carry, new stacks, ys."""
-        closed = self.eqn.params["jaxpr"]
+        closed = drop_dead(inline(self.eqn.params["jaxpr"]))
         body, equations = compat.open_jaxpr(closed), list[JaxprEqn]()
         calls, end = Calls(equations.append), self.consts + self.carry
         like = self.eqns[min(self.movable)]
@@ -293,12 +297,17 @@ class _Loop:
             part = slicer.read(self.eqn.invars[p], _SLICES, like)
             calls.bind(lambda x: x[0], [part], like)
             equations[-1] = equations[-1].replace(outvars=[body.invars[p]])
-        equations += body.eqns
+        casts = _last_casts(body)
+        equations += [e for e in body.eqns if casts.keys().isdisjoint(e.outvars)]
 
         made = {v for eqn in body.eqns for v in eqn.outvars}
         results = [*dict.fromkeys(a for a in body.outvars if isinstance(a, Var) and a in made)]
-        held = [*self.carried.values(), *results]
+        inner = [casts[v].invars[0] if v in casts else v for v in results]
+        held = [*self.carried.values(), *dict.fromkeys(inner)]
         now: dict[Any, Any] = dict(zip(held, calls.fence(held, like), strict=True))
+        for v, eqn in casts.items():
+            now[v] = compat.new_var(v.aval)
+            equations.append(eqn.replace(invars=[now[eqn.invars[0]]], outvars=[now[v]]))
         behind = lambda v: now[self.carried[v]] if v in self.carried else enter(v)
         slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, behind)
         read = lambda a: a if isinstance(a, Literal) else now.get(a, a)
@@ -307,18 +316,24 @@ class _Loop:
                 slicer.env[v] = calls.bind(lambda x: x[None], [read(a)], like)[0]
         moved = sorted(self._makers(self.updated) & self.movable)
         read_again = {v for v in self.updated if not {*moved}.isdisjoint(self.readers.get(v, ()))}
+        stack_of = {v: now[self.carried[self.over[v]]] for v in self.updated}
+        written: dict[Var, Any] = {}
         for i in moved:
             slicer.emit(i)
             for v in read_again.intersection(self.eqns[i].outvars):
-                [slicer.env[v]] = calls.fence([slicer.env[v]], like)
-        slices = [slicer.env[v] for v in self.updated]
-        stacks = [now[self.carried[self.over[v]]] for v in self.updated]
+                if self._is_made_alone(v):
+                    [stack] = self._write(v, stack_of[v], slicer.env[v], calls, like)
+                    [written[v]] = calls.fence([stack], like)
+                    [slicer.env[v]] = self._read(v, written[v], calls, like)
+                else:
+                    [slicer.env[v]] = calls.fence([slicer.env[v]], like)
+        later = [v for v in self.updated if v not in written]
+        slices, stacks = [slicer.env[v] for v in later], [stack_of[v] for v in later]
         if not self._are_in_order(read_again):
             fenced = calls.fence([*slices, *stacks], like)
             slices, stacks = fenced[: len(slices)], fenced[len(slices) :]
-        written = []
-        for v, stack, x in zip(self.updated, stacks, slices, strict=True):
-            written += self._write(v, stack, x, calls, like)
+        for v, stack, x in zip(later, stacks, slices, strict=True):
+            [written[v]] = self._write(v, stack, x, calls, like)
         kept = [
             p for p in range(self.carry, len(body.outvars)) if self.eqn.outvars[p] in self.needed
         ]
@@ -341,7 +356,7 @@ class _Loop:
             ],
             [
                 *(read(a) for a in body.outvars[: self.carry]),
-                *written,
+                *(written[v] for v in self.updated),
                 *(read(body.outvars[p]) for p in kept),
             ],
             equations,
@@ -368,6 +383,27 @@ class _Loop:
                 if v not in fenced or self.maker[v] not in self._makers([owner[old]]):
                     return False
         return True
+
+    def _is_made_alone(self, v: Var) -> bool:
+        """Whether the slice that `v` is written over is read for nothing behind the barrier but `v`,
+        so that it can be written at once: what reads `v` then reads it there, and no slice lies
+        beside."""
+        alone, made_of_old = self._makers([v]), {self.over[v]}
+        for i in sorted(self._makers(self.updated) - {self.at}):
+            eqn = self.eqns[i]
+            if made_of_old.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
+                continue
+            if i not in alone:
+                return False
+            made_of_old.update(w for w in eqn.outvars if w is not v)
+        return True
+
+    def _read(self, v: Var, stack: Var, calls: Calls, like: JaxprEqn) -> list[Any]:
+        """Emits what reads the slice of the new stack `v`, which is `stack`."""
+        layout = self.batch.of(v).layout
+        assert layout is not None, "a new stack is made by the slice"
+        read = lambda stack, i: cut(stack, i, layout, self.length, 1)
+        return calls.bind(read, [stack, self.index], like)
 
     def _write(self, v: Var, stack: Var, x: Atom, calls: Calls, like: JaxprEqn) -> list[Any]:
         """Emits what writes slice `x` of the new stack `v` into `stack`."""
@@ -455,6 +491,22 @@ class _Loop:
         if not self.over:
             return "the state is not donated"
         return "what is made of them is written over values that are still read"
+
+
+def _last_casts(body: Any) -> dict[Var, JaxprEqn]:
+    """Of each result of `body` that is a wider type of a value in it, and read by nothing there, the
+    equation that makes it. Gradients of weights that are cast for the computation are."""
+    read = {a for eqn in body.eqns for a in eqn.invars if isinstance(a, Var)}
+    made = {v for eqn in body.eqns for v in eqn.outvars}
+    return {
+        eqn.outvars[0]: eqn
+        for eqn in body.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.invars[0] in made
+        and eqn.outvars[0] in body.outvars
+        and eqn.outvars[0] not in read
+        and nbytes(eqn.invars[0].aval) < nbytes(eqn.outvars[0].aval)
+    }
 
 
 def _is_typed(v: Var) -> bool:

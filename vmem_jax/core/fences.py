@@ -265,11 +265,13 @@ class _Fencer:
                     start = position
 
     def _can_be_spine(self, b: int) -> bool:
-        """Large, temporary, and read later by the backward pass."""
+        """Large, temporary, and read later by the backward pass; in the body of a loop by the updates
+        behind it as well, so that what follows a weight gradient waits for it."""
         program = self.program
         if program.is_resident[b] or program.buffers[b].nbytes <= self.small:
             return False
-        return any(program.steps[r].phase is Phase.BACKWARD for r in program.readers[b])
+        until = (Phase.BACKWARD, Phase.UPDATE) if self.body else (Phase.BACKWARD,)
+        return any(program.steps[r].phase in until for r in program.readers[b])
 
     def _spine(self, start: int, carried_on: bool = True) -> int | None:
         """The value made last before `start` that a heavy step made and that is still read.
