@@ -231,8 +231,7 @@ def test_what_is_made_of_old_values_is_made_before_they_are_written_over(more):
 
 
 def body_of_updates(step, state):
-    """The equations of the backward body, from the barrier before the updates on, after the loop's own
-    results that this barrier orders."""
+    """The barrier of the backward body before the updates, and the equations behind it."""
     captured = capture(jax.jit(step).trace(state, X).jaxpr, donated=donated(state))
     *_, scan = [e for e in captured.flat.jaxpr.eqns if e.primitive.name == "scan"]
     eqns = scan.params["jaxpr"].jaxpr.eqns

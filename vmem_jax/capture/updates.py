@@ -16,8 +16,8 @@ A new stack takes over the memory of a donated old one, which is carried, read a
 The barrier orders all reads of old slices before the writes of new ones; a later read would make XLA
 copy the whole stack. It holds gradients as they were computed, before they are cast for the update.
 A new slice that others are made of, a moment, is written first and read where it was written, so it
-never lies beside its stack. Stacks that only an update needs (a cast, a broadcast number) are made by slices
-too, by the rules that cut a batch into sub-batches. Without donation nothing is gained, since
+never lies beside its stack. Stacks that only an update needs (a cast, a broadcast number) are made by
+slices too, by the rules that cut a batch into sub-batches. Without donation nothing is gained, since
 gradients then lie where the new stacks will.
 
 This is not a choice of a plan, since it costs no memory: a value that exists for it alone must be
