@@ -19,6 +19,10 @@ next heavy step reads, where its own input would otherwise wait for the backward
 that takes a large workspace and waits for nothing large, such as the random bits of dropout on a CPU,
 is tied to what the heavy step before it made.
 
+A step without a backward pass has no running cotangent, and XLA would start all of its independent
+branches at once. So a run begins at each heavy step that reads nothing which was made
+since the last run began, and it waits for what the run before leaves.
+
 Only values that exist in memory are fenced, so no fence breaks a fusion that XLA could have made.
 """
 
@@ -134,6 +138,26 @@ def _late(program: Program, order: Sequence[int]) -> list[bool]:
     return found
 
 
+def _goes_back(program: Program) -> bool:
+    """Whether `program` has a backward pass."""
+    return any(step.phase is Phase.BACKWARD for step in program.steps)
+
+
+def _anew(program: Program, order: Sequence[int]) -> Iterator[int]:
+    """Positions of heavy steps that read nothing which a heavy step made, or was made of that, since
+    the last such position."""
+    reached: set[int] = set()
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        if step.is_boundary:
+            reached = set()
+        elif step.is_heavy or not reached.isdisjoint(step.reads):
+            if step.is_heavy and reached and reached.isdisjoint(step.reads):
+                yield position
+                reached = set()
+            reached.update(step.writes)
+
+
 def _is_read_from(uses: Sequence[tuple[int, bool]], position: int) -> bool:
     """Whether the version that is there at `position` is read at or after it."""
     i = bisect.bisect_left(uses, (position, False))
@@ -151,6 +175,9 @@ class _Fencer:
             self.again.append(s in seen)
             seen.add(s)
         self.late = _late(program, order) if body else [False] * len(order)
+        self.anew = () if body or _goes_back(program) else tuple(_anew(program, order))
+        for position in self.anew:
+            self.late[position] = True
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = _uses(program, order)
         self.held: frozenset[int] = frozenset()  # positions that wait for the run before
@@ -185,7 +212,9 @@ class _Fencer:
                         wanted[b] = None
                 fresh.update(step.writes)
             # without a spine a fence still keeps a copy and its original apart
-            ties = [b for b in loose if b not in wanted and b != spine] if spine is not None else []
+            ties = [b for b in loose if b not in wanted and b != spine]
+            if spine is None and start not in self.anew:
+                ties = []
             waiting = loose if self.body and spine is None else []
             if self.body:
                 ties = [b for b in ties if not self._is_written_over(b, start, len(order))]
@@ -205,7 +234,8 @@ class _Fencer:
                     fenced_in.pop(b, None)
             waiting = [b for b in waiting if self._outlives(b, end)]
             loose = [*waiting, *self._loose(start, end)]
-        found += self._forward_ties(starts[1] if len(starts) > 1 else len(order))
+        is_whole = self.anew or len(starts) == 1
+        found += self._forward_ties(len(order) if is_whole else starts[1])
         return tuple(sorted(found, key=lambda fence: fence.position))
 
     def _runs(self) -> list[int]:
@@ -229,7 +259,7 @@ class _Fencer:
         # recomputation before the first backward step: each burst is a run of its own
         bursts = [p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]]
         first_backward = starts[1] if len(starts) > 1 else len(self.order)
-        starts = sorted({*starts, *(p for p in bursts if p < first_backward)})
+        starts = sorted({*starts, *(p for p in bursts if p < first_backward), *self.anew})
         # a step that is repeated within a run begins a new one, so that its inputs can be renewed
         split, here = set(starts), set[int]()
         for position, s in enumerate(self.order):
@@ -409,7 +439,7 @@ class _Fencer:
         onward: set[int] = set()  # made from a large value that dies here, and off the spine
         for position in range(start, end):
             step = program.steps[self.order[position]]
-            if self.again[position] or step.phase is Phase.FORWARD:
+            if self.again[position] or (step.phase is Phase.FORWARD and not self.anew):
                 continue
             frees = self._frees(position, end)
             follows = any(b in onward for b in step.reads)
