@@ -73,6 +73,10 @@ def nested(p, x):
     return lax.scan(lambda y, p: (inner(y, p)[0], None), x, jax.tree.map(halves, p))[0]
 
 
+def clipped(y, p):
+    return jnp.clip(layer(y, p)[0], -1, 1), None
+
+
 def flipped(p, x):
     return lax.scan(layer, x, jax.tree.map(lambda a: a[::-1], p))[0]
 
@@ -94,6 +98,7 @@ MODELS = {
         [PLAIN, jax.tree.map(lambda a: 2 * a, PLAIN)],
     ),
     "nested": (nested, PLAIN),
+    "clipped": (scanned(jax.checkpoint(clipped)), PLAIN),  # numbers are cast in the body
     "flax": flax_scan(),
     "equinox": equinox_scan(),
 }

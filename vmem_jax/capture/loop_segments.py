@@ -33,6 +33,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.shards import is_typed
 from vmem_jax.core.paired import in_segments
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -58,12 +59,7 @@ def can_be_divided(eqn: JaxprEqn) -> bool:
     """Whether scan `eqn` can run in segments: its values are on the device, and no type of them says
     how it is split over several."""
     values = [a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var)]
-    return not any(compat.is_in_host_memory(v.aval) or _is_typed(v) for v in values)
-
-
-def _is_typed(v: Var) -> bool:
-    mesh = getattr(getattr(v.aval, "sharding", None), "mesh", None)
-    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
+    return not any(compat.is_in_host_memory(v.aval) or is_typed(v) for v in values)
 
 
 def segmented(flat: ClosedJaxpr, loops: Sequence[Segments]) -> ClosedJaxpr:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.jax_compat import JaxprEqn
+from vmem_jax.jax_compat import JaxprEqn, Var
 
 
 class Class(enum.Enum):
@@ -295,3 +295,20 @@ def _in_place(eqn: JaxprEqn) -> list[tuple[Any, Any]]:
     else:
         return []
     return [(a, v) for a, v in pairs if isinstance(a, compat.Var)]
+
+
+def last_casts(body: Any) -> dict[Var, JaxprEqn]:
+    """Of each result of `body` that is a wider type of a value in it, and read by nothing there, the
+    equation that makes it. Gradients of weights that are cast for the computation are."""
+    read = {a for eqn in body.eqns for a in eqn.invars if isinstance(a, Var)}
+    made = {v for eqn in body.eqns for v in eqn.outvars}
+    results = {a for a in body.outvars if isinstance(a, Var)}
+    return {
+        eqn.outvars[0]: eqn
+        for eqn in body.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and isinstance(eqn.invars[0], Var)
+        and eqn.invars[0] in made
+        and eqn.outvars[0] in results - read
+        and nbytes(eqn.invars[0].aval) < nbytes(eqn.outvars[0].aval)
+    }

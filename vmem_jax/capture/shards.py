@@ -445,3 +445,9 @@ _WINDOWS = frozenset(
 
 _STATED: dict[str, _Rule] = {"sharding_constraint": _constraint, "shard_map": _shard_map}
 """Primitives by which the user states a sharding."""
+
+
+def is_typed(v: Var) -> bool:
+    """Whether the type of `v` says how it is split; equations on slices would need types, too."""
+    mesh = getattr(getattr(v.aval, "sharding", None), "mesh", None)
+    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types

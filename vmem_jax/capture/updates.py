@@ -46,8 +46,8 @@ from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.flatten import drop_dead, inline
 from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.locations import layer_of, location_of
-from vmem_jax.capture.primitives import Class, class_of, is_array, nbytes
-from vmem_jax.capture.shards import Shards, follow_shards
+from vmem_jax.capture.primitives import Class, class_of, is_array, last_casts, nbytes
+from vmem_jax.capture.shards import Shards, follow_shards, is_typed
 from vmem_jax.capture.sliced import Slicer, cut, opened, put
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -148,7 +148,7 @@ class _Loop:
 
     def _is_divisible(self, v: Var) -> bool:
         """Whether slices of `v` can be cut out where they lie."""
-        return is_array(v.aval) and self.shards.are_slices_whole(v) and not _is_typed(v)
+        return is_array(v.aval) and self.shards.are_slices_whole(v) and not is_typed(v)
 
     def _follow(self) -> None:
         """Finds what there is before the loop, or could be, and what can be made by the slice."""
@@ -297,7 +297,7 @@ class _Loop:
             part = slicer.read(self.eqn.invars[p], _SLICES, like)
             calls.bind(lambda x: x[0], [part], like)
             equations[-1] = equations[-1].replace(outvars=[body.invars[p]])
-        casts = _last_casts(body)
+        casts = last_casts(body)
         equations += [e for e in body.eqns if casts.keys().isdisjoint(e.outvars)]
 
         made = {v for eqn in body.eqns for v in eqn.outvars}
@@ -467,7 +467,7 @@ class _Loop:
         """Why `stack` exists; "" where nothing makes a result of it but by the loops that read it."""
         if stack not in self.origins:
             typed = "their types say how they are split over devices"
-            return typed if _is_typed(stack) else "they are split over devices along the layers"
+            return typed if is_typed(stack) else "they are split over devices along the layers"
         if stack in self.results:
             return "the step returns them"
         after = {stack}
@@ -491,25 +491,3 @@ class _Loop:
         if not self.over:
             return "the state is not donated"
         return "what is made of them is written over values that are still read"
-
-
-def _last_casts(body: Any) -> dict[Var, JaxprEqn]:
-    """Of each result of `body` that is a wider type of a value in it, and read by nothing there, the
-    equation that makes it. Gradients of weights that are cast for the computation are."""
-    read = {a for eqn in body.eqns for a in eqn.invars if isinstance(a, Var)}
-    made = {v for eqn in body.eqns for v in eqn.outvars}
-    return {
-        eqn.outvars[0]: eqn
-        for eqn in body.eqns
-        if eqn.primitive.name == "convert_element_type"
-        and eqn.invars[0] in made
-        and eqn.outvars[0] in body.outvars
-        and eqn.outvars[0] not in read
-        and nbytes(eqn.invars[0].aval) < nbytes(eqn.outvars[0].aval)
-    }
-
-
-def _is_typed(v: Var) -> bool:
-    """Whether the type of `v` says how it is split; equations on slices would need types, too."""
-    mesh = getattr(getattr(v.aval, "sharding", None), "mesh", None)
-    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
