@@ -91,7 +91,7 @@ def choices_of(
             micros_known = _or_from_larger(micros_known)
         choices = _of_cudnn(program, costs, machine_for(device.device_kind), micros_known, longer)
     else:
-        choices = _of_slices(program, costs, sizes)
+        choices = _of_slices(program, costs, machine_for(device.device_kind), sizes)
     if not choices:
         raise refuse(
             f"none of its {len(set(found.values()))} was measured on {device.device_kind}: use "
@@ -227,18 +227,21 @@ def _of_cudnn(
             fastest, workspace = min((m.seconds, m.workspace) for m in whole)
             own = fastest * program.steps[s].times * longer.get(convolution.with_batch(0), 1.0)
             seconds = costs.seconds[s] if _was_timed(costs, s) else own
-            others = itertools.chain.from_iterable(map(desirable, by_sizes.values()))
+            most = machine.most_parts(fastest - machine.launch)
+            every = itertools.chain.from_iterable(map(desirable, by_sizes.values()))
+            others = (one for one in every if len(one.micros) <= most)
             unsure = _unsure(program, costs, s)
             choices[s] = _after_own(convolution, workspace, seconds, dict.fromkeys(others), unsure)
     return choices
 
 
-def _of_slices(program: Program, costs: Costs, sizes: BatchSizes) -> Choices:
+def _of_slices(program: Program, costs: Costs, machine: Machine, sizes: BatchSizes) -> Choices:
     choices: Choices = {}
     for s, convolution in convolutions_in(program).items():
         every = batch_sizes(convolution.batch, sizes)
-        parts = [b for b in every if convolution.batch / _MOST_PARTS <= b < convolution.batch]
         own = by_xla(convolution)
+        most = min(_MOST_PARTS, machine.most_parts(own.seconds - machine.launch))
+        parts = [b for b in every if convolution.batch / most <= b < convolution.batch]
         micros = [own, *(slice_by_xla(convolution.with_batch(b)) for b in parts)]
         scale = costs.seconds[s] / own.seconds
         found = [c.scaled(scale) for c in front(micros, convolution.batch)]

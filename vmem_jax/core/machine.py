@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from vmem_jax.core.convolution import Convolution
@@ -11,6 +12,13 @@ from vmem_jax.core.program import Step
 _UNALIGNED = 10
 """How much slower unaligned shapes are. An H200 runs ResNet-50's 3-channel stem (bf16, batch 256,
 60 GFLOP) in 1.78 ms: 34 TFLOP/s, where aligned convolutions reach about 390."""
+
+
+LEAST_BUSY = 1.0
+"""The least time of a part of a batch, without launches, in units of `Machine.launch`: of a sub-batch
+all its kernels together, of a convolution's micro-batch its one kernel. A smaller part takes longer
+to start than to run, so no plan has one unless `sub_batches` asks for their number. A part of one
+sample is thereby left to large samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,10 @@ class Machine:
     link_delay: float = 0.0
     convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pinning: float = 1.2 / 2**31
+
+    def most_parts(self, busy: float) -> float:
+        """The most parts that are worth it of what takes `busy` seconds without launches."""
+        return max(1.0, busy / (LEAST_BUSY * self.launch)) if self.launch else math.inf
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -28,9 +27,6 @@ from vmem_jax.search.variant import Variant
 from vmem_jax.techniques.base import AbstractTechnique, Form
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.tracing.traced import TracedStep
-
-LEAST_BUSY = 1.0
-"""The least time of one sub-batch, all its kernels together, in units of the time of one launch."""
 
 
 class SubBatches(AbstractTechnique):
@@ -141,8 +137,7 @@ def by_size(
 def _most(step: StepContext) -> float:
     """The most sub-batches such that one takes at least `LEAST_BUSY` launches."""
     launch = step.machine.launch
-    busy = sum(max(seconds - launch, 0.0) for seconds in step.costs.seconds)
-    return max(1.0, busy / (LEAST_BUSY * launch)) if launch else math.inf
+    return step.machine.most_parts(sum(max(each - launch, 0.0) for each in step.costs.seconds))
 
 
 def counts_of(size: int) -> tuple[int, ...]:
