@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import jax_compat as compat
 from vmem_jax.api.cache import with_cache
 from vmem_jax.api.entry import CompiledStep
+from vmem_jax.api.garbage import uncollected
 from vmem_jax.api.planner import plan_step
 from vmem_jax.api.stages import Compiled, Lowered, run
 from vmem_jax.api.tune import tuned
@@ -367,9 +368,11 @@ class BudgetedStep:
         )
         entry = self._entries.get(key)
         if entry is None:
-            step = self._context(call, avals, leaves, tree, target, inlined)
-            whole, caches = (step.traced.captured.program, step.costs), self._settings.policy.caches
-            entry = dataclasses.replace(plan_step(step), whole=whole)
+            with uncollected():
+                step = self._context(call, avals, leaves, tree, target, inlined)
+                whole = step.traced.captured.program, step.costs
+                entry = dataclasses.replace(plan_step(step), whole=whole)
+            caches = self._settings.policy.caches
             if not self._tune or target is not None or inlined:
                 entry = with_cache(entry, caches)
             else:
@@ -381,6 +384,7 @@ class BudgetedStep:
             self._entries[key] = entry
         return entry
 
+    @uncollected()
     def context(self, args: tuple, kwargs: dict, target: str | None) -> StepContext:
         """The step for these arguments as it is traced, not yet planned."""
         call = frameworks.prepare(self._settings.signature, args, kwargs)

@@ -10,6 +10,7 @@ from absl import logging
 
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.failure import budget_error
+from vmem_jax.api.garbage import uncollected
 from vmem_jax.api.helps import helps_of
 from vmem_jax.api.notices import notices
 from vmem_jax.conv.candidates import learner
@@ -80,6 +81,7 @@ def plan_step(step: StepContext) -> CompiledStep:
     return CompiledStep(origin, budget, plain_need, best.costs, found.attempts, policy, log)
 
 
+@uncollected()
 def find_plan(
     step: StepContext,
     budget: int | None,

@@ -63,7 +63,10 @@ class _Fuser:
         self.classes = [class_of(eqn) for eqn in self.eqns]
         self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
-        self.operands = [[a for a in eqn.invars if isinstance(a, Var)] for eqn in self.eqns]
+        age = lambda a: -self.maker.get(a, len(self.eqns))
+        self.operands = [
+            sorted((a for a in eqn.invars if isinstance(a, Var)), key=age) for eqn in self.eqns
+        ]
         values = (*opened.invars, *opened.constvars, *self.maker)
         self.nbytes = {v: nbytes(v.aval) for v in values}
         # the epoch of an equation: how many heavy kernels stand before it
@@ -247,8 +250,9 @@ class _Fuser:
         # the second pass computes the rest from it.
         walk = Walk(self, epoch, ())
         walk.visit_all(self.eqns[root].invars)
-        walk = Walk(self, epoch, walk.reads)
-        walk.visit_all(self.eqns[root].invars)
+        if walk.weighs:
+            walk = Walk(self, epoch, walk.reads)
+            walk.visit_all(self.eqns[root].invars)
         for v in walk.reads:
             self.read_at(v, epoch)
         written = [

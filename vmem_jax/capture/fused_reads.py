@@ -34,7 +34,8 @@ class Values(Protocol):
       eqns, classes: its equations, and how XLA treats each.
       epoch: how many heavy kernels stand before each.
       maker: of a value the equation that makes it; none of an input.
-      operands: of an equation the values that it reads.
+      operands: of an equation the values that it reads, inputs first and then the latest first: what
+        was made long ago is what most stands behind.
       uses: of a value how many equations read it.
       nbytes: of a value.
       exists: fusible values that some kernel must write.
@@ -100,7 +101,7 @@ class _Reading:
             is_read = compute >= reading if self.exists else compute > reading
             price = min(compute, reading)
         elif limit >= self.even:
-            is_read = self.uses != 1
+            is_read = True
             price = self.read + self.write if math.isinf(self.uses) else None
         if price is not None and most is not None and price > most:
             price = None
@@ -117,6 +118,7 @@ class Walk:
     Attributes:
       reads: the values that it reads.
       inlined: the equations that it computes.
+      weighs: whether any of this depends on prices.
     """
 
     def __init__(self, values: Values, epoch: int, free: Iterable[Var]) -> None:
@@ -127,6 +129,7 @@ class Walk:
         self.prices: dict[Var, float] = {}  # value -> bytes that needing it here costs
         self.above: dict[Var, float] = {}  # value -> bytes that its price is known to exceed
         self.is_read: dict[Var, bool] = {}  # value -> whether to read it (or compute it)
+        self.weighs = False
         self.reads: dict[Var, None] = {}
         self.inlined: set[int] = set()
 
@@ -150,7 +153,11 @@ class Walk:
     def _reads(self, v: Var, depth: int) -> bool:
         """Whether to read `v` here, or to compute it."""
         if v not in self.is_read and not self._is_given(v, depth):
-            self._choose(v, depth, None)
+            if v not in self.values.exists and self.values.uses.get(v, 0) < 2:
+                self.is_read[v] = False  # who writes it would be its only reader
+            else:
+                self.weighs = True
+                self._choose(v, depth, None)
         return self.is_read[v]
 
     def _price(self, v: Var, depth: int, most: float) -> float:
@@ -194,7 +201,7 @@ class Walk:
         # same question for what it is made of
         first, *other = ways = self._ways_to_read(v)
         limit = max(way.limit(most) for way in ways)
-        compute = self._compute_price(v, depth, limit) if limit < math.inf else math.inf
+        compute = self._compute_price(v, depth, limit)
         is_read, price = first.choice(compute, limit, most)
         if other:
             choice = other[0].choice(compute, limit, most)
@@ -226,14 +233,12 @@ class Walk:
     def _compute_price(self, v: Var, depth: int, most: float) -> float:
         """The price in bytes of needing all operands of `v`; infinite where it exceeds `most`."""
         most *= 1 + 1e-9  # a sum that is equal but for rounding is worked out
-        operands = self.values.operands[self.values.maker[v]]
         total = 0.0
-        # the latest first: what was made long ago is what most stands behind
-        for a in sorted(operands, key=lambda a: -self.values.maker.get(a, len(self.values.eqns))):
+        for a in self.values.operands[self.values.maker[v]]:
             total += self._price(a, depth + 1, most - total)
             if total > most:
                 return math.inf
-        return sum(self.prices[a] for a in operands)
+        return total
 
     def _joins(self, v: Var) -> bool:
         """Whether computing the sum `v` reads two values as large as itself or more: a residual

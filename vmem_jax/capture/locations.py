@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from vmem_jax import jax_compat as compat
@@ -10,7 +11,11 @@ from vmem_jax.jax_compat import JaxprEqn
 
 def layer_of(eqn: JaxprEqn) -> str:
     """The user's layer of `eqn`: its name stack without the names that transformations leave."""
-    stack = compat.name_stack(eqn)
+    return _layer_of_stack(compat.name_stack(eqn))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_of_stack(stack: str) -> str:
     stack = re.sub(r"\b(jvp|transpose|vmap|jit|checkpoint|rematted_computation)\b", "", stack)
     parts = [p for p in re.split(r"[/()]+", stack) if p]
     return "/".join(parts)

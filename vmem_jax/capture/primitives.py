@@ -163,7 +163,7 @@ def flops(eqn: JaxprEqn) -> int:
     rule = _FLOPS.get(eqn.primitive.name)
     if rule is not None:
         return rule(eqn)
-    if inner := inner_jaxprs(eqn):
+    if eqn.primitive.name not in ELEMENTWISE and (inner := inner_jaxprs(eqn)):
         return max(map(jaxpr_flops, inner))
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     return max(sizes, default=0)

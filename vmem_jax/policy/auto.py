@@ -39,6 +39,7 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
 from vmem_jax.policy.bound import quick_bound, starts
+from vmem_jax.policy.drop_order import order_with_drops
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.min_peak import lowest
 from vmem_jax.policy.modnn import MoDNN
@@ -186,8 +187,11 @@ class Auto(AbstractPolicy):
                     break
             if not proven:
                 for choice in standard_choices(recomputation):
-                    usual = _under_limit(recomputation, linkless, choice.drops, budget)
-                    best = _better(best, usual, budget)
+                    order = order_with_drops(recomputation, choice.drops)
+                    least = sum(map(costs.seconds.__getitem__, order))  # a limit makes it no faster
+                    if best.peak > budget or least < best.seconds:
+                        usual = _under_limit(recomputation, linkless, choice.drops, budget)
+                        best = _better(best, usual, budget)
                 found = {share: attempt((), share) for share in shares}
                 shares = sorted(shares, key=lambda share: rank(found[share], budget))
                 best = _better(best, found[shares[0]], budget)
@@ -299,10 +303,7 @@ def _every_choice(recomputation: Recomputation, costs: Costs) -> Iterator[Timeli
     program, idle = recomputation.program, recomputation.idle()
     for kept in itertools.product((True, False), repeat=len(idle)):
         drops = {drop for drop, keeps in zip(idle, kept, strict=True) if not keeps}
-        order = Execution(
-            program, costs, recomputation.base, drops, recomputation=recomputation
-        ).order
-        yield simulate(program, order, costs)
+        yield simulate(program, order_with_drops(recomputation, drops), costs)
 
 
 def _under_limit(
@@ -371,6 +372,10 @@ class _Search:
         return self.timeline
 
     def _execute(self) -> None:
+        if not self.parks:
+            order = order_with_drops(self.recomputation, self.drops)
+            self.timeline = simulate(self.program, order, self.costs)
+            return
         run = Execution(
             self.program,
             self.costs,
