@@ -9,7 +9,10 @@ import pytest
 from helpers import Builder
 from jax import lax
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.capture.capture import capture_body, capture_pair
+from vmem_jax.capture.loop_pairs import find_pairs
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import analytic
@@ -104,3 +107,49 @@ def test_results_wait_for_the_end():
     z = b.step([y], 30)
     b.step([z], 20)
     assert body_nbytes(b.program(outputs=[y])) == 90
+
+
+@pytest.mark.parametrize(("platform", "is_written_over"), [("cpu", True), ("gpu", False)])
+def test_a_product_in_a_body_is_written_over_on_a_cpu_alone(platform, is_written_over):
+    """On a GPU it is an element of a tuple, with a workspace."""
+
+    def loss(ws, x):
+        layer = lambda x, w: (jnp.tanh(x @ w) @ w, None)
+        return jnp.sum(lax.scan(layer, x, ws)[0])
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 64, 64), (256, 64))]
+    closed = jax.jit(jax.grad(loss)).trace(*shapes).jaxpr
+    captured = capture(closed, platform=platform)
+    [pair] = find_pairs(captured.separate)
+    [forward, backward] = [
+        s for s in compat.open_jaxpr(captured.flat).eqns if s.params.get("jaxpr")
+    ]
+    programs = [
+        capture_pair(pair, platform=platform)[0].program,
+        *(capture_body(eqn, platform=platform).program for eqn in (forward, backward)),
+    ]
+    for program in programs:
+        written_over = [
+            r
+            for step in program.steps
+            for r, _ in step.in_place
+            if program.producer[r] >= 0 and program.steps[program.producer[r]].op == "dot_general"
+        ]
+        assert bool(written_over) == is_written_over
+    steps = [step for step in captured.program.steps if step.op == "scan"]
+    for step, program in zip(steps, programs[1:], strict=True):
+        assert [s.in_place for s in step.body] == [s.in_place for s in program.steps]
+
+
+def test_random_bits_in_a_body_take_their_counters_on_a_cpu():
+    def step(ws, x, key):
+        def layer(x, given):
+            w, key = given
+            return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x @ w, 0), None
+
+        return lax.scan(layer, x, (ws, jax.random.split(key, 4)))[0]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 64, 64), (256, 64))]
+    closed = jax.jit(step).trace(*shapes, jax.eval_shape(jax.random.key, 0)).jaxpr
+    cpu, gpu = (loop_of(capture(closed, platform=name).program) for name in ("cpu", "gpu"))
+    assert cpu.workspace > gpu.workspace + 256 * 64 * 4

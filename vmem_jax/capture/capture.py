@@ -49,6 +49,10 @@ class Inputs:
     platform: str = ""
 
 
+Bodies = Callable[[ClosedJaxpr, str], ClosedJaxpr]
+"""(a flat jaxpr, the platform that it is compiled for) -> the same with other bodies of its loops."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Captured:
     """A step and its Program.
@@ -83,7 +87,7 @@ class Captured:
         kept: tuple[tuple[int, ...], ...] | None = None,
         segments: tuple[tuple[int, ...], ...] | None = None,
         divided_loops: Sequence[Segments] = (),
-        bodies: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda flat: flat,
+        bodies: Bodies = lambda flat, platform: flat,
     ) -> Captured:
         """The same step, which must run as a whole, by other equations.
 
@@ -91,13 +95,14 @@ class Captured:
           separate: they, as `Captured.separate` has them.
           kept, segments: as `Program` has them.
           divided_loops: the loops that run in segments.
-          bodies: gives the loops of `flat` other bodies that compute the same.
+          bodies: gives the loops of `flat`, for a platform, other bodies that compute the same.
         """
         given = self.inputs
         separate = drop_dead(separate)
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
         flat, separate = (segmented(each, divided_loops) for each in (flat, separate))
-        captured = _captured(bodies(flat), separate, self.applied, given, None)
+        flat = bodies(flat, given.platform)
+        captured = _captured(flat, separate, self.applied, given, None)
         return dataclasses.replace(captured, stacked=stacked)._keeping(kept, segments, self.program)
 
     def _keeping(
@@ -121,14 +126,15 @@ class Captured:
         batch: Batch,
         count: int,
         size: int | None = None,
-        bodies: Callable[[ClosedJaxpr], ClosedJaxpr] = lambda flat: flat,
+        bodies: Bodies = lambda flat, platform: flat,
     ) -> Captured:
         """The same step, which must run as a whole, in at most `count` sub-batches; `bodies` as
         `rewritten` has it, `size` as `divided`."""
         if count == 1:
             return self
         flat, sub_batches = divided(self.separate, batch, count, size)
-        parts = _captured(bodies(flat), flat, self.applied, self.inputs, sub_batches)
+        ordered = bodies(flat, self.inputs.platform)
+        parts = _captured(ordered, flat, self.applied, self.inputs, sub_batches)
         ours = self.program
         return parts._keeping(ours.kept, ours.segments, ours)
 
@@ -190,17 +196,23 @@ def capture(
     return dataclasses.replace(captured, stacked=stacked)
 
 
-def capture_pair(pair: Pair, outside: Shards | None = None) -> tuple[PairedLoop, tuple[Var, ...]]:
+def capture_pair(
+    pair: Pair, outside: Shards | None = None, platform: str = ""
+) -> tuple[PairedLoop, tuple[Var, ...]]:
     """One iteration of the two loops of `pair`, and the variable of `pair.body` of every buffer.
 
     Args:
       outside: how the values of the step are split over its devices.
+      platform: as `capture` has it.
     """
     given = pair.given
     groups = (given.consts, given.slices, given.forward, given.backward)
     values = {v: a for group in groups for v, a in group.items()}
     shards = None if outside is None else outside.within(pair.body, values, given.slices)
-    captured = _captured(pair.body, pair.body, (), Inputs(), None, _boundary(pair), shards)
+    given_to = Inputs(platform=platform)
+    captured = _captured(
+        pair.body, pair.body, (), given_to, None, _boundary(pair), shards, is_body=True
+    )
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
     results = lambda made: buffers(a for a, _ in (*made.carried, *made.stacked))
@@ -234,12 +246,14 @@ def _captured(
     sub_batches: SubBatches | None,
     boundary: int | None = None,
     shards: Shards | None = None,
+    is_body: bool = False,
 ) -> Captured:
     """The Program of `flat`, in which all exact-residual rules are applied and updates are moved.
 
     Args:
       boundary: as `fuse` has it.
       shards: how its values are split, where its arguments' shardings do not say it.
+      is_body: whether it is the body of a loop.
     """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
@@ -272,13 +286,13 @@ def _captured(
         buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
 
     made = StepMaker(eqns, kernels, index, shards, given.platform)
-    body_of = lambda kernel: _body(eqns[kernel.root], shards)
+    body_of = lambda kernel: _body(eqns[kernel.root], shards, given.platform)
     steps = [made.step(k, phase, body_of(k)) for k, phase in zip(kernels, phases, strict=True)]
     if given.platform == "cpu":
         size = lambda atom: (
             nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
         )
-        looped = sub_batches is not None
+        looped = is_body or sub_batches is not None
         beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
         padded = [0 if s.convolution is None else s.convolution.padded_nbytes for s in steps]
         steps = [  # XLA:CPU pads nothing in memory
@@ -394,20 +408,23 @@ def _kinds(
     return kinds
 
 
-def capture_body(eqn: compat.JaxprEqn, outside: Shards | None = None) -> Captured:
+def capture_body(
+    eqn: compat.JaxprEqn, outside: Shards | None = None, platform: str = ""
+) -> Captured:
     """An iteration of the scan `eqn`.
 
     Args:
       outside: how the values of the step are split over its devices.
+      platform: as `capture` has it.
     """
     body = flatten(eqn.params["jaxpr"])
     inputs = compat.open_jaxpr(body).invars
     values = dict(zip(inputs, eqn.invars, strict=True))
     slices = inputs[sum(compat.scan_counts(eqn)) :]
     shards = None if outside is None else outside.within(body, values, slices)
-    return _captured(body, body, (), Inputs(), None, None, shards)
+    return _captured(body, body, (), Inputs(platform=platform), None, None, shards, is_body=True)
 
 
-def _body(eqn: compat.JaxprEqn, shards: Shards) -> Program | None:
+def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> Program | None:
     """An iteration of `eqn`, if that is a scan."""
-    return capture_body(eqn, shards).program if eqn.primitive.name == "scan" else None
+    return capture_body(eqn, shards, platform).program if eqn.primitive.name == "scan" else None

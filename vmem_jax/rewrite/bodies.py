@@ -20,17 +20,22 @@ from vmem_jax.policy.exact import Exact
 from vmem_jax.rewrite.rewrite import rewrite
 
 
-def with_ordered_bodies(flat: ClosedJaxpr) -> ClosedJaxpr:
-    """`flat` with the bodies of its backward loops, and of those in them, ordered and fenced."""
+def with_ordered_bodies(flat: ClosedJaxpr, platform: str = "") -> ClosedJaxpr:
+    """`flat` with the bodies of its backward loops, and of those in them, ordered and fenced.
+
+    Args:
+      platform: as `capture` has it.
+    """
     opened = compat.open_jaxpr(flat)
-    eqns = [_ordered(eqn) if eqn.primitive.name == "scan" else eqn for eqn in opened.eqns]
+    eqns = [_ordered(eqn, platform) if eqn.primitive.name == "scan" else eqn for eqn in opened.eqns]
     parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
     return compat.close(*parts, like=flat)
 
 
-def _ordered(eqn: JaxprEqn) -> JaxprEqn:
-    inside = with_ordered_bodies(flatten(eqn.params["jaxpr"]))
-    captured = capture_body(eqn.replace(params={**eqn.params, "jaxpr": inside}))
+def _ordered(eqn: JaxprEqn, platform: str) -> JaxprEqn:
+    inside = with_ordered_bodies(flatten(eqn.params["jaxpr"]), platform)
+    inner = eqn.replace(params={**eqn.params, "jaxpr": inside})
+    captured = capture_body(inner, platform=platform)
     program = captured.program
     if not any(step.phase is Phase.BACKWARD for step in program.steps):
         return eqn

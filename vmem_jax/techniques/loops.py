@@ -133,7 +133,8 @@ class _Variants:
         self.flat = traced.captured.separate
         self.level = levels(self.flat, follow_shards(self.flat, traced.captured.inputs.shardings))
         self.pairs: Sequence[Pair] = [pair for pair, _ in self.level.all_pairs]
-        made = [capture_pair(pair, level.shards) for pair, level in self.level.all_pairs]
+        platform = traced.captured.inputs.platform
+        made = [capture_pair(pair, level.shards, platform) for pair, level in self.level.all_pairs]
         self.loops: list[PairedLoop] = [
             dataclasses.replace(loop, times=level.times)
             for (loop, _), (_, level) in zip(made, self.level.all_pairs, strict=True)
