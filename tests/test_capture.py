@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -410,3 +412,16 @@ def test_a_checkpointed_layer_in_a_loop_computes_what_it_holds():
     forward, backward = [s.flops for s in capture(closed).program.steps if s.op == "scan"]
     assert 1 <= forward / (4 * 2 * 8 * 64 * 64) < 1.1
     assert 3 <= backward / (4 * 2 * 8 * 64 * 64) < 3.3
+
+
+def test_the_last_product_of_a_sum_adds_the_others():
+    """So the first ones do not wait for it, with what they alone read."""
+
+    def step(a, b, c, w):
+        return jnp.tanh(a @ w + b @ w + c @ w)
+
+    w, x = jnp.ones((8, 8)), jnp.ones((64, 8))
+    program = capture(jax.jit(step).trace(x, 2 * x, 3 * x, w).jaxpr).program
+    products = [s for s in program.steps if s.is_heavy]
+    assert [len(s.reads) for s in products] == [2, 3, 3]
+    assert all({*s.writes} <= {*t.reads} for s, t in itertools.pairwise(products))

@@ -89,7 +89,8 @@ class _Fuser:
             if self.eqns[i].primitive.name in COMPARISONS:
                 self.classes[i] = Class.REDUCE
         self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
-        self.epilogue = {i: self._epilogue(i) for i in range(len(self.eqns))}
+        # the last kernel that a sum reads adds the others: they need not wait with what they read
+        self.epilogue = {i: self._epilogue(i) for i in reversed(range(len(self.eqns)))}
         for j in self.absorbed:
             self.classes[j] = Class.HEAVY
         self.exists: set[Var] = set()  # fusible values that some kernel must write
