@@ -342,7 +342,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     return CompiledStep(*made)
 
 
-# -- what people are told
+# -- messages
 
 
 def _lowest_predicted(budget: int, step: StepContext) -> int | None:

@@ -88,7 +88,7 @@ class _Reading:
     def choice(
         self, compute: float, limit: float, most: float | None
     ) -> tuple[bool | None, float | None]:
-        """(whether to read the value, the price of the cheaper way), each None if it is unknown.
+        """(whether to read the value, the lower price), each None if it is unknown.
 
         Args:
           compute: the price of computing it; infinite where that is above `limit`.
@@ -199,8 +199,8 @@ class Walk:
         """
         # whether it is a stream is asked only where that matters, since the answer depends on the
         # same question for what it is made of
-        first, *other = ways = self._ways_to_read(v)
-        limit = max(way.limit(most) for way in ways)
+        first, *other = readings = self._readings(v)
+        limit = max(each.limit(most) for each in readings)
         compute = self._compute_price(v, depth, limit)
         is_read, price = first.choice(compute, limit, most)
         if other:
@@ -216,19 +216,19 @@ class Walk:
         elif most is not None:
             self.above[v] = most
 
-    def _ways_to_read(self, v: Var) -> list[_Reading]:
-        """What reading `v` takes; both ways where it may be a stream, that of a stream first."""
+    def _readings(self, v: Var) -> list[_Reading]:
+        """What reading `v` takes; where it may be a stream both readings, that of a stream first."""
         values, i = self.values, self.values.maker[v]
         read, nbytes, uses = self._read_nbytes(v, i), values.nbytes[v], values.uses.get(v, 0)
         if v in values.exists:
             return [_Reading(read, exists=True)]
         # somebody has to compute and write it first
-        ways = [_Reading(read, nbytes, max(uses, 1))]
+        readings = [_Reading(read, nbytes, max(uses, 1))]
         if uses >= _STREAM_READS and self._is_sum(v):
             # it is written once, and then read in place of its operands
             operands = sum(values.nbytes[a] for a in values.operands[i])
-            ways.insert(0, _Reading(read, (nbytes + operands) / uses))
-        return ways
+            readings.insert(0, _Reading(read, (nbytes + operands) / uses))
+        return readings
 
     def _compute_price(self, v: Var, depth: int, most: float) -> float:
         """The price in bytes of needing all operands of `v`; infinite where it exceeds `most`."""

@@ -409,7 +409,7 @@ class _Fencer:
 
     @functools.cached_property
     def _products(self) -> dict[int, int]:
-        """For every step the most products of the backward pass on one way from it to the end."""
+        """For every step the most products of the backward pass on one path from it to the end."""
         program, found = self.program, dict[int, int]()
         for s in reversed(self.order):
             step = program.steps[s]

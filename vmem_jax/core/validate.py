@@ -205,7 +205,7 @@ def _broken_transfers(program: Program, plan: Plan) -> list[str]:
         for position in range(t.start, t.back):
             step = program.steps[plan.order[position]]
             if t.buffer in step.writes:
-                broken.append(f"{name} is made again at position {position}, on its way")
+                broken.append(f"{name} is made again at position {position}, while it moves")
             if t.buffer in step.reads and position >= t.gone:
                 broken.append(f"{name} is read at position {position}, while it is away")
         after = (program.steps[s] for s in plan.order[t.back :])
