@@ -29,6 +29,7 @@ from vmem_jax.models.decoder import Decoder, train_step
 from vmem_jax.policy import residuals
 from vmem_jax.policy.residuals import choose, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
+from vmem_jax.search import memory
 
 MACHINE = CARDS["h200"].machine
 LAYERS, ROWS, WIDTH = 6, 32, 16
@@ -423,6 +424,8 @@ def test_a_scanned_step_fits_where_its_stacks_as_traced_do_not(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert not tight.plan(*args).looped
     monkeypatch.setattr("vmem_jax.techniques.loops._chosen", lambda *_: ())
+    assert vmem_jax.jit(step, **options).plan(*args).kept is not None  # it was proved
+    memory.forget()
     with pytest.raises(BudgetError):
         vmem_jax.jit(step, **options).plan(*args)
 

@@ -57,6 +57,19 @@ def test_a_minute_of_random_programs_finds_nothing_new():
     assert not found, "\n".join(found)
 
 
+MENDED = [json.loads(line) for line in Path(__file__).with_name("mended.jsonl").open()]
+"""Programs and options that were findings: each named a lowest peak which was then refused. Its plan
+was of loops with other stacks, which the search makes for the budget, and the second had another."""
+
+
+@pytest.mark.parametrize("which", range(len(MENDED)))
+def test_what_was_found_stays_mended(which):
+    row = run_one(Settings(), MENDED[which]["spec"], Options(**MENDED[which]["options"]))
+    assert row["outcome"] in (FIT, BUDGET), row
+    if row["outcome"] == BUDGET:
+        assert row["asked"]
+
+
 # -- programs
 
 

@@ -96,12 +96,13 @@ def test_a_plan_of_another_program_or_policy_or_that_moves_is_not_taken():
     others = [
         (dataclasses.replace(plan, program="another", order=plan.order[::-1]), LOW),
         (dataclasses.replace(plan, policy="another", order=plan.order[::-1]), LOW),
+        (dataclasses.replace(plan, kept=((0,),), order=plan.order[::-1]), LOW),
         (moving, LOW),
     ]
     compile_plan = Compiler()
     found = find([family(variant(compile_plan, auto(STAYING), STILL), proved=others)])
     assert found.fits
-    assert not {plan.order for plan, _ in others[:2]} & {p.order for p in compile_plan.plans}
+    assert not {plan.order for plan, _ in others[:3]} & {p.order for p in compile_plan.plans}
     assert not any(p.moves for p in compile_plan.plans)
 
 

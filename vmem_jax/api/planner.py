@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from absl import logging
 
@@ -17,6 +17,7 @@ from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.program import Program
 from vmem_jax.core.validate import check_made_for
 from vmem_jax.devices.device import limit_nbytes
 from vmem_jax.errors import PlanError, TechniqueError, VmemError, show_nbytes
@@ -185,6 +186,7 @@ def _groups(
     chunked += carry_contexts(step)
     loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
     first += [_of_loops(context, proved) for context in loops]
+    first += _of_proved(step, (step, *loops), budget, proved)
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
     last = [Family(parts.counts, moving, settings.splitting, between=True)] if moves_at_last else []
@@ -226,6 +228,44 @@ def _of_loops(
     counts = parts_of(context).counts
     splitting = settings.splitting
     return Family(counts, make, splitting, alike=True, between=True, proved=proved)
+
+
+def _of_proved(
+    step: StepContext,
+    forms: Sequence[StepContext],
+    budget: int | None,
+    proved: Sequence[tuple[Plan, int]],
+) -> list[Family]:
+    """The families of `proved` plans that fit, but whose loops stack what no other of `forms` does:
+    which forms there are depends on the budget, and an earlier search had another one."""
+    stacks = {_stacks(form.traced.captured.program) for form in forms}
+    found = []
+    for plan, need in proved:
+        fits = budget is None or need <= budget
+        if fits and plan.kept is not None and _stacks(plan) not in stacks:
+            stacks.add(_stacks(plan))
+            form = _formed(step, plan)
+            make = functools.partial(_variant, form, step.settings.policy)
+            alike = [(p, n) for p, n in proved if _stacks(p) == _stacks(plan)]
+            counts = sorted({p.sub_batches for p, _ in alike if p.sub_batch_size is None})
+            found.append(Family(counts, make, alike=True, proved=alike))
+    return found
+
+
+def _stacks(one: Program | Plan) -> Hashable:
+    """What distinguishes forms of a step whose loops stack other values."""
+    return one.kept, one.segments, one.logit_chunks, one.carried
+
+
+def _formed(step: StepContext, plan: Plan) -> StepContext:
+    """The form of `step` that `plan` is made for, but for compression."""
+    if plan.logit_chunks > 1:
+        step = with_logits(step, plan.logit_chunks)
+    if plan.carried:
+        step = with_carry(step, plan.carried)
+    if plan.kept is not None:
+        step = with_loops(step, plan.kept, plan.segments)
+    return step
 
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:
@@ -313,12 +353,7 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
             check_made_for(step.traced.captured.program, plan)  # which it cannot be
         sizes = dict(plan.compressed)
         step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
-    if plan.logit_chunks > 1:
-        step = with_logits(step, plan.logit_chunks)
-    if plan.carried:
-        step = with_carry(step, plan.carried)
-    if plan.kept is not None:
-        step = with_loops(step, plan.kept, plan.segments)
+    step = _formed(step, plan)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     policy, samples = step.settings.policy, plan.sub_batch_size

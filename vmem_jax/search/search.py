@@ -344,7 +344,9 @@ class _Search:
             and other.count == candidate.count
             and not self._fits(attempt)
         ]
-        if not (candidate.family.alike and of_others and not candidate.misses):
+        if candidate.is_proved or candidate.misses:
+            return None  # what its plan needs is known
+        if not (candidate.family.alike and of_others):
             return None
         assert self.budget is not None and candidate.estimate is not None
         goal = self.budget - min(of_others)
@@ -367,7 +369,12 @@ class _Search:
         step = int(len(misses) * self.params.memory_step * self.budget)
         goal = self.budget - attempt.excess - step
         candidate = dataclasses.replace(
-            candidate, variant=variant, estimate=None, goal=goal, misses=(*misses, attempt)
+            candidate,
+            variant=variant,
+            estimate=None,
+            goal=goal,
+            misses=(*misses, attempt),
+            is_proved=False,
         )
         self._push(candidate)
 
@@ -472,8 +479,10 @@ class _Search:
 def _is_of(plan: Plan, variant: Variant) -> bool:
     """Whether `variant` may have `plan`: same program and policy, and transfers only with a link."""
     can_move = variant.costs.link is not None or not plan.moves
-    same = plan.program == variant.program.fingerprint and plan.policy == variant.policy.name
-    return same and can_move
+    program = variant.program
+    same = plan.program == program.fingerprint and plan.policy == variant.policy.name
+    # loops that stack other values may make an equal Program, but another jaxpr
+    return same and can_move and (plan.kept, plan.segments) == (program.kept, program.segments)
 
 
 def _of_plan(attempts: Iterable[Attempt], variant: Variant, plan: Plan) -> list[Attempt]:
