@@ -17,7 +17,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.fused_reads import Walk
-from vmem_jax.capture.primitives import Class, class_of, nbytes, takes_epilogue
+from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
@@ -206,14 +206,8 @@ class _Fuser:
         out = eqn.outvars[0]
         if out in self.outputs or self.uses.get(out) != 1 or self.reader[out] in self.tied:
             return None
-        reader = self.eqns[self.reader[out]]
-        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-        left = len(eqn.invars[0].aval.shape) - len(contracted) - len(batch)
-        exchanged = (*range(left, len(out.aval.shape)), *range(left))
-        is_exchange = reader.primitive.name == "transpose" and not batch
-        if is_exchange and tuple(reader.params["permutation"]) == exchanged:
-            return self.reader[out]
-        return None
+        is_exchange = exchanges_operands(eqn, self.eqns[self.reader[out]])
+        return self.reader[out] if is_exchange else None
 
     def _source_equation(self, atom: Atom) -> JaxprEqn | None:
         source = self._source(atom)

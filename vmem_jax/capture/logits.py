@@ -22,7 +22,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, follow_batch
 from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.locations import location_of
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 _WIDE = 0.5
@@ -161,12 +161,7 @@ class _Finder:
             or eqn.outvars[0] in self.results
         ):
             return None
-        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-        left = len(self._shape(eqn.invars[0])) - len(contracted)
-        sides = (*range(left, len(self._shape(eqn.outvars[0]))), *range(left))
-        reader = self.eqns[readers[0]]
-        is_exchange = reader.primitive.name == "transpose" and not batch
-        return readers[0] if is_exchange and reader.params["permutation"] == sides else None
+        return readers[0] if exchanges_operands(eqn, self.eqns[readers[0]]) else None
 
     def _shape(self, v: Any) -> tuple[int, ...]:
         return tuple(getattr(v.aval, "shape", ()))

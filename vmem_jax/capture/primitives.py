@@ -208,6 +208,17 @@ def aligned(eqn: JaxprEqn) -> bool:
     return all(c * lhs.dtype.itemsize % 16 == 0 for c in channels)
 
 
+def exchanges_operands(product: JaxprEqn, reader: JaxprEqn) -> bool:
+    """Whether `reader` transposes the matrix product `product` into that of the exchanged operands: a
+    weight gradient, as JAX writes it."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    if batch or reader.primitive.name != "transpose":
+        return False
+    left = len(product.invars[0].aval.shape) - len(contracted)
+    exchanged = (*range(left, len(product.outvars[0].aval.shape)), *range(left))
+    return tuple(reader.params["permutation"]) == exchanged
+
+
 def takes_epilogue(eqn: JaxprEqn, kernel: JaxprEqn | None) -> bool:
     """Whether the library kernel of `eqn` can add a tensor and apply a ReLU before it writes.
 
