@@ -1,0 +1,56 @@
+"""Planning a scanned network: what it looks at does not grow with the number of layers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import vmem_jax
+from vmem_jax.api.planner import checked_log, find_plan
+from vmem_jax.core.planned import predicted_need
+from vmem_jax.policy import Keep
+from vmem_jax.policy.auto import Auto
+
+N, D = 4096, 128
+
+
+def train_step(params, x):
+    def loss(params):
+        def layer(x, given):
+            a, b = given
+            x = x + jnp.sin(jax.nn.standardize(x) @ a) @ b
+            return x + jnp.tanh(jax.nn.standardize(x)), None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def looked_at(layers, share, monkeypatch):
+    """(Steps of each program that is planned, whether a plan fits) within `share` of all kept."""
+    sizes, plan = [], Auto.plan
+
+    def planned(self, program, *args):
+        sizes.append(len(program.steps))
+        return plan(self, program, *args)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    args = (shape(layers, D, 4 * D), shape(layers, 4 * D, D)), shape(N, D)
+    step = vmem_jax.jit(train_step, budget=2**62, donate_argnums=0).context(args, {}, "h200")
+    program = step.traced.captured.program
+    whole = predicted_need(program, Keep().plan(program, step.costs, None))
+    with monkeypatch.context() as patch:
+        patch.setattr(Auto, "plan", planned)
+        found = find_plan(step, int(share * whole), checked_log(step), compiles=False)
+    return sizes, found.fits
+
+
+@pytest.mark.parametrize("share", [0.5, 0.33])
+def test_many_layers_are_planned_like_few(share, monkeypatch):
+    few, fits = looked_at(16, share, monkeypatch)
+    many, more_fits = looked_at(128, share, monkeypatch)
+    assert fits and more_fits
+    assert 0 < len(many) <= len(few) + 1
+    assert max(many) <= max(few) < 16  # steps of a program do not grow with the layers
