@@ -68,3 +68,12 @@ def test_every_card_has_rates_of_its_own(name):
         assert machine_for(hardware.title) is machine and machine.memory == hardware.memory_nbytes
     others = [card.machine for card in CARDS.values() if card.name != name]
     assert all(machine.bandwidth != other.bandwidth for other in others)
+
+
+def test_an_unaligned_product_is_within_a_fifth_of_what_an_h200_took():
+    """The three of GPT-2's head, 50,257 words: 1.32, 3.43 and 2.78 ms."""
+    builder = Builder()
+    x = builder.input(2 * 8192 * 1024)
+    builder.step([x], 2 * 8192 * 50257, op="dot_general", flops=2 * 8192 * 1024 * 50257)
+    step = dataclasses.replace(builder.steps[0], aligned=False, dtype="bfloat16")
+    assert H200.seconds(step) == pytest.approx((1.32e-3 + 3.43e-3 + 2.78e-3) / 3, rel=0.2)
