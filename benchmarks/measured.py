@@ -20,7 +20,7 @@ from records import Record
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 
-STEPS = ("h200_recompute", "h200_transfers", "h200_convolutions", "h200_sub_batches")
+STEPS = ("h200_recompute", "h200_transfers", "h200_convolutions", "h200_sub_batches", "h200_carry")
 """Files whose rows are training steps, timed."""
 
 
@@ -179,7 +179,11 @@ _BY_HAND = {
     "dots": "`dots_with_no_batch_dims_saveable`",
 }
 
-_STEPS = {"decoder": "decoder", "vit_dropout": "ViT-L/16, {layers} layers (128)"}
+_STEPS = {
+    "decoder": "decoder",
+    "gpt": "GPT-2 medium, dropout, scanned (8)",
+    "vit_dropout": "ViT-L/16, {layers} layers (128)",
+}
 
 
 def training_steps() -> str:
@@ -201,6 +205,7 @@ def _training_steps(*models: str) -> str:
             variant = "`{}`, {} sub-batches".format(*way.split("*"))
         else:
             variant = _BY_HAND.get(way, f"`{way}`" if way == "exact" else f'`auto`, "{way}"')
+        variant += ", profiled" if row["profile"] else ""
         predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
         figures = [number(row["gib"]), f"{row['ms']:.1f}", f"{row['of_plain']:.3f}", predicted]
         lines.append([step, variant, *figures])
@@ -332,7 +337,7 @@ def readme() -> str:
             lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
     for scanned in (True, False):
         own = [r for r in _json("training_steps_h200") if r["model"] == "decoder"]
-        own = [r for r in own if r["scanned"] is scanned]
+        own = [r for r in own if r["scanned"] is scanned and not r["profile"]]
         by_way = {r["way"]: r for r in own}
         budgeted = [r for r in own if "predicted_ms" in r]
         share = lambda r, plain: (f"{r['gib'] / plain['gib']:.0%}", f"{r['of_plain']:.2f}")
