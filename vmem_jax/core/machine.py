@@ -10,12 +10,12 @@ from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.program import Step
 
 _UNALIGNED = 10
-"""How much slower unaligned convolutions are. An H200 runs ResNet-50's 3-channel stem (bf16, batch 256,
-60 GFLOP) in 1.78 ms: 34 TFLOP/s, where aligned convolutions reach about 390."""
+"""How much slower unaligned convolutions are. An H200 runs ResNet-50's 3-channel stem (bf16, batch
+256, 60 GFLOP) in 1.78 ms: 34 TFLOP/s, where aligned convolutions reach about 390."""
 
 _UNALIGNED_PRODUCT = 2.2
-"""How much slower unaligned products are. An H200 takes 1.32, 3.43 and 2.78 ms for the three of GPT-2's
-head (bf16, 8,192 tokens, 50,257 words, 843 GFLOP each), where aligned ones take 1.14."""
+"""How much slower unaligned products are. An H200 takes 1.32, 3.43 and 2.78 ms for the three of
+GPT-2's head (bf16, 8,192 tokens, 50,257 words, 843 GFLOP each), where aligned ones take 1.14."""
 
 
 LEAST_BUSY = 1.0
