@@ -75,30 +75,6 @@ def test_a_recomputation_waits_where_an_early_start_would_raise_the_peak(nbytes,
     assert (Fence(7, (middle, kept)) in found) is waits
 
 
-def test_recomputations_that_could_all_start_together_wait_for_each_other():
-    """Four products are made again from small values, each is added to the sum before it. XLA would
-    make all products first, and then all sums in one kernel."""
-    b = Builder()
-    given = b.input(8)
-    kept = [b.step([given], 8) for _ in range(4)]
-    first = x = b.step([given], 40)
-    sums, again = [], []
-    for value in kept:
-        product = b.step([b.step([value], 8, fusible=True)], 40)
-        x = b.step([x, product], 40, fusible=True)
-        sums.append(x)
-        again += range(len(b.steps) - 3, len(b.steps))
-    cotangent = b.step([b.step([x], 8)], 8, BACKWARD)
-    made = len(b.steps)
-    for y in reversed(sums):
-        cotangent = b.step([cotangent, y], 8, BACKWARD)
-    program = b.program([b.step([cotangent, first], 8, BACKWARD)])
-    order = [*range(made), *again, *range(made, len(program.steps))]
-    found = {fence.position: fence.buffers for fence in fences(program, order, small=4)}
-    for position, before in zip((made + 4, made + 7, made + 10), sums, strict=False):
-        assert found[position][0] == before
-
-
 @pytest.mark.parametrize("depth", [30, 3000])
 def test_the_layers_of_a_very_deep_network_are_worth_a_fence(depth):
     """Each is far below a 2,000th of all, and they are all that there is."""

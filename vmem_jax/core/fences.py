@@ -11,8 +11,8 @@ it: one barrier cuts fewer fusions than one for each value. Behind it stand
 - what the last run made and nothing needs soon: a weight gradient, so that it is computed there,
   where its inputs die, and not at the end.
 
-Where recomputations could start sooner in their run than the plan has them, and take the memory that
-is not free there yet, a run of its own starts with each: what it reads waits for what the last made.
+Where a recomputation could start sooner in its run than the plan has it, and take the memory that is
+not free there yet, a run of its own starts with it: what it reads waits for the spine again.
 
 The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
 next heavy step reads, where its own input would otherwise wait for the backward pass with it. A step
@@ -180,8 +180,7 @@ class _Fencer:
             self.late[position] = True
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = _uses(program, order)
-        # positions that wait for the run before, and the value that they wait for
-        self.held: dict[int, int | None] = {}
+        self.held: frozenset[int] = frozenset()  # positions that wait for the run before
 
     def _is_read_from(self, b: int, position: int) -> bool:
         return _is_read_from(self.uses[b], position)
@@ -197,7 +196,7 @@ class _Fencer:
         loose: list[int] = []  # made in the last run, not needed on the spine
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
-            spine = self.held.get(start) or self._spine(start)
+            spine = self._spine(start)
             spine = None if spine is None else self._beside(spine, start, end)
             wanted: dict[int, None] = {}
             fresh: set[int] = set()
@@ -270,44 +269,30 @@ class _Fencer:
                 split.add(position)
                 here = set()
             here.add(s)
-        self.held = dict(self._early(sorted(split)))
-        return sorted({*split, *self.held})
+        self.held = frozenset(self._early(sorted(split)))
+        return sorted(split | self.held)
 
-    def _early(self, starts: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-        """Recomputations that wait for no kernel of their run, and would raise the peak at its start,
-        together with those before them that XLA may start there, too; and what each has to wait for:
-        the newest value that waits itself."""
+    def _early(self, starts: Sequence[int]) -> Iterator[int]:
+        """Recomputations that read nothing of their run, and would raise the peak at its start."""
         free = Costs("", (0.0,) * len(self.program.steps))
         timeline = simulate(self.program, self.order, free)
         live = timeline.live_nbytes
         for start, end in itertools.pairwise([*starts, len(self.order)]):
-            roots = []
-            made: dict[int, int] = {}  # what waits for a kernel of the run -> its position
+            roots, made = [], set[int]()
             for position in range(start, end):
                 step = self.program.steps[self.order[position]]
-                waits = any(b in made for b in step.reads)
-                if self.again[position] and step.is_heavy and not waits:
+                if self.again[position] and step.is_heavy and made.isdisjoint(step.reads):
                     roots.append(position)
-                if step.is_heavy or waits:
-                    made.update(dict.fromkeys(step.writes, position))
-            ahead = 0  # bytes of what may start with the run
+                made.update(step.writes)
             for position, until in itertools.pairwise([*roots, end]):
                 if position == start:
                     continue
                 step = self.program.steps[self.order[position]]
                 new = step.workspace + sum(self.program.buffers[b].nbytes for b in step.writes)
                 rise = max(live[position:until]) - live[position] + new
-                if max(live[start:position]) + ahead + rise > timeline.peak + self.small:
-                    there = [b for b, p in made.items() if p < position and self._ties(b, position)]
-                    yield position, max(there, key=made.__getitem__, default=None)
-                    start, ahead = position, 0
-                else:
-                    ahead += new
-
-    def _ties(self, b: int, position: int) -> bool:
-        """Whether the barrier at `position` can hold `b`, and what reads it there waits for it."""
-        large = not self.program.is_resident[b] and self.program.buffers[b].nbytes > self.small
-        return large and self._is_read_from(b, position)
+                if max(live[start:position]) + rise > timeline.peak + self.small:
+                    yield position
+                    start = position
 
     def _can_be_spine(self, b: int) -> bool:
         """Large, temporary, and read later by the backward pass; in the body of a loop by the updates

@@ -108,6 +108,7 @@ class _Rewriter:
             fenced=plan.fenced,
             own=transport is not None and transport.fenced_behind,
             body=body,
+            as_made=captured.inputs.platform != "cpu",
         )
         if plan.moves or self.program.hosted:
             calls = self.calls
