@@ -181,24 +181,29 @@ _BY_HAND = {
 
 _STEPS = {
     "decoder": "decoder",
-    "gpt": "GPT-2 medium, dropout, scanned (8)",
+    "gpt": "GPT-2 medium, dropout, scanned ({batch})",
+    "vit": "ViT-L/16, dropout, scanned ({batch})",
+    "resnet": "ResNet-152, scanned ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
 }
 
 
 def training_steps() -> str:
-    return _training_steps("decoder")
+    return _training_steps("decoder", attention=False)
 
 
-def _training_steps(*models: str) -> str:
+def _training_steps(*models: str, attention: bool = True) -> str:
+    """Rows of `models`; without `attention` those of the default attention alone."""
     lines = []
     for row in _json("training_steps_h200"):
-        if row["model"] not in models:
+        if row["model"] not in models or (not attention and row.get("attention")):
             continue
         way = row["way"]
         step = _STEPS[row["model"]].format(**row)
         if row["model"] == "decoder":
             step += ", scanned" if row["scanned"] else ", unrolled"
+        if row.get("attention"):
+            step += f", XLA's attention ({row['batch']})"
         if way[0] == "@":
             variant = f"`auto`, in the memory of `{way[1:]}`"
         elif "*" in way:
@@ -207,7 +212,9 @@ def _training_steps(*models: str) -> str:
             variant = _BY_HAND.get(way, f"`{way}`" if way == "exact" else f'`auto`, "{way}"')
         variant += ", profiled" if row["profile"] else ""
         predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
-        figures = [number(row["gib"]), f"{row['ms']:.1f}", f"{row['of_plain']:.3f}", predicted]
+        ms = f"{row['ms']:.1f}" if "ms" in row else "does not run"
+        of_plain = f"{row['of_plain']:.3f}" if "of_plain" in row else ""
+        figures = [number(row["gib"]), ms, of_plain, predicted]
         lines.append([step, variant, *figures])
     return "\n" + grid(["step", "variant", "GiB", "ms", "time / plain", "ms predicted"], lines)
 
@@ -337,7 +344,8 @@ def readme() -> str:
             lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
     for scanned in (True, False):
         own = [r for r in _json("training_steps_h200") if r["model"] == "decoder"]
-        own = [r for r in own if r["scanned"] is scanned and not r["profile"]]
+        own = [r for r in own if not r["profile"] and not r.get("attention")]
+        own = [r for r in own if r["scanned"] is scanned]
         by_way = {r["way"]: r for r in own}
         budgeted = [r for r in own if "predicted_ms" in r]
         share = lambda r, plain: (f"{r['gib'] / plain['gib']:.0%}", f"{r['of_plain']:.2f}")
