@@ -199,7 +199,8 @@ FENCE_OPTIONS: dict[str, dict[str, str]] = {
     # and that the plan makes again where they are read (0.11.2).
     "gpu": {"xla_disable_hlo_passes": "convert-mover,slice-sinker"},
 }
-"""Compiler options, by platform, that keep fences until after scheduling."""
+"""Compiler options, by platform, that keep a fenced program as it was emitted: fences until after
+scheduling, and casts where their layers are."""
 
 LONG_OPTIONS: dict[str, dict[str, str]] = {
     # XLA:GPU's multi-output fusion walks through the graph for each pair of siblings, to see whether

@@ -18,10 +18,7 @@ from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
-from vmem_jax.capture.primitives import (
-    is_array,
-    nbytes,
-)
+from vmem_jax.capture.primitives import is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.updates import Stacked, updated_in_loops

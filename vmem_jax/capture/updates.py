@@ -314,14 +314,15 @@ class _Loop:
         for v, a in zip(self.eqn.outvars, body.outvars, strict=True):
             if v in self.origins:
                 slicer.env[v] = calls.bind(lambda x: x[None], [read(a)], like)[0]
-        moved = sorted(self._makers(self.updated) & self.movable)
+        makers = self._makers(self.updated)
+        moved = sorted(makers & self.movable)
         read_again = {v for v in self.updated if not {*moved}.isdisjoint(self.readers.get(v, ()))}
         stack_of = {v: now[self.carried[self.over[v]]] for v in self.updated}
         written: dict[Var, Any] = {}
         for i in moved:
             slicer.emit(i)
             for v in read_again.intersection(self.eqns[i].outvars):
-                if self._is_made_alone(v):
+                if self._is_made_alone(v, makers):
                     [stack] = self._write(v, stack_of[v], slicer.env[v], calls, like)
                     [written[v]] = calls.fence([stack], like)
                     [slicer.env[v]] = self._read(v, written[v], calls, like)
@@ -384,12 +385,16 @@ class _Loop:
                     return False
         return True
 
-    def _is_made_alone(self, v: Var) -> bool:
+    def _is_made_alone(self, v: Var, makers: set[int]) -> bool:
         """Whether the slice that `v` is written over is read for nothing behind the barrier but `v`,
         so that it can be written at once: what reads `v` then reads it there, and no slice lies
-        beside."""
+        beside.
+
+        Args:
+          makers: the equations that lead to all that is updated.
+        """
         alone, made_of_old = self._makers([v]), {self.over[v]}
-        for i in sorted(self._makers(self.updated) - {self.at}):
+        for i in sorted(makers - {self.at}):
             eqn = self.eqns[i]
             if made_of_old.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
                 continue
