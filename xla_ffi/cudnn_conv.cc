@@ -39,6 +39,7 @@ Dims Logical(ffi::AnyBuffer::Dimensions dims, bool channels_last) {
 
 struct Micro {
   std::int64_t samples = 0;
+  bool bare = false;  // the epilogue is left to what follows the call
   ConvWay way;
 };
 
@@ -54,6 +55,7 @@ std::vector<Micro> DecodeMicros(Integers flat) {
     micro.samples = next();
     micro.way.engine = next();
     micro.way.channels = next();
+    micro.bare = next() != 0;
     for (std::int64_t knobs = next(); knobs > 0; --knobs) {
       const std::int64_t type = next();
       micro.way.knobs.emplace_back(type, next());
@@ -170,7 +172,10 @@ void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use 
   ConvBuffers buffers = call.buffers;
   bool first = true;
   for (const Micro& micro : call.micros) {
-    const ConvPadding padding(whole.WithBatch(micro.samples, adds && !first), micro.way.channels);
+    ConvGeometry part = whole.WithBatch(micro.samples, adds && !first);
+    if (micro.bare) part.epilogue = {};
+    buffers.bias = micro.bare ? nullptr : call.buffers.bias;
+    const ConvPadding padding(part, micro.way.channels);
     const auto plan = lease.PlanFor(padding, micro.way, stream);
     const std::int64_t needs = padding.nbytes() + plan->workspace;
     if (needs > call.workspace) {

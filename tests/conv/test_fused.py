@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +16,19 @@ from convolutions import convolution
 from jax import lax
 
 import vmem_jax
+from vmem_jax import UCuDNN
 from vmem_jax.capture import capture
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.call import TARGET
-from vmem_jax.conv.candidates import choices_of
+from vmem_jax.conv.call import TARGET, by_cudnn
+from vmem_jax.conv.candidates import choices_of, front_of_variants
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.layers import kernels_of
-from vmem_jax.conv.slices import layouts, whole
+from vmem_jax.conv.slices import layouts, whole, with_epilogue
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import XLA, Configuration, Epilogue, Micro
 from vmem_jax.core.costs import analytic
+from vmem_jax.core.plan import keep_plan
 from vmem_jax.core.validate import violations
 from vmem_jax.transfer import extension
 
@@ -160,6 +164,96 @@ def test_what_is_fused_competes_with_what_is_not(monkeypatch, tmp_path):
         assert own.seconds == 1.0 and [w.micros[0].engine for w in ways] == wins[: len(ways)]
         assert ways[0].epilogue == BOTH
         assert all(w.epilogue == NONE and w.seconds == 1.0 + besides for w in ways[1:])
+
+
+def best_of_every_mix(micros_of, batch, besides, limit):
+    """By trying all: seconds of the fastest micro-batches that make up `batch` within `limit`."""
+    every = [(m, variant.epilogue) for variant, each in micros_of.items() for m in each]
+    every = [(m, epilogue) for m, epilogue in every if m.workspace <= limit]
+    best = math.inf
+    for count in range(1, batch + 1):
+        for parts in itertools.combinations_with_replacement(every, count):
+            if sum(m.batch for m, _ in parts) == batch:
+                is_bare = any(not epilogue for _, epilogue in parts)
+                best = min(best, sum(m.seconds for m, _ in parts) + besides * is_bare)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_mix_of_parts_with_and_without_the_epilogue_beats_the_front(seed):
+    rng = random.Random(seed)
+    c = convolution(6).with_epilogue(BOTH)
+    draw = lambda batch: Micro(batch, 1, (), rng.randrange(6), batch * rng.uniform(0.5, 1.5))
+    micros_of = {v: [draw(b) for b in (1, 2, 4, 6) for _ in range(2)] for v in c.variants}
+    besides = rng.choice([0.0, 0.3, 3.0])
+    found = front_of_variants(c, micros_of, besides)
+    for limit in range(6):
+        within = [one.seconds for one in found if one.workspace <= limit]
+        expected = best_of_every_mix(micros_of, 6, besides, limit)
+        assert min(within, default=math.inf) == pytest.approx(expected)
+    for one in found:
+        assert one.batch == 6 and one.epilogue in (NONE, BOTH)
+        assert bool(one.bare_samples) == (one.epilogue == BOTH and any(m.bare for m in one.micros))
+
+
+MIXED = (Micro(5, 1, (), 0, 1.0), Micro(1, 2, (), 0, 1.0, bare=True), Micro(2, 1, (), 0, 1.0))
+
+
+def test_a_mix_is_taken_from_the_database_and_keeps_its_form(monkeypatch, tmp_path):
+    """4 of 5 samples have a fast kernel with the epilogue, the fifth has one without it."""
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cudnn, "version", lambda: 91900)
+    args = list(arguments())
+    args[1] = args[1][:5]
+    program = capture(jax.jit(step).trace(*args).jaxpr).program
+    costs = analytic(program, CARDS["h200"].machine)
+    s, c = next((s, x.convolution) for s, x in enumerate(program.steps) if x.convolution)
+    alone, fused = c.variants
+    entry = lambda *micros: Entry(tuple(Micro(b, 1, (), w, seconds) for b, w, seconds in micros))
+    database = Database(identity_of("NVIDIA H200", "91900"))
+    database.add({alone: entry((5, 1000, 1.0)), fused: entry((5, 1000, 1.0))})
+    database.add(
+        {fused.with_batch(4): entry((4, 10, 0.5)), fused.with_batch(1): entry((1, 0, 9.0))}
+    )
+    database.add(
+        {alone.with_batch(1): entry((1, 10, 0.3)), alone.with_batch(4): entry((4, 10, 0.9))}
+    )
+    costs = dataclasses.replace(costs, convolutions=choices_of("step", program, costs, H200))
+    besides = program.steps[s].epilogue_nbytes / CARDS["h200"].machine.bandwidth
+    chosen = dict(UCuDNN("wr", limit=10).plan(program, costs, None).convolutions)[s]
+    assert [(m.batch, m.bare) for m in chosen.micros] == [(4, False), (1, True)]
+    assert chosen.epilogue == BOTH and chosen.seconds == pytest.approx(0.8 + besides)
+    plan = dataclasses.replace(keep_plan(program, None, 0, 0.0), convolutions=((s, chosen),))
+    assert vmem_jax.Plan.from_json(plan.to_json()) == plan
+    wrong = dataclasses.replace(chosen, epilogue=NONE)
+    broken = dataclasses.replace(plan, convolutions=((s, wrong),), fenced=True)
+    assert "has bare micro-batches, and its configuration no" in violations(program, broken)[0]
+
+
+@pytest.mark.parametrize("epilogue", [BIAS, BOTH])
+def test_the_samples_without_the_epilogue_get_it_behind_the_call(epilogue, monkeypatch):
+    c = dataclasses.replace(convolution(8), features_in=4, features_out=K).with_epilogue(epilogue)
+    rng = np.random.default_rng(0)
+    draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    x, w, b = draw(layouts(c)["x"]), draw(layouts(c)["w"]), draw((K,))
+    alone = whole(c, x, w)
+    full = with_epilogue(c, alone, b)
+    called = jnp.concatenate([full[:5], alone[5:6], full[6:]])  # what the call gives
+    seen = {}
+
+    def ffi_call(target, results):
+        return lambda *operands, **attributes: (seen.update(attributes), (called, None))[1]
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    monkeypatch.setattr(extension, "load", lambda: type("Built", (), {"CUDNN_BUILT": 91900}))
+    mixed = Configuration(MIXED, epilogue)
+    got = by_cudnn(x, w, b, convolution=c, configuration=mixed)
+    np.testing.assert_array_equal(got, full)
+    # samples, engine, channels, whether bare, and no knobs
+    assert seen["micros"].tolist() == [5, 1, 0, 0, 0, 1, 2, 0, 1, 0, 2, 1, 0, 0, 0]
+    # on a CPU all parts are made, then the epilogue of all
+    on_cpu = fused_convolution(c, mixed, x, w, b)
+    np.testing.assert_allclose(on_cpu, full, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu_compile

@@ -104,7 +104,7 @@ def test_channels_are_part_of_what_is_called_saved_and_shown():
     table = configurations_table(STEM, [best, bare])
     assert list(table.columns[1].cells) == ["5 on 8 channels", "5"]
     one = Configuration((Micro(256, 5, ((1, 2),), 9, 1.0, 8),))
-    assert attributes(STEM, one, False)["micros"].tolist() == [256, 5, 8, 1, 1, 2]
+    assert attributes(STEM, one, False)["micros"].tolist() == [256, 5, 8, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("which", Pass)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from vmem_jax.conv.slices import layouts, roles
+from vmem_jax.conv.slices import layouts, roles, with_epilogue
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Pass
 from vmem_jax.transfer import extension
 
@@ -29,7 +29,8 @@ def by_cudnn(
 ) -> jax.Array:
     """The micro-batches of `configuration`, all by engines of cuDNN; operands as for `in_slices`.
 
-    With the epilogue of `convolution`, if it has one; `bias` is then of shape (K,), or none.
+    With the epilogue of `convolution`, if it has one, but of bare micro-batches; `bias` is then of
+    shape (K,), or none.
 
     The workspace is a result of the call, so that the compiler counts it. Gradients to w in 16 bits
     come one for each micro-batch and are added in float32 here: cuDNN has no kernel from such
@@ -58,7 +59,20 @@ def by_cudnn(
     )
     call = jax.ffi.ffi_call(target, results)
     result, _ = call(lhs, rhs, *bias, **attributes(convolution, configuration, partials))
+    if bias and configuration.bare_samples:
+        return _completed(convolution, configuration, result, *bias)
     return result.astype(jnp.float32).sum(0).astype(lhs.dtype) if partials else result
+
+
+def _completed(
+    convolution: Convolution, configuration: Configuration, y: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """`y` with the epilogue also where the call left it out: one pass over all of it, in place."""
+    samples = np.zeros(convolution.batch, bool)
+    for start, end in configuration.bare_samples:
+        samples[start:end] = True
+    is_bare = jnp.asarray(samples).reshape(-1, *(1,) * (y.ndim - 1))
+    return jnp.where(is_bare, with_epilogue(convolution, y, bias), y)
 
 
 def attributes(c: Convolution, configuration: Configuration, partials: bool) -> dict[str, Any]:
@@ -67,7 +81,7 @@ def attributes(c: Convolution, configuration: Configuration, partials: bool) -> 
     micros: list[int] = []
     for micro in configuration.micros:
         knobs = [number for knob in micro.knobs for number in knob]
-        micros += [micro.batch, micro.engine, micro.channels, len(micro.knobs), *knobs]
+        micros += [micro.batch, micro.engine, micro.channels, micro.bare, len(micro.knobs), *knobs]
     pads: Iterable[tuple[int, int]] = c.padding
     return {
         "which": str(c.which),

@@ -15,7 +15,7 @@ from vmem_jax.conv.compiled import Own, own_convolutions
 from vmem_jax.conv.pick import by_xla, slice_by_xla
 from vmem_jax.conv.timings import Known, known, profile_on
 from vmem_jax.core.cards import machine_for
-from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Epilogue, Micro
 from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
@@ -57,10 +57,10 @@ def choices_of(
     until a compiled step shows it (`learned`); a convolution of which the whole batch was not timed
     stays XLA's. Not all that cuDNN offers is offered to that autotuner, though: in a part of a
     batch, where XLA's own was not timed, it takes as much longer than the fastest as it does in the
-    whole. A configuration without the epilogue that XLA's own has in the same kernel takes longer
-    by that. On a CPU they are XLA's own convolution, whole and of `sizes` down to a thirty-second of
-    the batch, with the workspace that the compiler says and the seconds of a roofline, scaled so that
-    the whole has those of `costs`.
+    whole. A configuration that leaves the epilogue, which XLA's own has in the same kernel, to a
+    pass of its own takes longer by that (`front_of_variants`). On a CPU they are XLA's own
+    convolution, whole and of `sizes` down to a thirty-second of the batch, with the workspace that
+    the compiler says and the seconds of a roofline, scaled so that the whole has those of `costs`.
 
     Args:
       name: of the step, for errors.
@@ -216,23 +216,48 @@ def _of_cudnn(
             frozenset(timed.intersection(batch_sizes(convolution.batch, sizes))): []
             for sizes in BatchSizes
         }
-        for variant, micros in micros_of.items():
-            left_out = 0 if variant.epilogue else program.steps[s].epilogue_nbytes
-            besides = left_out / machine.bandwidth
-            for sizes, found in by_sizes.items():
-                for one in front([m for m in micros if m.batch in sizes], convolution.batch):
-                    one = dataclasses.replace(one, epilogue=variant.epilogue).longer(besides)
-                    found.append(one.scaled(program.steps[s].times))
+        besides = program.steps[s].epilogue_nbytes / machine.bandwidth
+        for sizes, found in by_sizes.items():
+            within = {v: [m for m in each if m.batch in sizes] for v, each in micros_of.items()}
+            every = front_of_variants(convolution, within, besides)
+            found.extend(one.scaled(program.steps[s].times) for one in every)
         if whole := _of_whole(convolution, micros_of.values()):
             fastest, workspace = min((m.seconds, m.workspace) for m in whole)
             own = fastest * program.steps[s].times * longer.get(convolution.with_batch(0), 1.0)
             seconds = costs.seconds[s] if _was_timed(costs, s) else own
             most = machine.most_parts(fastest - machine.launch)
-            every = itertools.chain.from_iterable(map(desirable, by_sizes.values()))
-            others = (one for one in every if len(one.micros) <= most)
+            others = (one for one in itertools.chain(*by_sizes.values()) if len(one.micros) <= most)
             unsure = _unsure(program, costs, s)
             choices[s] = _after_own(convolution, workspace, seconds, dict.fromkeys(others), unsure)
     return choices
+
+
+def front_of_variants(
+    convolution: Convolution, micros_of: Mapping[Convolution, Iterable[Micro]], besides: float
+) -> tuple[Configuration, ...]:
+    """The desirable set of `convolution`, of micro-batches that do its epilogue and that do not.
+
+    A configuration may have both. The epilogue is then a pass over all that the call made, as where
+    none does it, so it takes `besides` seconds whatever the mix; what is best of all micro-batches
+    together, or of those with the epilogue by themselves, is therefore best of every mix.
+
+    Args:
+      micros_of: for each of the variants of `convolution` what was timed.
+    """
+    alone = convolution.with_epilogue(Epilogue.NONE)
+    fused = list(micros_of[convolution]) if convolution.epilogue else []
+    bare = [dataclasses.replace(m, bare=True) for m in micros_of[alone]]
+    found = [*front(fused, convolution.batch), *front([*fused, *bare], convolution.batch)]
+    return desirable(_named(convolution, one, besides) for one in found)
+
+
+def _named(convolution: Convolution, one: Configuration, besides: float) -> Configuration:
+    """`one` with its epilogue, and with the seconds of the pass that does what it leaves out."""
+    if all(m.bare for m in one.micros):
+        plain = (dataclasses.replace(m, bare=False) for m in one.micros)
+        return Configuration(tuple(plain)).longer(besides)
+    one = dataclasses.replace(one, epilogue=convolution.epilogue)
+    return one.longer(besides) if one.bare_samples else one
 
 
 def _of_slices(program: Program, costs: Costs, machine: Machine, sizes: BatchSizes) -> Choices:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jexc
 
 from vmem_jax.conv.call import lower
-from vmem_jax.conv.slices import in_slices, layouts
-from vmem_jax.core.convolution import Configuration, Convolution, Epilogue
+from vmem_jax.conv.slices import in_slices, layouts, with_epilogue
+from vmem_jax.core.convolution import Configuration, Convolution
 
 fused_convolution_p = jexc.Primitive("fused_convolution")
 
@@ -63,9 +62,7 @@ def _in_parts(
     configuration: Configuration,
 ) -> jax.Array:
     y = in_slices(x, w, convolution=convolution, configuration=configuration)
-    spread = () if convolution.channels_last else (1,) * len(convolution.size)
-    y = y + bias.reshape(-1, *spread)
-    return jnp.maximum(y, 0) if convolution.epilogue == Epilogue.BIAS_RELU else y
+    return with_epilogue(convolution, y, bias)
 
 
 lower(fused_convolution_p, _in_parts)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vmem_jax.core.convolution import Configuration, Convolution, Pass
+from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Pass
 
 
 def roles(which: Pass) -> tuple[str, str, str]:
@@ -57,6 +57,13 @@ def whole(convolution: Convolution, lhs: jax.Array, rhs: jax.Array) -> jax.Array
         return dx
     [dw] = jax.linear_transpose(lambda w: forward(lhs, w), of("w"))(rhs)
     return dw
+
+
+def with_epilogue(convolution: Convolution, y: jax.Array, bias: jax.Array) -> jax.Array:
+    """`y` of a forward pass after the epilogue of `convolution`, which it has; `bias` is (K,)."""
+    spread = () if convolution.channels_last else (1,) * len(convolution.size)
+    y = y + bias.reshape(-1, *spread)
+    return jnp.maximum(y, 0) if convolution.epilogue == Epilogue.BIAS_RELU else y
 
 
 def in_slices(

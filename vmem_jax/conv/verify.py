@@ -10,7 +10,7 @@ import jax
 
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.scratch import Scratch
-from vmem_jax.core.convolution import XLA
+from vmem_jax.core.convolution import XLA, Epilogue
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError
@@ -30,9 +30,9 @@ def try_configurations(program: Program, plan: Plan, device: jax.Device) -> None
     for s, configuration in plan.divided:
         step = program.steps[s]
         assert step.convolution is not None, "the plan was made for the program"
-        whole = step.convolution.with_epilogue(configuration.epilogue)
         for micro in configuration.micros:
-            part = whole.with_batch(micro.batch)
+            epilogue = Epilogue.NONE if micro.bare else configuration.epilogue
+            part = step.convolution.with_epilogue(epilogue).with_batch(micro.batch)
             if micro.engine == XLA or (part, micro.algorithm) in tried:
                 continue
             tried.add((part, micro.algorithm))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from typing import Any
 
@@ -208,6 +209,8 @@ class Micro:
       seconds: seconds of one call; nan if it was not timed.
       channels: the number of channels to which x and w are padded with zeros, in copies in the
         workspace; 0 without padding.
+      bare: whether its kernel does the convolution alone where others of its configuration do the
+        epilogue, too. A pass of its own then adds that to its samples.
     """
 
     batch: int
@@ -216,6 +219,7 @@ class Micro:
     workspace: int
     seconds: float
     channels: int = 0
+    bare: bool = False
 
     @property
     def algorithm(self) -> tuple[int, tuple[tuple[int, int], ...], int]:
@@ -235,7 +239,7 @@ class Configuration:
 
     Attributes:
       micros: the micro-configurations in order; together they cover the batch.
-      epilogue: the fused epilogue of each.
+      epilogue: the fused epilogue of each that is not bare.
     """
 
     micros: tuple[Micro, ...]
@@ -249,12 +253,20 @@ class Configuration:
     @property
     def calls(self) -> tuple[Any, ...]:
         """What is called: samples and algorithm of each, whatever they were seen to take."""
-        return self.epilogue, *((m.batch, m.algorithm) for m in self.micros)
+        return self.epilogue, *((m.batch, m.algorithm, m.bare) for m in self.micros)
 
     @property
     def is_xlas(self) -> bool:
         """Whether it is XLA's own convolution, as it stands in the step."""
         return [m.engine for m in self.micros] == [XLA]
+
+    @property
+    def bare_samples(self) -> tuple[tuple[int, int], ...]:
+        """From where to where the samples go of the micro-batches that are bare."""
+        ends = [*itertools.accumulate(m.batch for m in self.micros)]
+        return tuple(
+            (end - m.batch, end) for m, end in zip(self.micros, ends, strict=True) if m.bare
+        )
 
     @property
     def workspace(self) -> int:

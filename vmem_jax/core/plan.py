@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 12
+FORMAT = 13
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -275,11 +275,13 @@ def _is_configured(saved: Any) -> bool:
 
 def _micro(raw: Any) -> Micro:
     """The saved micro-configuration `raw`. Raises TypeError or ValueError if it is none."""
-    batch, engine, knobs, workspace, seconds, channels = raw
+    batch, engine, knobs, workspace, seconds, channels, bare = raw
     whole = (batch, engine, workspace, channels, *(n for knob in knobs for n in knob))
-    if any(type(n) is not int for n in whole) or type(seconds) not in (int, float):
+    wrong = any(type(n) is not int for n in whole) or type(seconds) not in (int, float)
+    if wrong or type(bare) is not bool:
         raise TypeError("a micro-configuration of other types")
-    return Micro(batch, engine, tuple((k, v) for k, v in knobs), workspace, seconds, channels)
+    knobs = tuple((k, v) for k, v in knobs)
+    return Micro(batch, engine, knobs, workspace, seconds, channels, bare)
 
 
 def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -> Plan:

@@ -100,6 +100,8 @@ def violations(program: Program, plan: Plan) -> list[str]:
                 ]
         if configuration.epilogue not in (Epilogue.NONE, convolution.epilogue):
             return [f"{name} has no {configuration.epilogue} behind it, as its configuration has"]
+        if configuration.bare_samples and not configuration.epilogue:
+            return [f"{name} has bare micro-batches, and its configuration no epilogue"]
         if s in dict(plan.convolutions[:i]):
             return [f"{name} has two configurations"]
         if not plan.fenced and not configuration.is_xlas:
