@@ -17,6 +17,7 @@ from vmem_jax.conv import cudnn
 from vmem_jax.conv.database import Database
 from vmem_jax.conv.layers import convolutions_of, kernels_of
 from vmem_jax.conv.profiler import Profile, profile
+from vmem_jax.conv.timings import like
 from vmem_jax.core.cards import TARGETS
 from vmem_jax.errors import parse_size, show_nbytes
 from vmem_jax.policy.workspace_division import front
@@ -58,13 +59,15 @@ def run(arguments: argparse.Namespace, console: Console, jaxpr: Any, name: str) 
     if not counts:
         raise ValueError(f"{name} has no convolution that a library may do.")
     target: Any = arguments.target or jax.devices()[0]
-    library, database = cudnn.Cudnn(target), cudnn.database(target)
+    library, *more = map(cudnn.Cudnn, [target] if arguments.target else like(target))
+    database = cudnn.database(target)
     with bar(console, "plans") as on_progress:
         found = profile(
             kernels_of(jaxpr),
             sizes,
             library,
             database,
+            more=more,
             deadline=math.inf if arguments.target else arguments.seconds,
             refresh=arguments.refresh,
             on_progress=on_progress,

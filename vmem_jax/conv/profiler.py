@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from vmem_jax.conv.database import Database, Entry
+from vmem_jax.conv.sharing import share
 from vmem_jax.core.convolution import Convolution, Micro
 from vmem_jax.policy.workspace_division import desirable
 from vmem_jax.policy.workspace_reuse import BatchSizes, batch_sizes
@@ -101,6 +103,7 @@ def profile(
     library: Library[P],
     database: Database,
     *,
+    more: Sequence[Library[P]] = (),
     deadline: float = SECONDS,
     limit: int | None = None,
     refresh: bool = False,
@@ -113,6 +116,7 @@ def profile(
     with the most operations come first.
 
     Args:
+      more: the same library on further devices of the same kind, which share the work.
       deadline: seconds after which no further timing begins.
       limit: bytes; algorithms with a larger workspace are not timed.
       refresh: time everything again.
@@ -126,29 +130,37 @@ def profile(
     entries = {} if refresh else dict(database.load())
     reused = sum(len(entries[c].timed) for c in work if c in entries)
     work = [c for c in work if c not in entries or not entries[c].complete]
-    timed, hopeless, untimed = 0, 0, []
+    timed = hopeless = ended = 0
+    untimed: dict[Convolution, list[str]] = {}
     sizes_of: dict[Convolution, dict[Convolution, None]] = {}  # of what differs in the batch alone
     for part in (part for of_c in parts.values() for part in of_c):
         sizes_of.setdefault(part.with_batch(0), {})[part] = None
     new: dict[Convolution, Entry] = {}
     kept = began
-    try:
-        for done, convolution in enumerate(work):
+    lock = threading.Lock()  # of all these
+
+    def time_one(convolution: Convolution, library: Library[P]) -> None:
+        nonlocal timed, hopeless, ended, new, kept
+        with lock:
             if is_up():
-                untimed.append(f"{convolution}: what was not known before: the time was up")
-                continue
-            on_progress(done, len(work), str(convolution))
+                why = f"{convolution}: what was not known before: the time was up"
+                untimed[convolution], ended = [why], ended + 1
+                return
+            on_progress(ended, len(work), str(convolution))
             known = entries.get(convolution, Entry(()))
             others = sizes_of[convolution.with_batch(0)]
             hints = [entries[c].timed for c in others if c != convolution and c in entries]
-            hope = _Hope(convolution.batch, hints, divided=convolution not in parts)
-            entry, count, left = _time(convolution, library, known, limit, is_up, hope)
+        hope = _Hope(convolution.batch, hints, divided=convolution not in parts)
+        entry, count, untimed[convolution] = _time(convolution, library, known, limit, is_up, hope)
+        with lock:
             new[convolution] = entries[convolution] = entry
-            timed, hopeless = timed + count, hopeless + hope.lost
-            untimed += left
+            timed, hopeless, ended = timed + count, hopeless + hope.lost, ended + 1
             if time.monotonic() - kept > _KEEP_EVERY:
                 database.keep(new)
                 new, kept = {}, time.monotonic()
+
+    try:
+        share(work, [library, *more], time_one)
     finally:  # before an interruption, too, but for the convolution that it fell into
         if new:
             database.keep(new)
@@ -157,7 +169,8 @@ def profile(
     micros = {
         c: tuple(m for part in of_c for m in desirable(of(part))) for c, of_c in parts.items()
     }
-    return Profile(micros, timed, reused, tuple(untimed), time.monotonic() - began, hopeless)
+    left = tuple(text for c in work for text in untimed.get(c, ()))
+    return Profile(micros, timed, reused, left, time.monotonic() - began, hopeless)
 
 
 def _ordered(parts: Mapping[Convolution, Sequence[Convolution]]) -> list[Convolution]:

@@ -10,6 +10,7 @@ from vmem_jax.conv import cudnn
 from vmem_jax.conv.profiler import SECONDS, Profile, profile
 from vmem_jax.core.convolution import Convolution, Micro
 from vmem_jax.policy.workspace_reuse import BatchSizes
+from vmem_jax.profile.store import cores
 
 Known = Callable[[Convolution], list[Micro]]
 """The micro-configurations of a convolution: calls for its batch or for a part of it."""
@@ -34,7 +35,7 @@ def profile_on(
     sizes: BatchSizes = BatchSizes.POWER_OF_TWO,
     deadline: float = SECONDS,
 ) -> Profile:
-    """Times on `device` what its database lacks of `convolutions`, and keeps it there.
+    """Times what the database of `device` lacks of `convolutions` on all that are `like` it.
 
     Args:
       sizes: of micro-batches.
@@ -43,5 +44,20 @@ def profile_on(
     Raises:
       ImportError: as `known`.
     """
-    library, database = cudnn.Cudnn(device), cudnn.database(device)
-    return profile(convolutions, sizes, library, database, deadline=deadline)
+    here, *others = map(cudnn.Cudnn, like(device))
+    database = cudnn.database(device)
+    return profile(convolutions, sizes, here, database, more=others, deadline=deadline)
+
+
+def like(device: jax.Device) -> list[jax.Device]:
+    """`device`, and the others of this process that are of its kind, one for each core at most.
+
+    Another kind has other times, and a file of its own. Timing takes a core for each device: a kernel
+    that is launched late would count as a slow one.
+    """
+    others = [
+        d
+        for d in jax.local_devices(backend=device.platform)
+        if d.device_kind == device.device_kind and d.id != device.id
+    ]
+    return [device, *others][: cores()]

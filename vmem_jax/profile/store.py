@@ -44,7 +44,7 @@ def identity(device: jax.Device) -> Identity:
     """The device and versions for which measurements of this process are valid."""
     name = device.device_kind
     if device.platform == "cpu":
-        name = f"{_processor()}, {_cores()} cores"
+        name = f"{_processor()}, {cores()} cores"
     client = device.client
     versions = {
         "jax": jax.__version__,
@@ -126,7 +126,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def cores() -> int:
     """Those that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
