@@ -51,9 +51,9 @@ class Program:
     roundoff: float
     depth: int
 
-    def fresh(self, args: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+    def fresh(self) -> tuple[Any, ...]:
         """The arguments on the device, in arrays that nothing else holds."""
-        *rest, key = self.args if args is None else args
+        *rest, key = self.args
         return (*jax.tree.map(jnp.array, tuple(rest)), jax.random.wrap_key_data(jnp.array(key)))
 
 
