@@ -10,8 +10,9 @@ class SearchParams:
     """How much the search does, and how far it trusts predictions.
 
     Attributes:
-      max_compiles: plans that are compiled in all, whatever their variant. Compiling plain jit, where
-        the budget is a share of what that needs, is not one of them. XLA takes 5 to 60 s for a large
+      max_compiles: plans that are compiled in all, whatever their variant. One is left for plain jit,
+        so that no error names more than that needs; where the budget is a share of its need, plain
+        jit is compiled before, and is not one of them. XLA takes 5 to 60 s for a large
         step, so eight are minutes; one or two are typical.
       reserved_compiles: of `max_compiles`, those left for the minimum peak while nothing fits.
       compiles_per_variant: of `max_compiles`, those of one variant before the next has its turn.
@@ -31,11 +32,6 @@ class SearchParams:
       long_steps: see `plan_tolerance`.
       memory_step: share of the budget by which the goal is lowered further after each plan that
         compiled to too much, since freeing other values moves the peak.
-      untouched: if nothing else fits, the untouched program is compiled, provided that its predicted
-        need is at most this many times the budget. Its order is XLA's own and not known;
-      untouched_lower: or this many times the lowest compiled need, so that no error names more than
-        plain jit needs. One compile is left for it. A step of two small layers compiled to 1 / 2.25
-        of its prediction, since XLA fused what was predicted as arrays.
       far: if the plan with the lowest predicted peak compiles to this many times the prediction,
         plans for `less_extreme` times its peak are compiled too. Such a plan recomputes nearly
         everything, and its fences cost memory.
@@ -59,8 +55,6 @@ class SearchParams:
     plan_tolerance: float = 0.01
     long_steps: int = 1_000
     memory_step: float = 0.01
-    untouched: float = 2.0
-    untouched_lower: float = 4.0
     far: float = 1.1
     less_extreme: tuple[float, ...] = (1.25, 1.6)
     same: float = 0.99

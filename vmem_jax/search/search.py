@@ -457,19 +457,18 @@ class _Search:
         return found
 
     def _compile_untouched(self) -> None:
-        """Compiles the step as plain jit runs it, if that may need less than any other plan."""
+        """Compiles the step as plain jit runs it, unless it is known to need more than another plan.
+
+        Its prediction does not tell: XLA fuses what is predicted as arrays, products too.
+        """
         if self.untouched is None:
+            return
+        resident = self.untouched.program.resident_nbytes
+        least = resident if self.plain_need is None else self.plain_need
+        if least >= min((a.need for a in self.attempts), default=math.inf):
             return
         one = planned(self.untouched, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
-        lowest = min((a.need for a in self.attempts), default=math.inf)
-        if self.plain_need is None:
-            may_fit = one.need <= self.params.untouched * (self.budget or math.inf)
-            may_be_lower = one.need <= self.params.untouched_lower * lowest
-            if not (may_fit or may_be_lower):
-                return
-        elif self.plain_need >= lowest:
-            return
         try:
             self._attempt(self.untouched, one)
         except CompileError as error:
