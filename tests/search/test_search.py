@@ -29,7 +29,7 @@ from search_cases import (
 from vmem_jax import POLICIES
 from vmem_jax.api.failure import budget_error
 from vmem_jax.core.convolution import XLA, Configuration, Micro
-from vmem_jax.core.planned import simulate_plan
+from vmem_jax.core.planned import predicted_need, simulate_plan
 from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError
 from vmem_jax.policy import Keep
@@ -402,6 +402,30 @@ def test_lowest_plans_that_compile_to_as_much_are_not_tried_further(less, compil
     found = find(group, budget=LOW + 1, less_extreme=())
     assert len(compile_plan.plans) == compiles
     assert found.best.need == min(needs(found)) == int(100_000 * (1 - less) ** (compiles - 1))
+
+
+@pytest.mark.parametrize("same, fits, taken", [(0.5, 2, 1), (0.5, 1, 0), (0.999, 2, 0)])
+def test_of_plans_that_need_about_as_much_and_fit_the_fastest_is_compiled_last(same, fits, taken):
+    """The compiles that were left for the lowest peak: of the lowest plans the second is faster."""
+    compile_plan = Compiler()
+    plans = [POLICIES["recompute"]().plan(PROGRAM, STILL, n) for n in (BUDGET, HIGH - 1)]
+    plans = [
+        dataclasses.replace(p, predicted_seconds=n) for p, n in zip(plans, (9.0, 5.0), strict=True)
+    ]
+    needs = [predicted_need(PROGRAM, p) for p in plans]
+    assert needs[0] < needs[1] < 2 * needs[0]
+
+    def fixed(plan, name):
+        class Fixed(POLICIES["recompute"]):
+            def plan(self, program, costs, budget):
+                return plan
+
+        return family(variant(compile_plan, Fixed(), STILL, name))
+
+    group = [fixed(plan, f"plan {i}") for i, plan in enumerate(plans)]
+    found = find(group, budget=needs[fits - 1], reserved_compiles=8, same=same)
+    assert found.fits and found.best.plan.predicted_seconds == (9.0, 5.0)[taken]
+    assert len(compile_plan.plans) == 1
 
 
 def test_a_lowest_plan_is_not_compiled_where_another_came_to_less_than_is_predicted_for_it():

@@ -36,8 +36,9 @@ class SearchParams:
         plans for `less_extreme` times its peak are compiled too. Such a plan recomputes nearly
         everything, and its fences cost memory.
       less_extreme: see `far`.
-      same: if a further lowest plan compiles to more than this share of the one before, no more are
-        tried.
+      same: needs of which one is more than this share of the other count as the same: if a further
+        lowest plan compiles to so much of the one before, no more are tried, and of lowest plans that
+        are predicted to need about the same, and to fit, the fastest is compiled.
       slow, bearable: a plan that is predicted to take `slow` times plain's seconds gives a warning,
         which names the budget at which it would take `bearable` times; `looks` plans are made to find
         that budget.

@@ -25,7 +25,7 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from absl import logging
 
@@ -33,7 +33,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
-from vmem_jax.search.attempt import Attempt, Found, need_nbytes
+from vmem_jax.search.attempt import Attempt, Found, need_nbytes, of_plan
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
@@ -300,7 +300,7 @@ class _Search:
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
         plan = candidate.estimate.plan
-        known = _of_plan(self.attempts, variant, plan)
+        known = of_plan(self.attempts, variant, plan)
         if spare <= 0 or len(misses) >= self.params.compiles_per_variant:
             self._give_up(candidate)
         elif candidate.missed(plan):
@@ -383,7 +383,7 @@ class _Search:
     ) -> Attempt:
         """Compiles a plan and logs it. It may have been planned for less than the user's budget."""
         compiled, need, costs = None, one.need, variant.costs
-        if earlier := _of_plan(self.earlier, variant, one.plan):
+        if earlier := of_plan(self.earlier, variant, one.plan):
             need, costs = earlier[0].need, earlier[0].costs
         elif self.compiles:
             start = time.perf_counter()
@@ -418,7 +418,7 @@ class _Search:
         """
         compiled: list[Attempt] = []
         while self.over and self.best is None and self._spare > 0:
-            candidate = min(self.over, key=lambda one: (not one.is_proved, one.expected))
+            candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
             if candidate.expected > limit or len(compiled) >= most:
@@ -426,7 +426,7 @@ class _Search:
             self.over.remove(candidate)
             if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
                 continue  # another plan compiled to far less than this one is expected to
-            if _of_plan(self.attempts, variant, one.plan) or candidate.missed(one.plan):
+            if of_plan(self.attempts, variant, one.plan) or candidate.missed(one.plan):
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
@@ -444,6 +444,15 @@ class _Search:
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
                 self.over += self._less_extreme(candidate, attempt)
+
+    def _lowest_over(self) -> _Candidate:
+        """The candidate with the lowest expected need; of several that are expected to fit and need
+        about as much the fastest, since whether one fits does not depend on so little."""
+        lowest = min(self.over, key=lambda one: (not one.is_proved, one.expected))
+        limit = min(lowest.expected / self.params.same, self.budget or math.inf)
+        as_low = [one for one in self.over if one.expected <= limit and not lowest.is_proved]
+        seconds = lambda one: one.estimate.plan.predicted_seconds if one.estimate else math.inf
+        return min(as_low, default=lowest, key=seconds)
 
     def _less_extreme(self, candidate: _Candidate, attempt: Attempt) -> list[_Candidate]:
         """Plans for somewhat more than the lowest predicted peak, which compiled to far more than
@@ -482,10 +491,3 @@ def _is_of(plan: Plan, variant: Variant) -> bool:
     same = plan.program == program.fingerprint and plan.policy == variant.policy.name
     # loops that stack other values may make an equal Program, but another jaxpr
     return same and can_move and (plan.kept, plan.segments) == (program.kept, program.segments)
-
-
-def _of_plan(attempts: Iterable[Attempt], variant: Variant, plan: Plan) -> list[Attempt]:
-    """Those of `attempts` with the same plan for the same form of the step, by any policy."""
-    form = variant.origin
-    alike = lambda other: other is variant or (form is not None and other.origin is form)
-    return [a for a in attempts if alike(a.variant) and a.plan.schedule == plan.schedule]
