@@ -181,7 +181,7 @@ def _groups(
         more = [count for count in own.counts if count not in (1, -parts.samples)]
         first = [Family((1,), functools.partial(_same, v), proved=proved) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
-    others = [_other(step, policy) for policy in settings.policy.instead]
+    others = [_other(step, policy, proved) for policy in settings.policy.instead]
     chunked = logit_contexts(step, budget)
     chunked += carry_contexts(step)
     loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
@@ -189,7 +189,8 @@ def _groups(
     first += _of_proved(step, (step, *loops), budget, proved)
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
-    last = [Family(parts.counts, moving, settings.splitting, between=True)] if moves_at_last else []
+    at_last = Family(parts.counts, moving, settings.splitting, between=True, proved=proved)
+    last = [at_last] if moves_at_last else []
     if moves_at_last and settings.splitting is Splitting.FEWEST:
         last = [_by_size(step, last[0], settings.policy, budget, moves=True)]
     last += [_of_loops(context, proved, moves=True) for context in loops if moves_at_last]
@@ -268,12 +269,12 @@ def _formed(step: StepContext, plan: Plan) -> StepContext:
     return step
 
 
-def _other(step: StepContext, policy: AbstractPolicy) -> Family:
+def _other(step: StepContext, policy: AbstractPolicy, proved: Sequence[tuple[Plan, int]]) -> Family:
     """The family of `step` planned by another policy, which may move values wherever possible."""
     counts = parts_of(step).counts
     counts = [n for n in counts if n == 1 or policy.splitting is not Splitting.WHOLE]
     make = functools.partial(_variant, step, policy, moves=bool(step.transport))
-    return Family(counts, make, policy.splitting, between=True)
+    return Family(counts, make, policy.splitting, between=True, proved=proved)
 
 
 def _by_size(
