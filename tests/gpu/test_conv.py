@@ -172,7 +172,7 @@ def test_every_plan(name, which, device):
 @pytest.mark.parametrize("epilogue", [e for e in Epilogue if e])
 @pytest.mark.parametrize("name", ["3x3", "stem", "groups"])
 def test_with_an_epilogue(name, epilogue, kind, device):
-    """Every plan of one size, and micro-batches of several."""
+    """Every plan of one size, and micro-batches of several, also with one that leaves it out."""
     convolution = layer(name, Pass.FORWARD, kind).with_epilogue(epilogue)
     lhs, rhs = operands(convolution)
     bias = np.linspace(-3, 3, convolution.features_out).astype(lhs.dtype)
@@ -184,8 +184,14 @@ def test_with_an_epilogue(name, epilogue, kind, device):
     found = plans_of(convolution.with_batch(6), device)
     assert found
     chosen = [configuration(convolution, (6, 6), device, i) for i in range(len(found))]
+    alone = plans_of(convolution.with_epilogue(Epilogue.NONE).with_batch(6), device)[0]
+    bare = dataclasses.replace(micro_of(6, alone), bare=True)
+    mixed = [
+        Configuration((bare, *chosen[0].micros[1:])),
+        Configuration((chosen[0].micros[0], bare)),
+    ]
     refused = []
-    for way in (*chosen, configuration(convolution, (5, 1, 6), device)):
+    for way in (*chosen, *mixed, configuration(convolution, (5, 1, 6), device)):
         call = functools.partial(fused_convolution, convolution, way)
         try:
             result = jax.jit(call)(*jax.device_put((lhs, rhs, bias), device))
