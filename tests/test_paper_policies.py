@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import SHAPES, unit_costs
 
 import vmem_jax
 from vmem_jax import VDNN, BudgetError, LayersError, MoDNN, UCuDNN
 from vmem_jax.models.vgg import VGG
 from vmem_jax.policy.base import Splitting
+from vmem_jax.techniques.sub_batches import Parts, by_size
 from vmem_jax.transfer.extension import describe
 
 built = pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
@@ -130,6 +133,22 @@ def test_modnn_runs_the_size_of_equation_3_with_a_smaller_last_sub_batch():
     pairs = zip(jax.tree.leaves(again(*args)), jax.tree.leaves(expected), strict=True)
     for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+
+
+def test_where_equation_3_has_no_size_all_are_tried_for_the_lowest_peak():
+    """Sums of gradients may take more than smaller sub-batches save, as AlexNet's do."""
+    program = SHAPES["chain"]
+    tried = []
+
+    def variant(samples):
+        tried.append(samples)
+        return SimpleNamespace(program=program, costs=unit_costs(program))
+
+    sizes = lambda budget: by_size(Parts((1, 2, 4), lambda count: None, samples=4), variant, budget)
+    counts, make = sizes(program.resident_nbytes)
+    assert tried and counts == (-4, -2, -1)
+    make(-2)
+    assert tried[-1] == 2
 
 
 def test_ucudnn_divides_convolutions_and_nothing_else():

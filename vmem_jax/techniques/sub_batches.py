@@ -112,7 +112,8 @@ def by_size(
     First that of equation 3 of moDNN (`policy.sub_batch`), with room for the fastest convolutions, or
     at least for those of the smallest workspaces; the last sub-batch has what is left. XLA may need
     more than predicted, above all where a smaller last one stands behind the loop, so the even sizes
-    of `parts.counts` follow.
+    of `parts.counts` follow. Where no size fits, it is all of them, for the lowest peak: sums of
+    gradients may take more than smaller sub-batches save.
 
     Args:
       variant: samples -> the step in sub-batches of so many.
@@ -128,7 +129,7 @@ def by_size(
         sub_batch_size(functools.partial(need, choose=choose), batch, budget)
         for choose in (fastest, smallest_workspaces)
     )
-    samples = max(next(filter(None, found), least), least)
+    samples = max(next(filter(None, found), batch), least)
     even = (-(-batch // count) for count in parts.counts)
     sizes = [samples, *(size for size in even if size < samples)]
     return tuple(-size for size in sizes), lambda size: variant(-size)
