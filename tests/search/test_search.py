@@ -510,6 +510,29 @@ def test_a_lowest_plan_that_nearly_fits_is_planned_again_for_less():
     assert found.fits and len(compile_plan.plans) > 1
 
 
+def test_a_variant_that_compiled_to_less_than_predicted_is_expected_to_do_so_again():
+    """Its next plan is predicted to need more than the first compiled to, and compiles to less."""
+    plans = [POLICIES["recompute"]().plan(PROGRAM, STILL, n) for n in range(HIGH - 1, LOW, -1)]
+    plans = [p for p in plans if not isinstance(p, Infeasible)]
+    first = plans[0]
+    least = predicted_need(PROGRAM, first)
+    second = next(p for p in plans if predicted_need(PROGRAM, p) < least)
+    assert predicted_need(PROGRAM, second) > 0.77 * least
+    left = [first, second, second]
+
+    class Falling(POLICIES["recompute"]):
+        name = "falling"
+
+        def plan(self, program, costs, budget):
+            plan = left.pop(0) if len(left) > 1 else left[0]
+            return Infeasible("falling", budget, plan.predicted_peak, "", plan=plan)
+
+    compile_plan = Compiler(lambda plan: int(0.7 * predicted_need(PROGRAM, plan)))
+    budget = int(0.7 * predicted_need(PROGRAM, second))
+    found = find(variant(compile_plan, Falling(), STILL), budget=budget)
+    assert found.fits and compile_plan.plans[-1].schedule == second.schedule
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, alike):
     def named(name, predicted):

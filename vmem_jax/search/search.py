@@ -102,10 +102,11 @@ class _Candidate:
     @property
     def expected(self) -> float:
         """The expected need of its plan in bytes: the prediction plus the excess of the variant's
-        last compiled plan."""
+        last compiled plan, or less what that compiled to below its prediction."""
         if self.estimate is None:
             return math.inf
-        return self.estimate.need + (self.misses[-1].excess if self.misses else 0)
+        off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
+        return self.estimate.need + sum(off)
 
     def missed(self, plan: Plan) -> bool:
         """Whether `plan` is one of its plans that compiled to too much."""
