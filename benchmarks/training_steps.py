@@ -56,6 +56,7 @@ def main(_: Any) -> None:
     state = jax.eval_shape(given.init, jax.random.key(0))
     data = jax.eval_shape(given.batch, jax.random.key(1))
     about = {"model": FLAGS.model, "batch": batch, **options, "profile": bool(FLAGS.profile)}
+    about |= {"allow": FLAGS.allow} if FLAGS.allow else {}
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
     about["commit"] = records.commit()
     rows: dict[str, dict[str, Any]] = {}
@@ -114,6 +115,7 @@ def _budgeted(
         sub_batches=int(parsed["parts"]) if parsed["parts"] else None,
         donate_argnums=0,
         profile=FLAGS.profile,
+        allow=FLAGS.allow,
     )
     made = budgeted.lower(*args).compile(target=FLAGS.target)
     last = made.attempts[-1]
@@ -173,6 +175,7 @@ if __name__ == "__main__":
     flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn"], "of the decoder, as jax.nn has it")
     flags.DEFINE_bool("scanned", True, "layers in one scan, or unrolled")
     flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
+    flags.DEFINE_list("allow", None, "techniques that plans may use (`jit`'s argument)")
     flags.DEFINE_integer("layers", None, "layers, where other than the model's own")
     flags.DEFINE_integer("width", None, "of the residual stream, or of a first stage")
     flags.DEFINE_integer("tokens", None, "in a sequence")

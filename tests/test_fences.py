@@ -7,8 +7,9 @@ from helpers import BACKWARD, SHAPES, UPDATE, Builder, chain, orders, programs, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vmem_jax.core.fences import Fence, fences, spines
+from vmem_jax.core.fences import Fence, fences
 from vmem_jax.core.liveness import last_reads
+from vmem_jax.core.spines import spines
 from vmem_jax.policy.executor import Execution
 
 

@@ -19,6 +19,8 @@ next heavy step reads, where its own input would otherwise wait for the backward
 that takes a large workspace and waits for nothing large, such as the random bits of dropout on a CPU,
 is tied to what the heavy step before it made.
 
+An update waits for the other readers of what it writes over (`overwriting`).
+
 A step without a backward pass has no running cotangent, and XLA would start all of its independent
 branches at once. So a run begins at each heavy step that reads nothing which was made
 since the last run began, and it waits for what the run before leaves.
@@ -28,15 +30,16 @@ Only values that exist in memory are fenced, so no fence breaks a fusion that XL
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import simulate
+from vmem_jax.core.spines import is_read_from, uses_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,63 +73,6 @@ def _small(program: Program) -> int:
     return min(total // 2000, most)
 
 
-_AHEAD = 8
-"""Steps that are looked at for what they read."""
-
-
-def spines(
-    program: Program, order: Sequence[int], avoid: Mapping[int, Collection[int]]
-) -> dict[int, tuple[int, ...]]:
-    """For each position the running values: the latest that is still read, and all read soon.
-
-    All of them, because a barrier holds those steps alone that read a value of it: behind one of
-    them may stand a weight gradient, which everything else overtakes. And the latest, because what a
-    recomputation reads soon may be as old as the forward pass. The latest is the one that most steps
-    lead up to, one after another. The newest by the order is not always it: a weight that is flipped
-    for the backward pass is made just before it is read, but from an argument alone, so the compiler
-    may make it at any time, and with it what hangs on it.
-
-    Args:
-      avoid: position -> buffers that cannot be among them.
-    """
-    uses = _uses(program, order)
-    depth: dict[int, tuple[int, int]] = {}  # temporary buffer -> (steps up to it, position)
-    ran: set[int] = set()
-    deepest = 0
-    found: dict[int, tuple[int, ...]] = {}
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        if position in avoid:
-            # what is made anew before it is read may be dead now
-            live = lambda b, position=position: (
-                b in depth and b not in avoid[position] and _is_read_from(uses[b], position)
-            )
-            latest = max(filter(live, depth), key=lambda b: (depth[b], b), default=None)
-            soon = order[position : position + _AHEAD]
-            read = [b for later in soon for b in program.steps[later].reads if live(b)]
-            found[position] = tuple(dict.fromkeys([*([] if latest is None else [latest]), *read]))
-        # what runs again reads fenced values, and so comes after all that came before
-        here = deepest if s in ran else 0
-        here = 1 + max([here, *(depth[b][0] for b in step.reads if b in depth)])
-        deepest = max(deepest, here)
-        ran.add(s)
-        for b in step.writes:
-            if not program.is_resident[b]:
-                depth[b] = here, position
-    return found
-
-
-def _uses(program: Program, order: Sequence[int]) -> dict[int, list[tuple[int, bool]]]:
-    """Buffer -> its uses in `order` as (position, whether it is a write), inputs included."""
-    found: dict[int, list[tuple[int, bool]]] = {}
-    for position, s in enumerate(order):
-        for b in program.steps[s].reads:
-            found.setdefault(b, []).append((position, False))
-        for b in program.steps[s].writes:
-            found.setdefault(b, []).append((position, True))
-    return found
-
-
 def _late(program: Program, order: Sequence[int]) -> list[bool]:
     """For each position whether its step is of the forward pass and stands behind a backward one: a
     backward loop computes it again just before it is read."""
@@ -158,12 +104,6 @@ def _anew(program: Program, order: Sequence[int]) -> Iterator[int]:
             reached.update(step.writes)
 
 
-def _is_read_from(uses: Sequence[tuple[int, bool]], position: int) -> bool:
-    """Whether the version that is there at `position` is read at or after it."""
-    i = bisect.bisect_left(uses, (position, False))
-    return i < len(uses) and not uses[i][1]
-
-
 class _Fencer:
     def __init__(
         self, program: Program, order: Sequence[int], small: int, body: bool = False
@@ -179,11 +119,11 @@ class _Fencer:
         for position in self.anew:
             self.late[position] = True
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
-        self.uses = _uses(program, order)
+        self.uses = uses_of(program, order)
         self.held: frozenset[int] = frozenset()  # positions that wait for the run before
 
     def _is_read_from(self, b: int, position: int) -> bool:
-        return _is_read_from(self.uses[b], position)
+        return is_read_from(self.uses[b], position)
 
     def all(self) -> tuple[Fence, ...]:
         program, order = self.program, self.order
@@ -236,7 +176,16 @@ class _Fencer:
             loose = [*waiting, *self._loose(start, end)]
         is_whole = self.anew or len(starts) == 1
         found += self._forward_ties(len(order) if is_whole else starts[1])
-        return tuple(sorted(found, key=lambda fence: fence.position))
+        return self._before_updates(sorted(found, key=lambda fence: fence.position))
+
+    def _before_updates(self, fences: Sequence[Fence]) -> tuple[Fence, ...]:
+        """`fences`, with those that hold updates behind the other readers of what they write over."""
+        if self.body:
+            return tuple(fences)
+        held = {fence.position: fence.buffers for fence in fences}
+        for position, more in readers_before_updates(self.program, self.order, held, self.small):
+            held[position] = tuple(dict.fromkeys((*held.get(position, ()), *more)))
+        return tuple(Fence(position, held[position]) for position in sorted(held))
 
     def _runs(self) -> list[int]:
         """Positions at which runs start: after each backward step that makes a new spine."""

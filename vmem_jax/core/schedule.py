@@ -16,10 +16,11 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 
-from vmem_jax.core.fences import fences, spines
+from vmem_jax.core.fences import fences
 from vmem_jax.core.liveness import last_reads
 from vmem_jax.core.plan import Transfer, points_at
 from vmem_jax.core.program import Program
+from vmem_jax.core.spines import spines
 
 
 class Do(enum.StrEnum):
