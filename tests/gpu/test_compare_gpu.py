@@ -28,7 +28,7 @@ def device():
 
 
 def test_kernels_and_copies_are_on_one_clock(device):
-    uncached = vmem_jax.Auto(cache=False)
+    uncached = vmem_jax.Auto(allow=("order", "offload"), cache=False)
     budgeted = vmem_jax.jit(
         step, budget=0.5, policy=uncached, allow=("order", "offload"), machine=FAST
     )
