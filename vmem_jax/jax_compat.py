@@ -191,12 +191,7 @@ FENCE_OPTIONS: dict[str, dict[str, str]] = {
     # Both passes are left out by name: a threshold of 0 for the second can only be set for the whole
     # process (xla_cpu_small_while_loop_byte_threshold in XLA_FLAGS, no option of one compile).
     # Inlined in the user's own jit, where the first pass runs, no barrier is left for the second.
-    # 0.10 also slices bfloat16 in single precision: it casts all of a batch to take a part of it, and
-    # moves the cast in front of the loop over the parts, where it takes twice the bytes of the batch.
-    "cpu": {
-        "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"
-        + (",while-loop-invariant-code-motion" if VERSION < (0, 11) else "")
-    },
+    "cpu": {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"},
     # Where layers are unrolled and their weights stacked, XLA:GPU casts the stack once in place of
     # each slice: the first pass moves a narrowing cast in front of the slice, the second anything
     # that is made of all slices alike. The cast stack lives from the first layer forwards to the last
