@@ -392,7 +392,11 @@ def test_scanned_layers_of_flax_and_equinox():
             step, budget=int(0.6 * need), allow=("order", "offload"), machine=FAST
         )
         assert looping.plan(weights, x).looped
-        assert same(looping(weights, x), kept(weights, x))
+        # some CPUs sum a product of other operands in another order: 4e-9 of some 0.1 was seen
+        for a, b in zip(
+            *map(jax.tree.leaves, (looping(weights, x), kept(weights, x))), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-7 * np.abs(b).max())
 
 
 @needs_calls
