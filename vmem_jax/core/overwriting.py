@@ -30,10 +30,9 @@ def readers_before_updates(
     if not overwritten:
         return
     uses = uses_of(program, order)
-    reads = [(p, i) for i in overwritten for p, _ in uses.get(i, ())]
-    bit = {read: 1 << n for n, read in enumerate(sorted(reads))}
-    behind: dict[int, int] = {}  # buffer -> the reads that its version depends on, as bits
-    read: dict[int, int] = {}  # argument -> all of its reads so far
+    behind: dict[int, int] = {}  # buffer -> the repeated steps that its version depends on, as bits
+    read: dict[int, int] = {}  # argument -> the repeated steps that have read it so far
+    ran: set[int] = set()
     for position, s in enumerate(order):
         _tie(behind, fences.get(position, ()))
         step = program.steps[s]
@@ -50,11 +49,11 @@ def readers_before_updates(
                 _tie(behind, held)
                 yield position, tuple(held)
         own = _together(behind, step.reads)
-        for i in step.reads:
-            if i in overwritten:
-                own |= bit[position, i]
-                read[i] = read.get(i, 0) | bit[position, i]
+        if s in ran and not overwritten.keys().isdisjoint(step.reads):
+            own |= 1 << position
+            read.update((i, read.get(i, 0) | 1 << position) for i in step.reads)
         behind.update(dict.fromkeys(step.writes, own))
+        ran.add(s)
 
 
 def _together(behind: Mapping[int, int], buffers: Sequence[int]) -> int:
