@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +141,12 @@ def recompute() -> str:
 
 
 def transfers() -> str:
-    """Plans that may move beside plans that may not, at the tightest budgets of each network."""
+    """Plans that move beside plans that may not, at the tightest budgets of each network."""
     wanted = {"33%", "20%", "35%", "25%", "30%"}
     rows = [each for each in latest(compared("h200_transfers")) if each.asked in wanted]
     variants = ("auto", "auto:recompute", "auto:offload")
+    moving = {(e.step, e.asked) for e in rows if e.row.variant in variants and e.row.moved_nbytes}
+    rows = [each for each in rows if (each.step, each.asked) in moving]
     return lines_of([each for each in rows if each.row.variant in variants], "moved", "predicted")
 
 
@@ -189,14 +191,17 @@ _STEPS = {
 
 
 def training_steps() -> str:
-    return _training_steps("decoder", attention=False)
+    """The decoder's rows without a profile, with cuDNN's attention."""
+    rows = _json("training_steps_h200")
+    rows = [r for r in rows if not (r["profile"] or r.get("attention"))]
+    return _training_steps(rows, "decoder").replace("| decoder, ", "| ")
 
 
-def _training_steps(*models: str, attention: bool = True) -> str:
-    """Rows of `models`; without `attention` those of the default attention alone."""
-    lines = []
-    for row in _json("training_steps_h200"):
-        if row["model"] not in models or (not attention and row.get("attention")):
+def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
+    """Those of `rows` that are of `models`, the last of each variant."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["model"] not in models:
             continue
         way = row["way"]
         step = _STEPS[row["model"]].format(**row)
@@ -211,12 +216,15 @@ def _training_steps(*models: str, attention: bool = True) -> str:
         else:
             variant = _BY_HAND.get(way, f"`{way}`" if way == "exact" else f'`auto`, "{way}"')
         variant += ", profiled" if row["profile"] else ""
+        moves = way not in _BY_HAND and "offload" in row.get("allow", ())
+        variant += ", transfers allowed" if moves else ""
         predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
         ms = f"{row['ms']:.1f}" if "ms" in row else "does not run"
         of_plain = f"{row['of_plain']:.3f}" if "of_plain" in row else ""
         figures = [number(row["gib"]), ms, of_plain, predicted]
-        lines.append([step, variant, *figures])
-    return "\n" + grid(["step", "variant", "GiB", "ms", "time / plain", "ms predicted"], lines)
+        lines[step, variant] = [step, variant, *figures]
+    header = ["step", "variant", "GiB", "ms", "time / plain", "ms predicted"]
+    return "\n" + grid(header, [*lines.values()])
 
 
 def loops_compiled() -> str:
@@ -344,7 +352,7 @@ def readme() -> str:
             lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
     for scanned in (True, False):
         own = [r for r in _json("training_steps_h200") if r["model"] == "decoder"]
-        own = [r for r in own if not r["profile"] and not r.get("attention")]
+        own = [r for r in own if not (r["profile"] or r.get("attention") or r.get("allow"))]
         own = [r for r in own if r["scanned"] is scanned]
         by_way = {r["way"]: r for r in own}
         budgeted = [r for r in own if "predicted_ms" in r]
@@ -394,5 +402,7 @@ def every_row() -> str:
         f"\n## {name}.jsonl\n{lines_of(compared(name), *more, 'compiles', 'commit')}"
         for name in STEPS
     )
-    timed = f"\n## training_steps_h200.jsonl\n{_training_steps(*_STEPS)}"
+    timed = (
+        f"\n## training_steps_h200.jsonl\n{_training_steps(_json('training_steps_h200'), *_STEPS)}"
+    )
     return f"{steps}{timed}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"
