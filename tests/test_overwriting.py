@@ -8,6 +8,7 @@ from helpers import BACKWARD, UPDATE, Builder
 from vmem_jax.core.fences import Fence, fences
 from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import Program
+from vmem_jax.core.spines import uses_of
 
 
 def cast_weight() -> tuple[Program, int, int]:
@@ -37,15 +38,17 @@ def cast_weight() -> tuple[Program, int, int]:
 def test_an_update_waits_for_a_cast_that_is_made_again(order, held):
     program, weight, cast = cast_weight()
     assert (weight, cast) == (0, 2)
-    assert tuple(readers_before_updates(program, order, {}, 0)) == held
+    assert tuple(readers_before_updates(program, order, uses_of(program, order), {}, 0)) == held
 
 
 def test_what_a_barrier_ties_already_needs_no_other():
     program, weight, cast = cast_weight()
     order = (0, 1, 2, 3, 0, 5, 4)
     there = {5: (weight, cast)}
-    assert not tuple(readers_before_updates(program, order, there, 0))
-    assert not tuple(readers_before_updates(program, order, {}, 64)), "small enough to be copied"
+    assert not tuple(readers_before_updates(program, order, uses_of(program, order), there, 0))
+    assert not tuple(readers_before_updates(program, order, uses_of(program, order), {}, 64)), (
+        "small enough to be copied"
+    )
 
 
 def test_fences_has_them_beside_its_own():

@@ -183,7 +183,8 @@ class _Fencer:
         if self.body:
             return tuple(fences)
         held = {fence.position: fence.buffers for fence in fences}
-        for position, more in readers_before_updates(self.program, self.order, held, self.small):
+        parts = self.program, self.order, self.uses, held, self.small
+        for position, more in readers_before_updates(*parts):
             held[position] = tuple(dict.fromkeys((*held.get(position, ()), *more)))
         return tuple(Fence(position, held[position]) for position in sorted(held))
 

@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from vmem_jax.core.program import Program
-from vmem_jax.core.spines import is_read_from, uses_of
+from vmem_jax.core.spines import is_read_from
 
 
 def readers_before_updates(
-    program: Program, order: Sequence[int], fences: Mapping[int, Sequence[int]], small: int
+    program: Program,
+    order: Sequence[int],
+    uses: Mapping[int, Sequence[tuple[int, bool]]],
+    fences: Mapping[int, Sequence[int]],
+    small: int,
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(position of an update, what a barrier in front of it holds), where one is needed.
 
     Args:
+      uses: as `spines.uses_of` has them.
       fences: position -> what a barrier holds there already.
       small: arguments up to this many bytes may be copied.
     """
@@ -29,7 +34,6 @@ def readers_before_updates(
     }
     if not overwritten:
         return
-    uses = uses_of(program, order)
     behind: dict[int, int] = {}  # buffer -> the repeated steps that its version depends on, as bits
     read: dict[int, int] = {}  # argument -> the repeated steps that have read it so far
     ran: set[int] = set()
