@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from absl import logging
 
+from vmem_jax.api import named_peaks
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.failure import budget_error
 from vmem_jax.api.garbage import uncollected
@@ -65,6 +66,8 @@ def plan_step(step: StepContext) -> CompiledStep:
         resident = step.traced.captured.program.resident_nbytes
         predict = functools.partial(_lowest_predicted, budget)
         helps = functools.partial(helps_of, step, log, predict=predict)
+        if found.best is not None:
+            named_peaks.keep(step, found.best.plan, found.best.need)
         raise budget_error(settings.policy.name, budget, found, resident, helps)
     best = found.best
     if "compress" in settings.named and not best.plan.compressed and "compress" not in log.skipped:
@@ -105,7 +108,10 @@ def find_plan(
     plans_of = lambda attempts: [
         (dataclasses.replace(attempt.plan, budget=None), attempt.need) for attempt in attempts
     ]
-    proved = memory.proved(key) if compiles else plans_of(earlier)
+    if compiles:
+        proved = memory.proved(key) or named_peaks.known(step)
+    else:
+        proved = plans_of(earlier)
     groups = _groups(step, budget, log, proved)
     untouched = None if program.hosted else _variant(step, Keep(), 1)
     with doing(f"planning {step.settings.name}"):

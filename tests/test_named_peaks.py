@@ -1,0 +1,113 @@
+"""named_peaks: the plan behind a lowest peak that an error named is there for the next process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import vmem_jax
+from vmem_jax.api import named_peaks
+from vmem_jax.profile.kept import VARIABLE, Identity
+from vmem_jax.search import memory
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    memory.forget()
+    yield tmp_path / named_peaks.NamedPeaks.folder
+    memory.forget()
+
+
+def step(w, x):
+    def loss(w):
+        y = x
+        for _ in range(8):
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    return w - jax.grad(loss)(w)
+
+
+ARGS = (jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((256, 32), jnp.float32))
+
+
+def error_at(budget, **options):
+    with pytest.raises(vmem_jax.BudgetError) as caught:
+        vmem_jax.jit(step, budget=budget, **options).lower(*ARGS).compile()
+    return caught.value
+
+
+def planned_at(budget, monkeypatch):
+    """The plans that the search is given as proved."""
+    given = []
+    search = vmem_jax.api.planner.search
+
+    def recording(groups, *args, **kwargs):
+        given.extend(plan for group in groups for family in group for plan, _ in family.proved)
+        return search(groups, *args, **kwargs)
+
+    monkeypatch.setattr(vmem_jax.api.planner, "search", recording)
+    made = vmem_jax.jit(step, budget=budget).lower(*ARGS).compile()
+    return made, given
+
+
+def test_another_search_without_the_first_ones_memory_has_the_plan_that_was_named(
+    directory, monkeypatch
+):
+    error = error_at(1)
+    memory.forget()  # as another process has none
+    made, given = planned_at(error.lowest_peak, monkeypatch)
+    assert error.lowest_plan.schedule in [plan.schedule for plan in given]
+    assert made.plan.schedule == error.lowest_plan.schedule and len(made.attempts) == 1
+
+
+def test_another_process_has_the_same_key(directory):
+    error = error_at(1)
+    (file,) = directory.glob("*.json")
+    (here,) = json.loads(file.read_text())["steps"]
+    code = "import test_named_peaks as t; print(t.error_at(1).lowest_peak)"
+    root = str(__file__).rsplit("/", 1)[0]
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) == error.lowest_peak
+    assert [*json.loads(file.read_text())["steps"]] == [here]
+
+
+def test_other_options_have_another_key(directory):
+    error_at(1)
+    error_at(1, policy="recompute")
+    error_at(1, sub_batches=2, batch_argnums=1)
+    (file,) = directory.glob("*.json")
+    assert len(json.loads(file.read_text())["steps"]) == 3
+
+
+def test_a_budget_that_is_met_keeps_nothing(directory):
+    vmem_jax.jit(step, budget=1.0).lower(*ARGS).compile()
+    assert not [*directory.glob("*.json")]
+
+
+def test_the_oldest_step_is_dropped_first(tmp_path):
+    error = error_at(1)
+    file = named_peaks.NamedPeaks(Identity("a card", {}), tmp_path)
+    keys = [str(i) for i in range(named_peaks.MOST + 1)]
+    for key in keys:
+        file.add({key: (error.lowest_plan, 5)})
+    file.add({keys[1]: (error.lowest_plan, 7)})  # named again: now it is the latest one
+    assert [*file.load()] == [*keys[2:], keys[1]]
+    assert file.load()[keys[1]] == (error.lowest_plan, 7)
+
+
+@pytest.mark.parametrize("content", ({"steps": {"a": ["{}", 5]}}, {"steps": {"a": 5}}, {}))
+def test_a_damaged_file_is_as_none(tmp_path, content):
+    file = named_peaks.NamedPeaks(Identity("a card", {}), tmp_path)
+    file.path.parent.mkdir(parents=True)
+    head = {"format": "vmem_jax lowest peaks", "schema": file.schema}
+    file.path.write_text(json.dumps({**head, "device": "a card", "versions": {}, **content}))
+    assert file.load() == {}
