@@ -61,8 +61,9 @@ MENDED = [json.loads(line) for line in Path(__file__).with_name("mended.jsonl").
 """Programs and options that were findings. Three named a lowest peak which was then refused: its plan
 was of loops with other stacks, which the search makes for the budget, and the second had another.
 Three named one above plain jit's need, which was predicted at more than four times as much. One
-named that of another policy's plan, which was not asked for again. The last two named plans that
-another process did not come across."""
+named that of another policy's plan, which was not asked for again. Two named plans that another
+process did not come across. The last lacks a backward pass, and was refused what plain jit needs
+where more is predicted."""
 
 
 @pytest.mark.parametrize("which", range(len(MENDED)))

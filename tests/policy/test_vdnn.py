@@ -263,8 +263,10 @@ def test_no_convolution_to_move_the_input_of():
 def test_no_backward_pass():
     steps = LINEAR.program.steps[:5]
     program = dataclasses.replace(LINEAR.program, steps=steps, outputs=(LINEAR.y[-1],))
-    for policy, budget in ((VDNN("all"), None), (VDNN("conv"), None), (VDNN(), 25)):
-        assert "5 layers and no backward pass. Put `jax.grad`" in refused(policy, program, budget)
+    says = "5 layers and no backward pass. Put `jax.grad`"
+    for policy in VDNN("all"), VDNN("conv"):
+        assert says in refused(policy, program)
+    assert says in VDNN().plan(program, unit_costs(program), 25).lacks  # it may compile to less
     assert VDNN().plan(program, unit_costs(program), 1000).transfers == ()
 
 

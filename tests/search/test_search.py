@@ -282,6 +282,35 @@ def test_that_a_policy_finds_no_layers_is_raised_where_nothing_else_is_there():
         find(variant(None, Unlayered(), STILL))
 
 
+class Lacking(POLICIES["recompute"]):
+    """A policy that can do nothing for the program where it does not fit as it is."""
+
+    name = "lacking"
+
+    def plan(self, program, costs, budget):
+        found = super().plan(program, costs, None)
+        if budget is None or found.predicted_peak <= budget:
+            return found
+        return Infeasible(
+            "lacking", budget, found.predicted_peak, "", plan=found, lacks="no layers"
+        )
+
+
+def test_what_a_step_lacks_is_said_once_it_does_not_fit_when_it_is_compiled_either():
+    """It needs the budget to the byte, and is predicted to need more."""
+    fits = Compiler(lambda plan: BUDGET)
+    found = find(variant(fits, Lacking(), STILL))
+    assert found.fits and found.best.predicted_need > BUDGET
+    only_plain = Compiler(lambda plan: BUDGET + plan.fenced)
+    found = find(variant(only_plain, Lacking(), STILL), without=untouched(only_plain))
+    assert found.fits and not found.best.plan.fenced
+    above = Compiler(lambda plan: BUDGET + 1)
+    with pytest.raises(LayersError, match="no layers"):
+        find(variant(above, Lacking(), STILL), without=untouched(above))
+    also_able = [family(variant(above, Lacking(), STILL)), family(variant(above, auto(STAYING)))]
+    assert not find(also_able).fits
+
+
 def test_what_another_policy_says_stands_where_one_finds_no_layers():
     """Nothing fits, so the peak of the one that plans is named and not why the other cannot."""
     group = [

@@ -42,6 +42,7 @@ class Infeasible:
       at: the user's layer and source line of that peak.
       holders: what holds the bytes there, for people, a line each.
       plan: the plan with that peak; None if no plan changes it.
+      lacks: what the step lacks for the policy to do more than that, for people; "" for nothing.
     """
 
     policy: str
@@ -50,6 +51,7 @@ class Infeasible:
     at: str
     holders: str = ""
     plan: Plan | None = None
+    lacks: str = ""
 
 
 class AbstractPolicy(abc.ABC):

@@ -94,24 +94,31 @@ def finish_walk(
     budget: int | None,
     convolutions: Mapping[int, Configuration],
 ) -> Plan | Infeasible:
-    """`finish`, with the error that names the step that is over `budget` for want of a backward pass.
+    """`finish`, which says so where a step is over `budget` for want of a backward pass.
 
-    Raises:
-      LayersError: the peak of `timeline` is over `budget`, and there is no backward pass.
+    That is no error yet: the step may compile to less than is predicted.
     """
-    if budget is not None and program.resident_nbytes <= budget < timeline.peak:
-        check_backward(policy, walk)
-    return finish(policy, program, timeline, budget, convolutions=convolutions)
+    found = finish(policy, program, timeline, budget, convolutions=convolutions)
+    if isinstance(found, Infeasible) and program.resident_nbytes <= found.budget:
+        return dataclasses.replace(found, lacks=no_backward(policy, walk))
+    return found
+
+
+def no_backward(policy: str, walk: Walk) -> str:
+    """For people: that the order of `walk` has no backward pass; "" if it has one."""
+    if walk.backward:
+        return ""
+    return (
+        f"policy `{policy}` moves what the forward pass leaves to the backward pass, but this "
+        f"step has {len(walk.layers)} layers and no backward pass. Put `jax.grad` inside the "
+        "step that you budget, or use `policy='auto'`."
+    )
 
 
 def check_backward(policy: str, walk: Walk) -> None:
     """Raises LayersError if the order of `walk` has no backward pass."""
-    if not walk.backward:
-        raise LayersError(
-            f"policy `{policy}` moves what the forward pass leaves to the backward pass, but this "
-            f"step has {len(walk.layers)} layers and no backward pass. Put `jax.grad` inside the "
-            "step that you budget, or use `policy='auto'`."
-        )
+    if lacks := no_backward(policy, walk):
+        raise LayersError(lacks)
 
 
 def check_convolutions(policy: str, walk: Walk) -> None:

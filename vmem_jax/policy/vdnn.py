@@ -100,8 +100,7 @@ class VDNN(AbstractPolicy):
         """The static configuration, or the first pass of `dyn` that fits.
 
         Raises:
-          LayersError: there is no backward pass, or no convolution for "conv", and `dyn` does not
-            fit without it either.
+          LayersError: a static configuration has no backward pass, or no convolution for "conv".
         """
         order = lower_order(program, costs)
         walk = Walk(program, order)

@@ -25,11 +25,13 @@ class Estimate:
       plan: its `budget` is the goal of the policy, at or below the budget that it must fit.
       need: predicted bytes, with XLA's heap.
       seconds: the seconds that planning took.
+      lacks: what the step lacks for the policy to do more; "" for nothing.
     """
 
     plan: Plan
     need: int
     seconds: float = 0.0
+    lacks: str = ""
 
     @property
     def excess(self) -> int:
@@ -87,7 +89,8 @@ def estimate(
                 return one
             if one.plan is None or is_lowest:
                 break
-            one, is_lowest = Estimate(one.plan, predicted_need(variant.program, one.plan)), True
+            need = predicted_need(variant.program, one.plan)
+            one, is_lowest = Estimate(one.plan, need, lacks=one.lacks), True
             target = one.plan.predicted_peak
         found.append(one)
         if one.fits(goal):

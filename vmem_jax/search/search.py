@@ -123,6 +123,7 @@ class _Search:
       attempts: what was compiled, each with its candidate; the untouched step is none.
       known: plans that earlier searches compiled to more than the budget.
       opened: the variants that were queued, as family and number of sub-batches.
+      lacks: what the step lacks for each policy that was asked to do more; "" for nothing.
       best: the incumbent.
       is_last: nothing else is left to try, so no compile is reserved.
     """
@@ -141,6 +142,7 @@ class _Search:
     attempts: dict[Attempt, _Candidate | None] = dataclasses.field(default_factory=dict)
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
+    lacks: list[str] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
     is_last: bool = False
     pushed: int = 0
@@ -167,6 +169,8 @@ class _Search:
         for reason in self.reasons:
             if isinstance(reason, HostMemoryError):  # with more of that there would be a plan
                 raise reason
+        if self.lacks and all(self.lacks):
+            raise LayersError(self.lacks[0])
         if self.attempts:
             every = [*self.attempts, *self.known]
             return self._found(min(every, key=lambda attempt: attempt.need))
@@ -280,6 +284,7 @@ class _Search:
             missed = candidate.misses[-1]
             before = Estimate(missed.plan, missed.predicted_need)
         found = estimate(variant, candidate.goal, self.params, self.log, before)
+        self.lacks.append(found.lacks)
         if isinstance(found, Infeasible):
             self.log.add(What.OVER, variant.name, nbytes=found.minimum_peak)
             self.failures.append(found)
