@@ -29,7 +29,7 @@ from vmem_jax.models.decoder import Decoder, train_step
 from vmem_jax.policy import residuals
 from vmem_jax.policy.residuals import choose, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
-from vmem_jax.search import memory
+from vmem_jax.search import record
 
 MACHINE = CARDS["h200"].machine
 LAYERS, ROWS, WIDTH = 6, 32, 16
@@ -425,7 +425,7 @@ def test_a_scanned_step_fits_where_its_stacks_as_traced_do_not(monkeypatch):
     assert not tight.plan(*args).looped
     monkeypatch.setattr("vmem_jax.techniques.loops._chosen", lambda *_: ())
     assert vmem_jax.jit(step, **options).plan(*args).kept is not None  # it was proved
-    memory.forget()
+    record.forget()
     with pytest.raises(BudgetError):
         vmem_jax.jit(step, **options).plan(*args)
 

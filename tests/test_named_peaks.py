@@ -13,15 +13,15 @@ import pytest
 import vmem_jax
 from vmem_jax.api import named_peaks
 from vmem_jax.profile.kept import VARIABLE, Identity
-from vmem_jax.search import memory
+from vmem_jax.search import record
 
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    memory.forget()
+    record.forget()
     yield tmp_path / named_peaks.NamedPeaks.folder
-    memory.forget()
+    record.forget()
 
 
 def step(w, x):
@@ -44,13 +44,13 @@ def error_at(budget, **options):
 
 
 def planned_at(budget, monkeypatch):
-    """The plans that the search is given as proved."""
+    """The plans that the record of the search has."""
     given = []
     search = vmem_jax.api.planner.search
 
-    def recording(groups, *args, **kwargs):
-        given.extend(plan for group in groups for family in group for plan, _ in family.proved)
-        return search(groups, *args, **kwargs)
+    def recording(*args, **kwargs):
+        given.extend(tried.plan for tried in kwargs["record"].all())
+        return search(*args, **kwargs)
 
     monkeypatch.setattr(vmem_jax.api.planner, "search", recording)
     made = vmem_jax.jit(step, budget=budget).lower(*ARGS).compile()
@@ -61,7 +61,7 @@ def test_another_search_without_the_first_ones_memory_has_the_plan_that_was_name
     directory, monkeypatch
 ):
     error = error_at(1)
-    memory.forget()  # as another process has none
+    record.forget()  # as another process has none
     made, given = planned_at(error.lowest_peak, monkeypatch)
     assert error.lowest_plan.schedule in [plan.schedule for plan in given]
     assert made.plan.schedule == error.lowest_plan.schedule and len(made.attempts) == 1

@@ -18,6 +18,7 @@ from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.search.attempt import Found
 from vmem_jax.search.log import SearchLog
 from vmem_jax.search.params import SearchParams
+from vmem_jax.search.record import Record
 from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family, Variant
 
@@ -119,6 +120,7 @@ def find(
     log: SearchLog | None = None,
     without: Variant | None = None,
     plain_need: int | None = None,
+    record: Record | None = None,
     **params,
 ) -> Found:
     """What the search finds; a group may be a variant alone.
@@ -135,6 +137,7 @@ def find(
         plain_need=plain_need,
         params=SearchParams(**params),
         log=log,
+        record=record,
     )
 
 

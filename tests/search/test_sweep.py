@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
 
 from vmem_jax.core.plan import Plan
 from vmem_jax.search.attempt import Attempt, Found
-from vmem_jax.search.search import search
+from vmem_jax.search.record import Record
+from vmem_jax.search.search import Compiles, search
 from vmem_jax.search.sweep import front, sweep
 
 
@@ -25,7 +27,7 @@ class Trade:
         self.attempts = [attempt(*point) for point in points]
         self.budgets: list[int] = []
 
-    def __call__(self, budget: int, earlier=()) -> Found:
+    def __call__(self, budget: int) -> Found:
         self.budgets.append(budget)
         fitting = [a for a in self.attempts if a.need <= budget]
         if not fitting:
@@ -69,16 +71,16 @@ def test_no_point_is_slower_and_larger_than_another():
     assert shown(found) == [(3, 4.0), (5, 2.0)]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("compiles", [Compiles.NONE, Compiles.UNTRIED])
 def test_searches_share_what_is_compiled(compiles):
     compiler = Compiler()
     group = [family(variant(compiler, auto(("order", "recompute"))))]
-    find = lambda budget, earlier: search([group], budget, earlier=earlier, compiles=compiles)
+    find = functools.partial(search, [group], record=Record(), compiles=compiles)
     points = sweep(find, 2**62, 6)
     needs = [a.need for a in points]
     assert needs == sorted(set(needs)) and LOW < needs[0] < needs[-1] <= HIGH
     assert len(compiler.plans) == len({p.order for p in compiler.plans})
-    assert bool(compiler.plans) is compiles
+    assert bool(compiler.plans) is (compiles is not Compiles.NONE)
     assert all(point.compiled is None for point in points)
 
 
@@ -89,8 +91,14 @@ def test_what_an_earlier_compiled_step_showed_is_known():
         learned.append(compiled)
         return dataclasses.replace(costs, error=0.5)
 
-    group = [family(variant(Compiler(), learn=learn))]
-    first = search([group], BUDGET)
-    again = search([group], BUDGET, earlier=first.attempts)
+    one, record = variant(Compiler(), learn=learn), Record()
+    first = search([[family(one)]], BUDGET, record=record)
+    known = {"record": record, "compiles": Compiles.UNTRIED}
+    again = search([[family(one)]], BUDGET, **known)
     assert len(learned) == len(first.attempts)
     assert again.best.costs == first.best.costs and again.best.need == first.best.need
+    # what was learned of one estimate of the costs says nothing of another
+    other = dataclasses.replace(one, costs=dataclasses.replace(one.costs, machine="another"))
+    third = search([[family(other)]], BUDGET, **known)
+    assert len(learned) == len(first.attempts)
+    assert third.best.costs == other.costs and third.best.need == first.best.need

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from vmem_jax.api.jit import BudgetedStep, jit
 from vmem_jax.api.planner import PARAMS, checked_log, find_plan
-from vmem_jax.search.attempt import Attempt, Found
+from vmem_jax.search.attempt import Found
+from vmem_jax.search.record import Record
+from vmem_jax.search.search import Compiles
 from vmem_jax.search.sweep import ParetoPoint, point_of, sweep
 from vmem_jax.techniques import StepContext
 
@@ -70,10 +72,12 @@ def points_of(step: StepContext, points: int, compile: bool) -> list[ParetoPoint
     settings = dataclasses.replace(step.settings, plan=None)
     step = StepContext(settings, step.traced, step.leaves, step.target, step.inlined)
     params = dataclasses.replace(PARAMS, max_compiles=_COMPILES, reserved_compiles=1)
+    record = None if compile else Record()  # predictions are none of the process's
+    compiles = Compiles.UNTRIED if compile else Compiles.NONE
 
-    def find(budget: int, earlier: Sequence[Attempt]) -> Found:
+    def find(budget: int) -> Found:
         log = checked_log(step)
-        return find_plan(step, budget, log, params=params, earlier=earlier, compiles=compile)
+        return find_plan(step, budget, log, params=params, record=record, compiles=compiles)
 
     return [point_of(attempt, compile) for attempt in sweep(find, UNLIMITED, points)]
 

@@ -28,12 +28,12 @@ from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import compressible
 from vmem_jax.rewrite.transfers import parks
-from vmem_jax.search import memory
 from vmem_jax.search.attempt import Attempt, Found, need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import search
+from vmem_jax.search.record import Record, Tried, record_of
+from vmem_jax.search.search import Compiles, search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.carry import carry_contexts, with_carry
@@ -92,42 +92,36 @@ def find_plan(
     log: SearchLog,
     plain_need: int | None = None,
     params: SearchParams = PARAMS,
-    earlier: Sequence[Attempt] = (),
-    compiles: bool = True,
+    record: Record | None = None,
+    compiles: Compiles = Compiles.ALL,
 ) -> Found:
     """What the search finds for `budget` bytes.
 
     Args:
       log: of `checked_log`.
       plain_need: bytes that plain jit needs, where that was compiled.
-      earlier, compiles: as `search` has them.
+      record: of earlier searches; by default that of this process.
+      compiles: as `search` has it.
     """
     program = step.traced.captured.program
-    settings_key = dataclasses.replace(step.settings, name="", budget=None)
-    key = memory.key_of(program, (settings_key, step.target, step.inlined))
-    plans_of = lambda attempts: [
-        (dataclasses.replace(attempt.plan, budget=None), attempt.need) for attempt in attempts
-    ]
-    if compiles:
-        proved = memory.proved(key) or named_peaks.known(step)
-    else:
-        proved = plans_of(earlier)
-    groups = _groups(step, budget, log, proved)
+    if record is None:
+        settings = dataclasses.replace(step.settings, name="", budget=None)
+        record = record_of(program, (settings, step.target, step.inlined))
+        for plan, need in () if record.all() else named_peaks.known(step):
+            record.add(Tried(plan, need))
+    groups = _groups(step, budget, log, record.all())
     untouched = None if program.hosted else _variant(step, Keep(), 1)
     with doing(f"planning {step.settings.name}"):
-        found = search(
+        return search(
             groups,
             budget,
             untouched=untouched,
             plain_need=plain_need,
             params=params,
             log=log,
-            earlier=earlier,
+            record=record,
             compiles=compiles,
         )
-    if compiles:
-        memory.keep(key, plans_of(found.attempts))
-    return found
 
 
 def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
@@ -161,7 +155,7 @@ def checked_log(step: StepContext) -> SearchLog:
 
 
 def _groups(
-    step: StepContext, budget: int | None, log: SearchLog, proved: Sequence[tuple[Plan, int]]
+    step: StepContext, budget: int | None, log: SearchLog, tried: Sequence[Tried]
 ) -> list[list[Family]]:
     """The groups of families, in the order in which the search tries them.
 
@@ -173,7 +167,7 @@ def _groups(
     parts = parts_of(step)
     make = lambda context, count: _variant(context, settings.policy, count)
     made = functools.cache(functools.partial(make, step))  # the others are bounded by it, too
-    own = Family(parts.counts, made, settings.splitting, between=True, proved=proved)
+    own = Family(parts.counts, made, settings.splitting, between=True)
     if settings.splitting is Splitting.FEWEST:
         own = _by_size(step, own, settings.policy, budget)
     first = [own]
@@ -185,21 +179,21 @@ def _groups(
         if why:
             log.add(What.SKIPPED, "compress", why=why)
         more = [count for count in own.counts if count not in (1, -parts.samples)]
-        first = [Family((1,), functools.partial(_same, v), proved=proved) for v in variants]
+        first = [Family((1,), functools.partial(_same, v)) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
-    others = [_other(step, policy, proved) for policy in settings.policy.instead]
+    others = [_other(step, policy) for policy in settings.policy.instead]
     chunked = logit_contexts(step, budget)
     chunked += carry_contexts(step)
     loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
-    first += [_of_loops(context, proved) for context in loops]
-    first += _of_proved(step, (step, *loops), budget, proved)
+    first += [_of_loops(context) for context in loops]
+    first += _of_tried(step, (step, *loops), budget, tried)
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
-    at_last = Family(parts.counts, moving, settings.splitting, between=True, proved=proved)
+    at_last = Family(parts.counts, moving, settings.splitting, between=True)
     last = [at_last] if moves_at_last else []
     if moves_at_last and settings.splitting is Splitting.FEWEST:
         last = [_by_size(step, last[0], settings.policy, budget, moves=True)]
-    last += [_of_loops(context, proved, moves=True) for context in loops if moves_at_last]
+    last += [_of_loops(context, moves=True) for context in loops if moves_at_last]
     groups = [first, last]
     searched = not settings.policy.spared(step.traced.captured.program)
     if searched and not step.immovable and "compress" not in settings.named:
@@ -226,36 +220,34 @@ def _groups(
     return [group for group in some if group]
 
 
-def _of_loops(
-    context: StepContext, proved: Sequence[tuple[Plan, int]], moves: bool | None = None
-) -> Family:
+def _of_loops(context: StepContext, moves: bool | None = None) -> Family:
     """The family of a step whose loops stack other values, planned by the chosen policy."""
     settings = context.settings
     make = functools.partial(_variant, context, settings.policy, moves=moves)
     counts = parts_of(context).counts
     splitting = settings.splitting
-    return Family(counts, make, splitting, alike=True, between=True, proved=proved)
+    return Family(counts, make, splitting, alike=True, between=True)
 
 
-def _of_proved(
+def _of_tried(
     step: StepContext,
     forms: Sequence[StepContext],
     budget: int | None,
-    proved: Sequence[tuple[Plan, int]],
+    tried: Sequence[Tried],
 ) -> list[Family]:
-    """The families of `proved` plans that fit, but whose loops stack what no other of `forms` does:
+    """The families of `tried` plans that fit, but whose loops stack what no other of `forms` does:
     which forms there are depends on the budget, and an earlier search had another one."""
     stacks = {_stacks(form.traced.captured.program) for form in forms}
     found = []
-    for plan, need in proved:
-        fits = budget is None or need <= budget
+    for one in tried:
+        fits, plan = budget is None or one.need <= budget, one.plan
         if fits and plan.kept is not None and _stacks(plan) not in stacks:
             stacks.add(_stacks(plan))
             form = _formed(step, plan)
             make = functools.partial(_variant, form, step.settings.policy)
-            alike = [(p, n) for p, n in proved if _stacks(p) == _stacks(plan)]
-            counts = sorted({p.sub_batches for p, _ in alike if p.sub_batch_size is None})
-            found.append(Family(counts, make, alike=True, proved=alike))
+            alike = [other.plan for other in tried if _stacks(other.plan) == _stacks(plan)]
+            counts = sorted({p.sub_batches for p in alike if p.sub_batch_size is None})
+            found.append(Family(counts, make, alike=True))
     return found
 
 
@@ -275,12 +267,12 @@ def _formed(step: StepContext, plan: Plan) -> StepContext:
     return step
 
 
-def _other(step: StepContext, policy: AbstractPolicy, proved: Sequence[tuple[Plan, int]]) -> Family:
+def _other(step: StepContext, policy: AbstractPolicy) -> Family:
     """The family of `step` planned by another policy, which may move values wherever possible."""
     counts = parts_of(step).counts
     counts = [n for n in counts if n == 1 or policy.splitting is not Splitting.WHOLE]
     make = functools.partial(_variant, step, policy, moves=bool(step.transport))
-    return Family(counts, make, policy.splitting, between=True, proved=proved)
+    return Family(counts, make, policy.splitting, between=True)
 
 
 def _by_size(

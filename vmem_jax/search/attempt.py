@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from vmem_jax.core.costs import Costs
@@ -73,10 +72,3 @@ def need_nbytes(compiled: Any) -> int:
         - stats.alias_size_in_bytes
         + stats.temp_size_in_bytes
     )
-
-
-def of_plan(attempts: Iterable[Attempt], variant: Variant, plan: Plan) -> list[Attempt]:
-    """Those of `attempts` with the same plan for the same form of the step, by any policy."""
-    form = variant.origin
-    alike = lambda other: other is variant or (form is not None and other.origin is form)
-    return [a for a in attempts if alike(a.variant) and a.plan.schedule == plan.schedule]

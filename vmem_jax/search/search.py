@@ -22,6 +22,7 @@ programming problems", Econometrica 28 (1960).
 from __future__ import annotations
 
 import dataclasses
+import enum
 import heapq
 import math
 import time
@@ -33,11 +34,25 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
-from vmem_jax.search.attempt import Attempt, Found, need_nbytes, of_plan
+from vmem_jax.search.attempt import Attempt, Found, need_nbytes
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
+from vmem_jax.search.record import Record, Tried
 from vmem_jax.search.variant import Family, Variant
+
+
+class Compiles(enum.Enum):
+    """Which plans a search compiles; the others need what the record or the prediction says.
+
+    ALL: every plan that the search may choose.
+    UNTRIED: those that the record does not have, so the one that is found may have no compiled step.
+    NONE: no plan.
+    """
+
+    ALL = enum.auto()
+    UNTRIED = enum.auto()
+    NONE = enum.auto()
 
 
 def search(
@@ -48,8 +63,8 @@ def search(
     plain_need: int | None = None,
     params: SearchParams = DEFAULT,
     log: SearchLog | None = None,
-    earlier: Sequence[Attempt] = (),
-    compiles: bool = True,
+    record: Record | None = None,
+    compiles: Compiles = Compiles.ALL,
 ) -> Found:
     """The fastest plan by prediction that compiles to at most `budget` bytes.
 
@@ -58,16 +73,16 @@ def search(
       budget: bytes, or None for no limit.
       untouched: the step as plain jit runs it, if the search may choose that.
       plain_need: its need in bytes, if it was compiled.
-      earlier: attempts of earlier searches with the same variants. Their plans are not compiled
-        again, so the one that is found may have no compiled step.
-      compiles: whether plans are compiled; if not, each needs what it is predicted to need.
+      record: what earlier searches for this program tried; what this one tries is added.
+      compiles: which plans are compiled.
 
     Raises:
       HostMemoryError: every plan that fits parks more in host memory than is allowed.
       VmemError: nothing could be planned or compiled; the first reason.
     """
     log = SearchLog() if log is None else log
-    return _Search(budget, untouched, plain_need, params, log, earlier, compiles).run(groups)
+    record = Record() if record is None else record
+    return _Search(budget, untouched, plain_need, params, log, record, compiles).run(groups)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,10 +123,6 @@ class _Candidate:
         off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
         return self.estimate.need + sum(off)
 
-    def missed(self, plan: Plan) -> bool:
-        """Whether `plan` is one of its plans that compiled to too much."""
-        return any(attempt.plan.schedule == plan.schedule for attempt in self.misses)
-
 
 @dataclasses.dataclass
 class _Search:
@@ -133,8 +144,8 @@ class _Search:
     plain_need: int | None
     params: SearchParams
     log: SearchLog
-    earlier: Sequence[Attempt]
-    compiles: bool
+    record: Record
+    compiles: Compiles
     queue: list[tuple[tuple[float, int], int, _Candidate]] = dataclasses.field(default_factory=list)
     over: list[_Candidate] = dataclasses.field(default_factory=list)
     failures: list[Infeasible] = dataclasses.field(default_factory=list)
@@ -262,17 +273,14 @@ class _Search:
         if family.splitting is not Splitting.FEWEST:
             self._open_next(candidate, free)
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
-        for plan, need in family.proved:
-            if not _is_of(plan, variant):
-                continue
-            if self.budget is not None and need > self.budget:
-                known = Attempt(variant, plan, None, need, need, variant.costs)
+        for tried in self.record.candidates(variant):
+            plan, need = tried.plan, tried.need
+            known = Attempt(variant, plan, None, need, need, variant.costs)
+            if not self._fits(known):
                 self.known.append(known)
-            else:
-                again = dataclasses.replace(
-                    candidate, estimate=Estimate(plan, need), is_proved=True
-                )
-                self._push(dataclasses.replace(again, seconds=plan.predicted_seconds))
+                continue
+            again = dataclasses.replace(candidate, estimate=Estimate(plan, need), is_proved=True)
+            self._push(dataclasses.replace(again, seconds=plan.predicted_seconds))
         self._push(dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget)))
 
     def _plan(self, candidate: _Candidate) -> None:
@@ -305,20 +313,22 @@ class _Search:
         spare = self._spare
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
-        plan = candidate.estimate.plan
-        known = of_plan(self.attempts, variant, plan)
-        if spare <= 0 or len(misses) >= self.params.compiles_per_variant:
+        known = self._attempt_with(variant, candidate.estimate.plan)
+        if spare <= 0 or len(misses) >= self.params.compiles_per_variant or known in misses:
             self._give_up(candidate)
-        elif candidate.missed(plan):
-            self._give_up(candidate)
-        elif known and not self._fits(known[0]):  # compiled before for another variant
-            self._again(candidate, known[0])
+        elif known is not None and not self._fits(known):  # compiled before for another variant
+            self._again(candidate, known)
         elif (goal := self._goal_of_others(candidate)) is not None:
             self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
         else:
             attempt = self._attempt(variant, candidate.estimate, candidate)
             if not self._fits(attempt):
                 self._again(candidate, attempt)
+
+    def _attempt_with(self, variant: Variant, plan: Plan) -> Attempt | None:
+        """The attempt of the same plan for the same form of the step, by any policy."""
+        same = lambda a: a.variant.form is variant.form and a.plan.schedule == plan.schedule
+        return next(filter(same, self.attempts), None)
 
     def _try_between(self) -> None:
         """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
@@ -389,13 +399,18 @@ class _Search:
     ) -> Attempt:
         """Compiles a plan and logs it. It may have been planned for less than the user's budget."""
         compiled, need, costs = None, one.need, variant.costs
-        if earlier := of_plan(self.earlier, variant, one.plan):
-            need, costs = earlier[0].need, earlier[0].costs
-        elif self.compiles:
+        tried = None
+        if self.compiles is not Compiles.ALL:
+            tried = self.record.of_schedule(variant, one.plan)
+        if tried is not None:
+            need, costs = tried.need, tried.corrected(costs)
+        elif self.compiles is not Compiles.NONE:
             start = time.perf_counter()
             compiled = variant.compile_plan(one.plan)
             need, costs = need_nbytes(compiled), variant.learn(variant.costs, compiled)
             logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
+        unbound = dataclasses.replace(one.plan, budget=None)
+        self.record.add(Tried(unbound, need, variant.costs, costs))
         plan = dataclasses.replace(one.plan, budget=self.budget)
         known = predicted_need(variant.program, restated(one.plan, costs))
         excess = max(need - known, 0)
@@ -432,7 +447,7 @@ class _Search:
             self.over.remove(candidate)
             if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
                 continue  # another plan compiled to far less than this one is expected to
-            if of_plan(self.attempts, variant, one.plan) or candidate.missed(one.plan):
+            if self._attempt_with(variant, one.plan) is not None:
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
@@ -488,12 +503,3 @@ class _Search:
             self._attempt(self.untouched, one)
         except CompileError as error:
             self.reasons.append(error)
-
-
-def _is_of(plan: Plan, variant: Variant) -> bool:
-    """Whether `variant` may have `plan`: same program and policy, and transfers only with a link."""
-    can_move = variant.costs.link is not None or not plan.moves
-    program = variant.program
-    same = plan.program == program.fingerprint and plan.policy == variant.policy.name
-    # loops that stack other values may make an equal Program, but another jaxpr
-    return same and can_move and (plan.kept, plan.segments) == (program.kept, program.segments)

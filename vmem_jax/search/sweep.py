@@ -10,7 +10,7 @@ representative systems for discrete bicriterion optimization problems", Operatio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import techniques_of
@@ -77,18 +77,18 @@ class _Box:
         return 0.0 if small else nbytes * seconds
 
 
-def sweep(find: Callable[[int, Sequence[Attempt]], Found], most: int, points: int) -> list[Attempt]:
+def sweep(find: Callable[[int], Found], most: int, points: int) -> list[Attempt]:
     """The plans of which none is both slower and larger than another, from the smallest.
 
     Args:
-      find: what a search finds for a budget in bytes, given the attempts of those before it.
+      find: what a search finds for a budget in bytes.
       most: the budget that anything fits.
       points: searches.
     """
     seen: list[Attempt] = []
 
     def search(budget: int) -> Attempt | None:
-        found = find(budget, seen)
+        found = find(budget)
         seen.extend(dataclasses.replace(attempt, compiled=None) for attempt in found.attempts)
         return found.best if found.fits else None
 

@@ -41,6 +41,11 @@ class Variant:
     learn: Callable[[Costs, Any], Costs] = nothing_learned
     origin: Any = None
 
+    @property
+    def form(self) -> Any:
+        """What plans of several policies are made for: the traced step, else what compiles it."""
+        return self.compile_plan if self.origin is None else self.origin
+
     def lower_bound(self, budget: int | None = None) -> float:
         """A lower bound of the seconds of its plans within `budget` bytes.
 
@@ -80,7 +85,6 @@ class Family:
       alike: its variants differ little from those of other such families, so that XLA takes about as
         much more for them than is predicted.
       between: whether numbers between `counts` are tried too, if the fastest is wanted.
-      proved: plans of this family that were compiled before, with their needs in bytes.
     """
 
     counts: Sequence[int]
@@ -90,4 +94,3 @@ class Family:
     bounded_by: Callable[[int], Variant] | None = None
     alike: bool = False
     between: bool = False
-    proved: Sequence[tuple[Plan, int]] = ()

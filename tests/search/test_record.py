@@ -1,4 +1,4 @@
-"""memory: plans that were compiled are candidates of later searches."""
+"""record: plans that were compiled are candidates of later searches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from search_cases import (
     Compiler,
     Recording,
     auto,
-    family,
     find,
     variant,
 )
@@ -24,54 +23,62 @@ from search_cases import (
 from vmem_jax import POLICIES
 from vmem_jax.api.failure import budget_error
 from vmem_jax.policy.base import Infeasible
-from vmem_jax.search import memory
+from vmem_jax.search.record import Record, Tried, forget, record_of
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    memory.forget()
+    forget()
     yield
-    memory.forget()
+    forget()
 
 
 def plan_for(budget):
     return auto(STAYING).plan(PROGRAM, STILL, budget)
 
 
-def proved(found):
-    unbound = lambda plan: dataclasses.replace(plan, budget=None)
-    return [(unbound(attempt.plan), attempt.need) for attempt in found.attempts]
+def tried(plan, need):
+    return Tried(dataclasses.replace(plan, budget=None), need)
+
+
+def record(*plans):
+    """A record of pairs (plan, need)."""
+    made = Record()
+    for plan, need in plans:
+        made.add(tried(plan, need))
+    return made
 
 
 def test_the_minimum_peak_that_an_error_names_is_met_when_it_is_asked_for():
     """The compiler needs a fifth more than predicted, so nothing is predicted to fit there twice."""
     compile_plan = Compiler(lambda plan: plan.predicted_peak * 6 // 5)
     one = variant(compile_plan, POLICIES["recompute"](), STILL)
-    first = find(one, budget=LOW + 1)
+    both = Record()
+    first = find(one, budget=LOW + 1, record=both)
     assert not first.fits
     least = budget_error("recompute", LOW + 1, first, resident=0).lowest_peak
-    again = find([family(one, proved=proved(first))], budget=least)
+    again = find(one, budget=least, record=both)
     assert again.fits and again.best.need == least
 
 
 def test_what_is_proved_is_not_planned():
     compile_plan = Compiler()
-    known = [(plan_for(BUDGET), BUDGET)]
+    known = (plan_for(BUDGET), BUDGET)
 
     class Blind(Recording):
         def plan(self, program, costs, budget):
             self.asked.append(budget)
             return Infeasible("auto", budget, HIGH, "")
 
-    found = find([family(variant(compile_plan, Blind(STAYING), STILL), proved=known)])
-    assert found.fits and compile_plan.plans == [known[0][0]]
+    found = find(variant(compile_plan, Blind(STAYING), STILL), record=record(known))
+    assert found.fits and [p.order for p in compile_plan.plans] == [known[0].order]
 
 
 def test_a_plan_that_is_proved_is_taken_only_where_it_fits():
     compile_plan = Compiler()
-    known = [(plan_for(HIGH), HIGH)]
-    found = find([family(variant(compile_plan, auto(STAYING), STILL), proved=known)])
-    assert found.fits and known[0][0].order not in {plan.order for plan in compile_plan.plans}
+    high = plan_for(HIGH)
+    found = find(variant(compile_plan, auto(STAYING), STILL), record=record((high, HIGH)))
+    assert found.fits and high.order not in {plan.order for plan in compile_plan.plans}
 
 
 def test_a_larger_budget_never_ends_in_a_slower_plan():
@@ -82,10 +89,11 @@ def test_a_larger_budget_never_ends_in_a_slower_plan():
             return plan_for(BUDGET if budget <= BUDGET else LOW + (BUDGET - LOW) * 2 // 3)
 
     one = variant(Compiler(), Fickle(STAYING), STILL)
-    first = find(one, budget=BUDGET)
+    both = Record()
+    first = find(one, budget=BUDGET, record=both)
     alone = find(one, budget=BUDGET + 1)
     assert alone.best.plan.predicted_seconds > first.best.plan.predicted_seconds
-    again = find([family(one, proved=proved(first))], budget=BUDGET + 1)
+    again = find(one, budget=BUDGET + 1, record=both)
     assert again.best.plan.predicted_seconds == first.best.plan.predicted_seconds
 
 
@@ -100,7 +108,7 @@ def test_a_plan_of_another_program_or_policy_or_that_moves_is_not_taken():
         (moving, LOW),
     ]
     compile_plan = Compiler()
-    found = find([family(variant(compile_plan, auto(STAYING), STILL), proved=others)])
+    found = find(variant(compile_plan, auto(STAYING), STILL), record=record(*others))
     assert found.fits
     assert not {plan.order for plan, _ in others[:3]} & {p.order for p in compile_plan.plans}
     assert not any(p.moves for p in compile_plan.plans)
@@ -109,39 +117,34 @@ def test_a_plan_of_another_program_or_policy_or_that_moves_is_not_taken():
 # -- what is kept
 
 
-def key(i=0):
-    return f"program {i}", "options"
-
-
-def test_what_is_kept_is_proved():
-    plan = plan_for(BUDGET)
-    assert memory.proved(key()) == []
-    memory.keep(key(), [(plan, 5)])
-    memory.keep(key(), [(plan, 5)])
-    assert memory.proved(key()) == [(plan, 5)] and memory.proved(key(1)) == []
-    memory.forget()
-    assert memory.proved(key()) == []
+def test_a_record_has_what_was_added_once_and_knows_its_schedule():
+    plan, one = plan_for(BUDGET), variant(None, auto(STAYING), STILL)
+    kept = record((plan, 5), (plan, 5))
+    assert kept.all() == kept.candidates(one) == [tried(plan, 5)]
+    by_another = dataclasses.replace(plan, policy="another", predicted_seconds=7.0)
+    assert kept.of_schedule(one, by_another) == tried(plan, 5)
+    assert kept.of_schedule(one, dataclasses.replace(plan, order=plan.order[::-1])) is None
+    assert kept.of_schedule(one, plan_for(HIGH)) is None
 
 
 def test_of_a_program_the_lowest_and_the_latest_plans_are_kept():
     plan = plan_for(BUDGET)
     plans = [(dataclasses.replace(plan, predicted_peak=i), 100 + i) for i in range(40)]
-    for one in plans:
-        memory.keep(key(), [one])
-    kept = memory.proved(key())
-    assert plans[0] in kept and plans[-1] in kept and len(kept) < len(plans)
+    kept, every = record(*plans).all(), [tried(*one) for one in plans]
+    assert every[0] in kept and every[-1] in kept and len(kept) < len(every)
 
 
 def test_the_program_that_was_not_asked_for_the_longest_is_forgotten_first():
-    plan = plan_for(BUDGET)
-    for i in range(64):
-        memory.keep(key(i), [(plan, 5)])
-    memory.proved(key(0))
-    memory.keep(key(64), [(plan, 5)])
-    assert memory.proved(key(0)) and not memory.proved(key(1))
+    records = [record_of(PROGRAM, i) for i in range(32)]
+    assert record_of(PROGRAM, 0) is records[0]
+    record_of(PROGRAM, 32)
+    assert record_of(PROGRAM, 0) is records[0]
+    assert record_of(PROGRAM, 1) is not records[1]
+    forget()
+    assert record_of(PROGRAM, 0) is not records[0]
 
 
-def test_a_key_tells_programs_and_options_apart():
+def test_programs_and_options_have_records_of_their_own():
     other = dataclasses.replace(PROGRAM, outputs=PROGRAM.outputs[:1])
-    keys = {memory.key_of(p, o) for p in (PROGRAM, other) for o in ("a", "b")}
-    assert len(keys) == 4 and memory.key_of(PROGRAM, "a") in keys
+    records = {id(record_of(p, o)) for p in (PROGRAM, other) for o in ("a", "b")}
+    assert len(records) == 4 and id(record_of(PROGRAM, "a")) in records
