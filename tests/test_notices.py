@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 
 import vmem_jax
 from vmem_jax import logs
-from vmem_jax.api import planner
-from vmem_jax.api.notices import _a_profile_would_tell
+from vmem_jax.api.notices import NoticeParams, _a_profile_would_tell
 
 WEIGHTS = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
 BATCH = jax.ShapeDtypeStruct((2048, 32), jnp.float32)
@@ -55,8 +53,7 @@ def test_a_budget_that_plain_jit_meets_is_said_once(caplog):
 
 
 def test_a_slow_plan_is_said_with_the_budget_that_would_do(caplog, monkeypatch):
-    params = dataclasses.replace(planner.PARAMS, slow=1.001)
-    monkeypatch.setattr("vmem_jax.api.planner.PARAMS", params)
+    monkeypatch.setattr("vmem_jax.api.notices.PARAMS", NoticeParams(slow=1.001))
     (text,) = said(caplog, 0.5)
     assert "times as long as plain jit" in text and "it would be 1.1 times" in text
 

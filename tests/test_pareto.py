@@ -11,6 +11,8 @@ import pytest
 
 import vmem_jax
 from vmem_jax.report.trade import trade_table
+from vmem_jax.search import record
+from vmem_jax.techniques import StepContext
 
 WEIGHTS = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
 BATCH = jax.ShapeDtypeStruct((256, 32), jnp.float32)
@@ -51,6 +53,22 @@ def test_a_step_of_jit_has_its_settings_and_nothing_needs_a_compile(monkeypatch)
     assert not compiled
     assert points and all(set(p.techniques) <= {"order"} for p in points)
     assert {p.compiled_peak for p in points} == {None}
+
+
+def test_a_second_sweep_compiles_nothing_that_the_first_one_did(monkeypatch):
+    schedules = []
+
+    def compile_plan(self, traced, plan):
+        schedules.append(plan.schedule)
+        return compile_one(self, traced, plan)
+
+    compile_one = StepContext.compile
+    monkeypatch.setattr(StepContext, "compile", compile_plan)
+    record.forget()
+    kept = vmem_jax.jit(step, budget=1.0, donate_argnums=0)
+    for points in (2, 3):
+        vmem_jax.pareto(kept, WEIGHTS, BATCH, points=points)
+        assert schedules and len(schedules) == len({*schedules})
 
 
 def test_what_makes_no_sense_is_refused():

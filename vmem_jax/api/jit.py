@@ -21,6 +21,7 @@ from vmem_jax.api.tune import tuned
 from vmem_jax.capture import capture
 from vmem_jax.compiler.compile import left_out
 from vmem_jax.core.machine import Machine
+from vmem_jax.core.pareto_point import ParetoPoint
 from vmem_jax.core.plan import Plan
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
@@ -30,7 +31,7 @@ from vmem_jax.report.page import require_plotly, save_page
 from vmem_jax.report.picture import picture
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.search.attempt import need_nbytes
-from vmem_jax.search.sweep import ParetoPoint, front, point_of
+from vmem_jax.search.sweep import front, point_of
 from vmem_jax.techniques import StepContext
 from vmem_jax.techniques.jit_arguments import (
     density_of,

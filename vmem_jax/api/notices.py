@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from vmem_jax.core.planned import predicted_need
@@ -13,43 +14,66 @@ from vmem_jax.search.variant import Variant
 from vmem_jax.techniques import StepContext
 
 
+@dataclasses.dataclass(frozen=True)
+class NoticeParams:
+    """When something is worth a warning.
+
+    Attributes:
+      slow, bearable: a plan that is predicted to take `slow` times plain's seconds gives a warning,
+        which names the budget at which it would take `bearable` times; `looks` plans are made to find
+        that budget.
+      sure: where plain jit was not compiled, it is said to be within the budget if so many times the
+        predicted need of the captured step are. That step has exact residuals, which plain jit
+        lacks: VGG-16(256) needs 2.3 times as much without them.
+    """
+
+    slow: float = 1.5
+    bearable: float = 1.1
+    looks: int = 4
+    sure: float = 2.5
+
+
+PARAMS = NoticeParams()
+
+
 def notices(
     step: StepContext,
     best: Attempt,
     budget: int | None,
     plain_need: int | None,
     whole: Callable[[], Variant],
-    params: SearchParams,
+    search_params: SearchParams,
 ) -> list[str]:
     """What is worth a warning about the plan `best`.
 
     Args:
       budget: bytes.
       plain_need: bytes that plain jit needs, where that was compiled.
+      search_params: what the search took as the tolerance of predicted seconds.
       whole: the variant of the user's policy with the batch as a whole.
     """
     found = []
     plain, seconds = sum(step.costs.seconds), best.plan.predicted_seconds
-    slow = budget is not None and plain > 0 and seconds > params.slow * plain
+    slow = budget is not None and plain > 0 and seconds > PARAMS.slow * plain
     if slow and budget is not None:
-        enough = _budget_for(whole(), params.bearable * plain, budget, params.looks)
+        enough = _budget_for(whole(), PARAMS.bearable * plain, budget, PARAMS.looks)
         text = (
             f"in {show_nbytes(budget)} the fastest plan that was found is predicted to take "
             f"{seconds / plain:.1f} times as long as plain jit, {seconds * 1e3:.2f} ms for "
             f"{plain * 1e3:.2f} ms."
         )
         if enough:
-            text += f" In {show_nbytes(enough)} it would be {params.bearable} times."
+            text += f" In {show_nbytes(enough)} it would be {PARAMS.bearable} times."
         found.append(text)
     if budget is not None and step.settings.budget != "device":
-        need = plain_need or int(params.sure * _captured_need(step))
+        need = plain_need or int(PARAMS.sure * _captured_need(step))
         if need <= budget:
             how = "needs" if plain_need else "is predicted to need less than"
             found.append(
                 f"plain jit {how} {show_nbytes(need)}, and the budget is {show_nbytes(budget)}: a "
                 "smaller one would save memory."
             )
-    if _a_profile_would_tell(step) and seconds > (1 + params.time_tolerance) * plain:
+    if _a_profile_would_tell(step) and seconds > (1 + search_params.time_tolerance) * plain:
         found.append(
             f"the plan is predicted to take {seconds / plain - 1:.0%} longer than plain jit, by a "
             "roofline. Measured times (`profile=True`, or `vmem-jax profile`; about 20 s) let it "

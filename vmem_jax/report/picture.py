@@ -9,6 +9,7 @@ from typing import Any
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import lives
+from vmem_jax.core.pareto_point import ParetoPoint
 from vmem_jax.core.program import COMPRESS, Phase, Program
 from vmem_jax.core.simulate import Timeline, live_at, live_by, simulate
 from vmem_jax.errors import show_nbytes
@@ -16,7 +17,6 @@ from vmem_jax.policy.base import where_peak
 from vmem_jax.report.explain import Explanation
 from vmem_jax.report.grouping import groups_of
 from vmem_jax.report.trace import COMPUTE, INTO, OUT, Span, predicted
-from vmem_jax.search.sweep import ParetoPoint
 
 COLUMNS = 800
 """Points of a curve: a screen has about as many pixels. Of what falls together the highest stays."""

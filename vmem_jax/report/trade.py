@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from vmem_jax.core.pareto_point import ParetoPoint
 from vmem_jax.errors import show_nbytes
-from vmem_jax.search.sweep import ParetoPoint
 
 
 def trade_table(name: str, points: Sequence[ParetoPoint]) -> Table:

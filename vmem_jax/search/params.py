@@ -39,12 +39,6 @@ class SearchParams:
       same: needs of which one is more than this share of the other count as the same: if a further
         lowest plan compiles to so much of the one before, no more are tried, and of lowest plans that
         are predicted to need about the same, and to fit, the fastest is compiled.
-      slow, bearable: a plan that is predicted to take `slow` times plain's seconds gives a warning,
-        which names the budget at which it would take `bearable` times; `looks` plans are made to find
-        that budget.
-      sure: where plain jit was not compiled, it is said to be within the budget if so many times the
-        predicted need of the captured step are. That step has exact residuals, which plain jit
-        lacks: VGG-16(256) needs 2.3 times as much without them.
     """
 
     max_compiles: int = 8
@@ -59,10 +53,6 @@ class SearchParams:
     far: float = 1.1
     less_extreme: tuple[float, ...] = (1.25, 1.6)
     same: float = 0.99
-    slow: float = 1.5
-    bearable: float = 1.1
-    looks: int = 4
-    sure: float = 2.5
 
     def plan_tolerance_of(self, steps: int) -> float:
         """`plan_tolerance` for a program of so many steps."""

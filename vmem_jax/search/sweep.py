@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.pareto_point import ParetoPoint
 from vmem_jax.core.planned import techniques_of
 from vmem_jax.search.attempt import Attempt, Found
 
@@ -22,28 +22,6 @@ seconds are off by more than that (`SearchParams.time_tolerance`)."""
 
 SAME = 0.001
 """Of the seconds: a larger plan that is faster by less is no point of its own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ParetoPoint:
-    """One plan of which none is both slower and larger than another.
-
-    Attributes:
-      budget: bytes; the smallest budget that the plan meets.
-      predicted_seconds: of one step.
-      predicted_peak: bytes that the compiled step was predicted to need.
-      compiled_peak: bytes that it needs; None where nothing was compiled.
-      techniques: what the plan does, by the names that `allow` has for it; empty where it leaves the
-        step as it is.
-      plan: it, for `jit(plan=…)`.
-    """
-
-    budget: int
-    predicted_seconds: float
-    predicted_peak: int
-    compiled_peak: int | None
-    techniques: tuple[str, ...]
-    plan: Plan
 
 
 def point_of(attempt: Attempt, compiled: bool = True) -> ParetoPoint:
