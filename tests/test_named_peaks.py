@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import vmem_jax
@@ -111,3 +112,13 @@ def test_a_damaged_file_is_as_none(tmp_path, content):
     head = {"format": "vmem_jax lowest peaks", "schema": file.schema}
     file.path.write_text(json.dumps({**head, "device": "a card", "versions": {}, **content}))
     assert file.load() == {}
+
+
+def test_constants_of_the_step_are_no_arguments_in_an_error():
+    """XLA keeps them with the code, so less than they take can be a lowest peak."""
+    table = np.linspace(0, 1, 4096, dtype=np.float32)
+    scaled = lambda x: jnp.sum(x * table)
+    with pytest.raises(vmem_jax.BudgetError) as caught:
+        vmem_jax.jit(scaled, budget=100).lower(jax.ShapeDtypeStruct((4096,), jnp.float32)).compile()
+    assert 16384 < caught.value.lowest_peak < 2 * 16384
+    assert "arguments, outputs and constants alone take 32.0" in str(caught.value)

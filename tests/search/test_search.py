@@ -30,6 +30,7 @@ from vmem_jax import POLICIES
 from vmem_jax.api.failure import budget_error
 from vmem_jax.core.convolution import XLA, Configuration, Micro
 from vmem_jax.core.planned import predicted_need, simulate_plan
+from vmem_jax.core.program import Kind
 from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError
 from vmem_jax.policy import Keep
@@ -358,6 +359,19 @@ def test_the_untouched_program_is_not_compiled_where_its_arguments_and_outputs_a
     one = variant(compile_plan, POLICIES["recompute"](), STILL)
     found = find(one, budget=LOW - 1, without=untouched(compile_plan))
     assert not found.fits and all(plan.fenced for plan in compile_plan.plans)
+
+
+def test_constants_do_not_keep_the_untouched_program_from_being_compiled():
+    """XLA keeps them with the code: a step on 18 KiB of them needed 20 KiB, and 37 were predicted."""
+    [first, *others] = PROGRAM.buffers
+    assert 0 in PROGRAM.inputs
+    constant = dataclasses.replace(first, nbytes=2 * HIGH, kind=Kind.CONSTANT)
+    program = dataclasses.replace(PROGRAM, buffers=(constant, *others))
+    compile_plan = over(lambda plan: HIGH - plan.fenced - plan.predicted_peak)
+    without = Variant("keep", program, Keep(), unit_costs(program), compile_plan)
+    above = variant(over(lambda plan: HIGH + 9 - plan.predicted_peak), auto(STAYING))
+    found = find(above, budget=LOW, without=without)
+    assert not found.fits and not found.best.plan.fenced and found.best.need == HIGH
 
 
 def test_the_untouched_program_is_not_compiled_where_its_need_is_known_to_be_too_much():

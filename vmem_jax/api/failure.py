@@ -64,7 +64,7 @@ def budget_error(
     program = planned_program(program, plan)
     peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
     more, holders = [*helps(best.need)], at_the_peak(program, timeline)
-    if program.resident_nbytes > budget:
+    if program.arguments_nbytes > budget:
         holders = arguments_and_outputs(program)
     elif peak is not None and peak.convolution and peak.workspace:
         text = (

@@ -29,7 +29,7 @@ def helps_of(
       predict: the lowest peak of the step with other settings, in bytes, where that can be predicted.
     """
     settings, program = step.settings, step.traced.captured.program
-    resident = program.resident_nbytes
+    arguments = program.arguments_nbytes
     found = [*_donations(step)]
     moments = sum(b.nbytes for b in program.buffers if b.kind is Kind.OPTIMISER)
     if moments and "stream" in settings.allowed and not program.hosted and step.platform != "cpu":
@@ -40,7 +40,7 @@ def helps_of(
         other, text = wider
         reached = predict(other)
         found.append(Help(text, None if reached is None else max(lowest - reached, 0)))
-    halved = (lowest - resident) // 2
+    halved = (lowest - arguments) // 2
     for name, why in log.skipped.items():
         needs_gpu = name == "offload" and name not in settings.named and step.platform == "cpu"
         if needs_gpu or (name == "sub_batches" and settings.policy.name != "auto"):

@@ -200,6 +200,13 @@ class Program:
         return size(set(self.inputs)) + size(own) + size(returned) - size(aliased)
 
     @functools.cached_property
+    def arguments_nbytes(self) -> int:
+        """`resident_nbytes` without the step's constants: XLA may keep these with the code, which it
+        does not count."""
+        constants = (b for b in self.inputs if self.buffers[b].kind is Kind.CONSTANT)
+        return self.resident_nbytes - sum(self.buffers[b].nbytes for b in constants)
+
+    @functools.cached_property
     def is_resident(self) -> tuple[bool, ...]:
         """For every buffer, whether it is an input or output, which no plan can drop or park."""
         held = set(self.inputs) | set(self.outputs)

@@ -174,9 +174,11 @@ def infeasible(
 
 
 def arguments_and_outputs(program: Program) -> str:
-    """For people: the bytes of the arguments and outputs, and the largest of them."""
+    """For people: the bytes of the arguments, outputs and constants, and the largest of them."""
     ids = {*program.inputs, *program.outputs}
-    total = f"arguments and outputs alone take {show_nbytes(program.resident_nbytes)}; the largest:"
+    constants = program.resident_nbytes > program.arguments_nbytes
+    what = "arguments, outputs and constants" if constants else "arguments and outputs"
+    total = f"{what} alone take {show_nbytes(program.resident_nbytes)}; the largest:"
     return "\n".join([total, *_largest(program, ids)])
 
 

@@ -493,8 +493,8 @@ class _Search:
         """
         if self.untouched is None:
             return
-        resident = self.untouched.program.resident_nbytes
-        least = resident if self.plain_need is None else self.plain_need
+        least = self.untouched.program.arguments_nbytes
+        least = least if self.plain_need is None else self.plain_need
         if least >= min((a.need for a in self.attempts), default=math.inf):
             return
         one = planned(self.untouched, None, self.log)
