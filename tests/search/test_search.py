@@ -34,8 +34,10 @@ from vmem_jax.core.program import Kind
 from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError
 from vmem_jax.policy import Keep
-from vmem_jax.policy.base import Infeasible
+from vmem_jax.policy.base import Infeasible, finish
 from vmem_jax.policy.convolving import Convolving
+from vmem_jax.policy.drop_order import order_with_drops
+from vmem_jax.policy.recomputation import Recomputation
 from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import SearchParams
@@ -81,6 +83,26 @@ def test_a_little_more_is_taken_off_for_each_plan_that_missed():
     find(variant(compile_plan, policy, STILL), memory_step=0.1)
     peaks = [plan.predicted_peak for plan in compile_plan.plans]
     assert len(peaks) > 2 and peaks[0] > peaks[1] > peaks[2]
+
+
+class Elsewhere(POLICIES["recompute"]):
+    """Lowers some peak by as much as it is asked to, and not the highest by prediction."""
+
+    name = "elsewhere"
+
+    def plan(self, program, costs, budget):
+        recomputation = Recomputation(program, tuple(range(len(program.steps))))
+        idle = recomputation.idle()
+        order = order_with_drops(recomputation, {idle[budget % len(idle)]})
+        return finish("elsewhere", program, simulate(program, order, costs), budget)
+
+
+def test_where_the_peak_is_not_where_it_is_predicted_what_is_missing_is_taken_off():
+    """The lowest plan compiles to less than is predicted, and to 3 B more than are there."""
+    short = lambda plan: 0 if plan.budget <= BUDGET - 3 else 3
+    found = find(variant(Compiler(lambda plan: BUDGET + short(plan)), Elsewhere(), STILL))
+    assert found.fits and needs(found) == [BUDGET + 3, BUDGET]
+    assert all(attempt.predicted_need > BUDGET + 3 for attempt in found.attempts)
 
 
 def test_the_compiled_steps_of_plans_that_missed_are_let_go():

@@ -384,15 +384,11 @@ class _Search:
         # freeing other values moves the peak
         step = int(len(misses) * self.params.memory_step * self.budget)
         goal = self.budget - attempt.excess - step
-        candidate = dataclasses.replace(
-            candidate,
-            variant=variant,
-            estimate=None,
-            goal=goal,
-            misses=(*misses, attempt),
-            is_proved=False,
-        )
-        self._push(candidate)
+        if attempt.need <= attempt.predicted_need and candidate.goal is not None:
+            # the peak is not where it is predicted, so only what is missing says what to take off
+            goal = min(goal, candidate.goal - (attempt.need - self.budget))
+        candidate = dataclasses.replace(candidate, variant=variant, estimate=None, is_proved=False)
+        self._push(dataclasses.replace(candidate, goal=goal, misses=(*misses, attempt)))
 
     def _attempt(
         self, variant: Variant, one: Estimate, candidate: _Candidate | None = None
