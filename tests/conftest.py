@@ -15,7 +15,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Nor on what was measured on it: a fresh, empty directory for profiles.
-    os.environ["VMEM_JAX_CACHE"] = tempfile.mkdtemp(prefix="vmem_jax_test_")
+    os.environ["VMEM_JAX_CACHE"] = own = tempfile.mkdtemp(prefix="vmem_jax_test_")
+    if config.option.markexpr == "gpu_compile":
+        # Plans of one step have most kernels in common. The file is this process's: XLA locks none.
+        flag = f"--xla_gpu_kernel_cache_file={own}/kernels"
+        os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flag]))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
