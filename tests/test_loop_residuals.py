@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax import jax_compat as compat
+from vmem_jax.api import records
 from vmem_jax.capture import capture
 from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_pairs import find_pairs
@@ -29,7 +30,6 @@ from vmem_jax.models.decoder import Decoder, train_step
 from vmem_jax.policy import residuals
 from vmem_jax.policy.residuals import choose, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
-from vmem_jax.search import record
 
 MACHINE = CARDS["h200"].machine
 LAYERS, ROWS, WIDTH = 6, 32, 16
@@ -425,7 +425,7 @@ def test_a_scanned_step_fits_where_its_stacks_as_traced_do_not(monkeypatch):
     assert not tight.plan(*args).looped
     monkeypatch.setattr("vmem_jax.techniques.loops._chosen", lambda *_: ())
     assert vmem_jax.jit(step, **options).plan(*args).kept is not None  # it was proved
-    record.forget()
+    records.forget()
     with pytest.raises(BudgetError):
         vmem_jax.jit(step, **options).plan(*args)
 

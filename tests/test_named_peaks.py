@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 
 import vmem_jax
-from vmem_jax.api import named_peaks
+from vmem_jax.api import named_peaks, records
 from vmem_jax.profile.kept import VARIABLE, Identity
-from vmem_jax.search import record
 
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    record.forget()
+    records.forget()
     yield tmp_path / named_peaks.NamedPeaks.folder
-    record.forget()
+    records.forget()
 
 
 def step(w, x):
@@ -62,7 +61,7 @@ def test_another_search_without_the_first_ones_memory_has_the_plan_that_was_name
     directory, monkeypatch
 ):
     error = error_at(1)
-    record.forget()  # as another process has none
+    records.forget()  # as another process has none
     made, given = planned_at(error.lowest_peak, monkeypatch)
     assert error.lowest_plan.schedule in [plan.schedule for plan in given]
     assert made.plan.schedule == error.lowest_plan.schedule and len(made.attempts) == 1

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import vmem_jax
+from vmem_jax.api import records
 from vmem_jax.report.trade import trade_table
-from vmem_jax.search import record
 from vmem_jax.techniques import StepContext
 
 WEIGHTS = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6
@@ -64,7 +64,7 @@ def test_a_second_sweep_compiles_nothing_that_the_first_one_did(monkeypatch):
 
     compile_one = StepContext.compile
     monkeypatch.setattr(StepContext, "compile", compile_plan)
-    record.forget()
+    records.forget()
     kept = vmem_jax.jit(step, budget=1.0, donate_argnums=0)
     for points in (2, 3):
         vmem_jax.pareto(kept, WEIGHTS, BATCH, points=points)

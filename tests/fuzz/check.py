@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 import vmem_jax
+from vmem_jax.api import records
 from vmem_jax.errors import VmemError
-from vmem_jax.search import record
 
 from . import rounding
 from .options import Options
@@ -194,7 +194,7 @@ def _no_fit(error: vmem_jax.BudgetError, plain: Plain, keywords: dict[str, Any],
         return row
     row["asked"] = True
     args, again = plain.program.fresh(), {**keywords, "budget": named}
-    record.forget()  # as whoever edits the budget starts another process
+    records.forget()  # as whoever edits the budget starts another process
     try:
         compiled = vmem_jax.jit(plain.program.step, **again).lower(*args).compile()
     except vmem_jax.BudgetError as second:

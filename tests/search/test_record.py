@@ -22,8 +22,9 @@ from search_cases import (
 
 from vmem_jax import POLICIES
 from vmem_jax.api.failure import budget_error
+from vmem_jax.api.records import forget, record_of
 from vmem_jax.policy.base import Infeasible
-from vmem_jax.search.record import Record, Tried, forget, record_of
+from vmem_jax.search.record import Record, Tried
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import functools
 import pytest
 from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
 
+from vmem_jax.api.sweep import front, sweep
 from vmem_jax.core.plan import Plan
 from vmem_jax.search.attempt import Attempt, Found
 from vmem_jax.search.record import Record
 from vmem_jax.search.search import Compiles, search
-from vmem_jax.search.sweep import front, sweep
 
 
 def attempt(need: int, seconds: float) -> Attempt:

@@ -17,6 +17,7 @@ from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.garbage import uncollected
 from vmem_jax.api.planner import plan_step
 from vmem_jax.api.stages import Compiled, Lowered, run
+from vmem_jax.api.sweep import front, point_of
 from vmem_jax.api.tune import tuned
 from vmem_jax.capture import capture
 from vmem_jax.compiler.compile import left_out
@@ -31,7 +32,6 @@ from vmem_jax.report.page import require_plotly, save_page
 from vmem_jax.report.picture import picture
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.search.attempt import need_nbytes
-from vmem_jax.search.sweep import front, point_of
 from vmem_jax.techniques import StepContext
 from vmem_jax.techniques.jit_arguments import (
     density_of,

@@ -14,6 +14,7 @@ from vmem_jax.api.failure import budget_error
 from vmem_jax.api.garbage import uncollected
 from vmem_jax.api.helps import helps_of
 from vmem_jax.api.notices import notices
+from vmem_jax.api.records import record_of
 from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.plan import Plan
@@ -32,7 +33,7 @@ from vmem_jax.search.attempt import Attempt, Found, need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.record import Record, Tried, record_of
+from vmem_jax.search.record import Record, Tried
 from vmem_jax.search.search import Compiles, search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext

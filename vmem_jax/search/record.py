@@ -6,18 +6,13 @@ error names is met when it is asked for, and a larger budget never gives a slowe
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import threading
-from collections.abc import Hashable
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
-from vmem_jax.core.program import Program
+from vmem_jax.search.estimate import Estimate
 from vmem_jax.search.variant import Variant
-
-_PROGRAMS = 32
-"""Programs that are remembered; the least recently used one is forgotten first."""
 
 _PLANS = 32
 """Plans of each program: the one with the lowest need and the latest ones. A sweep compiles about as
@@ -25,18 +20,15 @@ many."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
-    """A plan that was compiled.
+class Tried(Estimate):
+    """A plan that was compiled, without a budget. In the record of searches that compile nothing its
+    need is the prediction.
 
     Attributes:
-      plan: it, without a budget.
-      need: bytes; the prediction, in the record of searches that compile nothing.
       costs: those that the plan was made from; None if another process made it.
       learned: the same, corrected by what the compiled step shows.
     """
 
-    plan: Plan
-    need: int
     costs: Costs | None = None
     learned: Costs | None = None
 
@@ -86,24 +78,3 @@ class Record:
         """The plan that does the same as `plan` of `variant`, by any policy."""
         alike = (t for t in self.all() if t.is_of(variant) and t.plan.schedule == plan.schedule)
         return next(alike, None)
-
-
-_records: collections.OrderedDict[Hashable, Record] = collections.OrderedDict()
-_lock = threading.Lock()
-
-
-def record_of(program: Program, options: object) -> Record:
-    """This process's record of a program, planned and compiled by `options`."""
-    key = program.fingerprint, repr(options)
-    with _lock:
-        record = _records.setdefault(key, Record())
-        _records.move_to_end(key)
-        if len(_records) > _PROGRAMS:
-            _records.popitem(last=False)
-        return record
-
-
-def forget() -> None:
-    """Forgets the records of this process."""
-    with _lock:
-        _records.clear()

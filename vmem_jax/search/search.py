@@ -96,7 +96,6 @@ class _Candidate:
       estimate: its plan, once there is one.
       goal: the most bytes that its plan may be predicted to need.
       misses: its plans that compiled to too much.
-      is_proved: whether its plan was compiled before, so that its need is known.
     """
 
     family: Family
@@ -106,13 +105,17 @@ class _Candidate:
     estimate: Estimate | None = None
     goal: int | None = None
     misses: tuple[Attempt, ...] = ()
-    is_proved: bool = False
 
     @property
     def rank(self) -> tuple[float, int]:
         """The key of the queue: seconds, then the number of sub-batches. The seconds of a family that
         must be faster by a share are raised by that share."""
         return self.seconds / (1 - self.family.must_gain), self.count
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether its plan was compiled by an earlier search, so that its need is known."""
+        return isinstance(self.estimate, Tried)
 
     @property
     def expected(self) -> float:
@@ -274,13 +277,12 @@ class _Search:
             self._open_next(candidate, free)
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
         for tried in self.record.candidates(variant):
-            plan, need = tried.plan, tried.need
-            known = Attempt(variant, plan, None, need, need, variant.costs)
-            if not self._fits(known):
-                self.known.append(known)
-                continue
-            again = dataclasses.replace(candidate, estimate=Estimate(plan, need), is_proved=True)
-            self._push(dataclasses.replace(again, seconds=plan.predicted_seconds))
+            if tried.fits(self.budget):
+                seconds = tried.plan.predicted_seconds
+                self._push(dataclasses.replace(candidate, estimate=tried, seconds=seconds))
+            else:
+                need = tried.need
+                self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
         self._push(dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget)))
 
     def _plan(self, candidate: _Candidate) -> None:
@@ -387,7 +389,7 @@ class _Search:
         if attempt.need <= attempt.predicted_need and candidate.goal is not None:
             # the peak is not where it is predicted, so only what is missing says what to take off
             goal = min(goal, candidate.goal - (attempt.need - self.budget))
-        candidate = dataclasses.replace(candidate, variant=variant, estimate=None, is_proved=False)
+        candidate = dataclasses.replace(candidate, variant=variant, estimate=None)
         self._push(dataclasses.replace(candidate, goal=goal, misses=(*misses, attempt)))
 
     def _attempt(
@@ -406,7 +408,7 @@ class _Search:
             need, costs = need_nbytes(compiled), variant.learn(variant.costs, compiled)
             logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
         unbound = dataclasses.replace(one.plan, budget=None)
-        self.record.add(Tried(unbound, need, variant.costs, costs))
+        self.record.add(Tried(unbound, need, costs=variant.costs, learned=costs))
         plan = dataclasses.replace(one.plan, budget=self.budget)
         known = predicted_need(variant.program, restated(one.plan, costs))
         excess = max(need - known, 0)
