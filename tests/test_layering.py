@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -61,6 +64,7 @@ SAME_IDEA = {
     "loops.py",
     "machine.py",
     "order.py",
+    "params.py",  # the constants of the room
     "plan.py",
     "profile.py",
     "recompute.py",
@@ -247,6 +251,53 @@ def test_meta_a_circle_is_found(late):
     sources = {"p.a": "from p import b", "p.b": "import p.c", "p.c": late, "p.d": "import p.a"}
     assert circles(sources) == {frozenset(("p.a", "p.b", "p.c"))}
     assert circles(sources | {"p.c": ""}) == set()
+
+
+# Numbers that are no parameters: formats, what was measured of machines, and what solvers need.
+NO_PARAMETERS = {
+    "core/compression.py": {"BLOCK_NBYTES", "UNIT_NBYTES", "_WIDEST", "_ROUNDING"},
+    "core/convolution.py": {"XLA"},
+    "core/looped.py": {"IN_FLIGHT", "EXTRA"},
+    "core/machine.py": {"_UNALIGNED", "_UNALIGNED_PRODUCT", "LEAST_BUSY"},
+    "core/packing.py": {"ALIGNMENT"},
+    "core/plan.py": {"FORMAT"},
+    "core/tuning.py": {"_HALVINGS"},
+    "policy/modnn.py": {"_WORKSPACE"},
+    "policy/workspace_division.py": {"_SCALE", "_ROUNDING"},
+}
+
+
+def numbers(source: str) -> set[str]:
+    """The names of a module's constants that are numbers, or tuples of numbers."""
+    found = set()
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        inner = [*ast.walk(node.value)]
+        constants = [one.value for one in inner if isinstance(one, ast.Constant)]
+        plain = ast.Constant | ast.Tuple | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop
+        if all(isinstance(one, plain | ast.expr_context) for one in inner) and all(
+            isinstance(value, int | float) for value in constants
+        ):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("room", ["core", "policy", "techniques"])
+def test_what_can_be_tuned_is_a_documented_parameter(room):
+    paths = [path for path in MODULES if path.startswith(f"{room}/")]
+    found = {path: numbers((ROOT / path).read_text()) for path in paths}
+    expected = {path: names for path, names in NO_PARAMETERS.items() if path in paths}
+    assert {path: names for path, names in found.items() if names} == expected
+    params = importlib.import_module(f"vmem_jax.{room}.params").PARAMS
+    documented = re.findall(r"^  (\w+): \S", inspect.getdoc(params), re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(params)]
+
+
+def test_meta_a_number_is_found():
+    source = 'A = 5\nB: float = 1 / 32\nC = (1.0, 2)\nD = "text"\nE = f(1)\nF = -1\nG = [1]'
+    assert numbers(source) == {"A", "B", "C", "F"}
 
 
 def test_plain_import_pulls_in_no_framework():

@@ -27,7 +27,7 @@ from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.validate import check_program
 from vmem_jax.errors import BudgetError
 from vmem_jax.models.decoder import Decoder, train_step
-from vmem_jax.policy import residuals
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.residuals import choose, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 
@@ -384,7 +384,7 @@ def brute_force(loop: PairedLoop, limit: int) -> float:
         for b in kept:
             if program.producer[b] in again:
                 seconds += MACHINE.seconds(program.steps[program.producer[b]])
-        best = min(best, loop.length * seconds + residuals._PASSES * size / MACHINE.bandwidth)
+        best = min(best, loop.length * seconds + PARAMS.stack_passes * size / MACHINE.bandwidth)
     return best
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.errors import WorkspaceError
+from vmem_jax.policy.params import PolicyParams
 from vmem_jax.policy.workspace_division import divide, front
 from vmem_jax.policy.workspace_reuse import reuse
 
@@ -179,7 +180,8 @@ def test_without_the_solver_the_division_is_the_same(monkeypatch):
 
 
 def test_too_many_choices_leave_the_solvers(monkeypatch):
-    monkeypatch.setattr("vmem_jax.policy.workspace_division._MOST_PARTIAL", 0)
+    none = PolicyParams(partial_divisions=0)
+    monkeypatch.setattr("vmem_jax.policy.workspace_division.PARAMS", none)
     test_division_on_an_h200()
 
 

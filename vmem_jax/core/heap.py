@@ -17,13 +17,11 @@ import numpy as np
 from vmem_jax.core.filters import transposed_filters
 from vmem_jax.core.liveness import taken_over
 from vmem_jax.core.packing import Interval
+from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import BEGIN, END, Program
 from vmem_jax.core.schedule import Do, Event, schedule
 from vmem_jax.core.simulate import staged_spans
-
-_MOST_TRIED = 100
-"""Places of residents that one value is tried in; in very deep networks there are thousands."""
 
 
 def heap_nbytes(
@@ -154,7 +152,7 @@ def elsewhere(intervals: Iterable[Interval], free: Sequence[Interval]) -> list[I
     left = []
     for one in sorted(intervals, key=lambda i: (-i.nbytes, i.first)):
         fits = (nbytes >= one.nbytes) & (first <= one.first) & (last >= one.last)
-        for place in np.flatnonzero(fits)[:_MOST_TRIED].tolist():
+        for place in np.flatnonzero(fits)[: PARAMS.heap_offsets].tolist():
             there = taken[place]
             at = bisect.bisect(there, one.last, key=lambda other: other.first)
             if not at or there[at - 1].last < one.first:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from vmem_jax.core.params import PARAMS
+
 ALIGNMENT = 256
 """Bytes: what CUDA's own allocator aligns to, and enough for any vector load."""
-
-_EXACT_COUNT = 12  # tensors up to which an exact search is tried
-_EXACT_STATES = 20_000  # states of the search after which it gives up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def pack(intervals: Sequence[Interval], alignment: int = ALIGNMENT) -> Packing:
         if total == bound:
             break
     assert best is not None
-    if best[0] > bound and len(intervals) <= _EXACT_COUNT:
+    if best[0] > bound and len(intervals) <= PARAMS.packed_exactly:
         best = _Exact(sizes, meeting, bound, best).search()
     return Packing(tuple(best[1]), best[0], bound)
 
@@ -173,7 +172,7 @@ class _Exact:
         return self.best
 
     def _lay(self, offsets: list[int], floor: int, total: int) -> None:
-        if self.best[0] == self.bound or self.states > _EXACT_STATES:
+        if self.best[0] == self.bound or self.states > PARAMS.packing_states:
             return
         self.states += 1
         left = [i for i, offset in enumerate(offsets) if offset < 0]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 
+from vmem_jax.core.params import PARAMS
 from vmem_jax.core.program import Program
-
-_AHEAD = 8
-"""Steps that are looked at for what they read."""
 
 
 def spines(
@@ -39,7 +37,7 @@ def spines(
                 b in depth and b not in avoid[position] and is_read_from(uses[b], position)
             )
             latest = max(filter(live, depth), key=lambda b: (depth[b], b), default=None)
-            soon = order[position : position + _AHEAD]
+            soon = order[position : position + PARAMS.spine_steps]
             read = [b for later in soon for b in program.steps[later].reads if live(b)]
             found[position] = tuple(dict.fromkeys([*([] if latest is None else [latest]), *read]))
         # what runs again reads fenced values, and so comes after all that came before

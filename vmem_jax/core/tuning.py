@@ -7,12 +7,10 @@ import functools
 from collections.abc import Callable, Collection
 
 from vmem_jax.core.costs import Costs, Source
+from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.program import Program
-
-_MOST = 8.0
-"""The factor, or its inverse, beyond which it is not the times of these steps that are wrong."""
 
 _HALVINGS = 40
 
@@ -111,7 +109,7 @@ def _solve(
     Slower steps never make a step as a whole faster, so the total does not fall.
     """
     total = lambda factor: total_of(scaled(factor))
-    low, high = 1 / _MOST, _MOST
+    low, high = 1 / PARAMS.corrected_times, PARAMS.corrected_times
     if not total(low) <= seconds <= total(high):
         return None
     if total(low) == total(high):

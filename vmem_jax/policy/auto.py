@@ -46,6 +46,7 @@ from vmem_jax.policy.modnn import MoDNN
 from vmem_jax.policy.offload_choice import candidates, hidden, without_idle_moves
 from vmem_jax.policy.option_checks import check_flag, check_number, check_numbers
 from vmem_jax.policy.order import canonical_order, lower_order
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.recompute_chains import Stretches
 from vmem_jax.policy.standard import standard_choices
@@ -53,9 +54,6 @@ from vmem_jax.policy.superneurons import SuperNeurons
 from vmem_jax.policy.transfer_schedule import rank, schedule_transfers
 from vmem_jax.policy.vdnn import VDNN
 from vmem_jax.policy.vdnnpp import VDNNpp
-
-_LOOPINGS = 8
-"""The most choices of stacks to loop that are tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +293,9 @@ def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, .
         if costs_with_looped(program, (*hidden, b), costs).seconds == costs.seconds:
             hidden = (*hidden, b)
     ranked = (*hidden, *(b for b in every if b not in hidden))
-    counts = {math.ceil(len(ranked) * n / _LOOPINGS) for n in range(1, _LOOPINGS + 1)} - {0}
+    counts = {
+        math.ceil(len(ranked) * n / PARAMS.loopings) for n in range(1, PARAMS.loopings + 1)
+    } - {0}
     return [ranked[:count] for count in sorted(counts)]
 
 

@@ -20,24 +20,8 @@ from vmem_jax.core.liveness import least_nbytes, step_nbytes
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.milp import Stages
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Drop, Recomputation
-
-ROWS = (1, 2, 4)
-"""The numbers of rows to try. For VGG-116 eight rows give a lower bound than four in the same
-time."""
-
-_STARTS = 2
-"""The first so many numbers of rows give a start: four rows take seconds even without branching."""
-
-_PARKING_TARGET = 0.96
-"""Share of the budget that a start with transfers may use."""
-
-_PARKING_PRICE = 0.01
-"""Price of parking a budget's worth of bytes, as a share of the step's seconds. Of two starts of
-equal time it selects the one that moves less."""
-
-_APART = 1 / 32
-"""Rows are at least this share of the step's seconds apart, since neighbours constrain alike."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +103,11 @@ def starts(recomputation: Recomputation, costs: Costs, budget: int) -> Iterator[
     program, base = recomputation.program, recomputation.base
     needs = [step_nbytes(program, program.steps[s]) for s in base]
     # the buffers of copies in flight take memory too, which the rows do not see
-    target = budget if costs.link is None else int(_PARKING_TARGET * budget)
-    for rows in _choices(simulate(program, base, costs), needs)[:_STARTS]:
-        stages = Stages(program, costs, base, target, rows, _PARKING_PRICE)
+    target = budget if costs.link is None else int(PARAMS.parking_target * budget)
+    for rows in _choices(simulate(program, base, costs), needs)[: PARAMS.bound_starts]:
+        stages = Stages(program, costs, base, target, rows, PARAMS.parking_price)
         # no clock: the same program has the same plan on every machine
-        found = stages.solve(node_limit=1, mip_rel_gap=5e-3)
+        found = stages.solve(node_limit=1, mip_rel_gap=PARAMS.start_gap)
         drops: set[Drop] = set()
         parks: set[Drop] = set()
         for row, gone, parked in zip(rows, found.gone, found.parked, strict=False):
@@ -150,6 +134,6 @@ def _choices(timeline: Timeline, needs: Sequence[int]) -> list[list[int]]:
     found = [timeline.peak_at]
     for p in sorted(tops, key=lambda p: -needs[p] * (live[p] - needs[p])):
         near = min(abs(timeline.start[p] - timeline.start[q]) for q in found)
-        if len(found) < max(ROWS) and near > _APART * timeline.seconds:
+        if len(found) < max(PARAMS.bound_rows) and near > PARAMS.rows_apart * timeline.seconds:
             found.append(p)
-    return [sorted(found[:n]) for n in sorted({min(n, len(found)) for n in ROWS})]
+    return [sorted(found[:n]) for n in sorted({min(n, len(found)) for n in PARAMS.bound_rows})]

@@ -14,10 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Recomputation
-
-_FARTHEST = 32
-"""The most steps that are considered for the cost of recomputing a value."""
 
 
 class Evictions:
@@ -111,7 +109,7 @@ class Evictions:
         seen: set[int] = set()
         looked: list[int] = []
         stack = [b]
-        while stack and len(seen) < _FARTHEST:
+        while stack and len(seen) < PARAMS.farthest_recompute:
             s = program.producer[stack.pop()]
             if s in seen:
                 continue

@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
 from vmem_jax.policy.eviction import Evictions
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Drop, Recomputation
 
 
@@ -28,10 +29,6 @@ class Away:
     buffer: int
     since: int
     until: int
-
-
-_MOST = 10
-"""An order of more than so many times the steps of the base means that the limit cannot be met."""
 
 
 class Execution:
@@ -84,7 +81,7 @@ class Execution:
         self._nbytes = program.resident_nbytes
         self.order: list[int] = []
         self.fits = True
-        self._most = _MOST * len(base) + 1000
+        self._most = PARAMS.longest_order * len(base) + 1000
         self._now = 0
         for self._now, s in enumerate(base):
             self._run_base(s)

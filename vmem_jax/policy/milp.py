@@ -33,10 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import step_nbytes
 from vmem_jax.core.program import Program
-
-_MOST_INTEGERS = 5_000
-"""Of a program with more variables only the linear relaxation is solved: of VGG-416 in four
-sub-batches, of 5,910, in 0.07 s and not 1.25, with a bound of 364.3 ms and not 365.5."""
+from vmem_jax.policy.params import PARAMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +282,7 @@ class _Highs:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
-        integers = not relaxed and len(self._cost) <= _MOST_INTEGERS
+        integers = not relaxed and len(self._cost) <= PARAMS.most_integers
         matrix = csr_array(
             (self._factors, self._columns, self._ends), shape=(len(self._low), len(self._cost))
         )
@@ -294,7 +291,7 @@ class _Highs:
             integrality=self._integer if integers else None,
             bounds=Bounds(0, self._most),
             constraints=LinearConstraint(matrix, self._low, self._high),
-            options={"mip_rel_gap": 1e-3, **limits},
+            options={"mip_rel_gap": PARAMS.bound_gap, **limits},
         )
         if found.status == 2:
             return float("inf"), True, []

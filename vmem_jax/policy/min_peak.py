@@ -8,9 +8,7 @@ from collections.abc import Callable
 from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline
-
-_CLOSE = 1.02
-"""The limits that are met and missed end this near to each other."""
+from vmem_jax.policy.params import PARAMS
 
 
 def lowest(program: Program, keeps: Timeline, attempt: Callable[[int], Timeline]) -> Timeline:
@@ -25,7 +23,7 @@ def lowest(program: Program, keeps: Timeline, attempt: Callable[[int], Timeline]
     """
     best = keeps
     missed, met = least_nbytes(program) - 1, best.peak
-    while met > max(_CLOSE * missed, missed + 1):
+    while met > max(PARAMS.lowest_close * missed, missed + 1):
         limit = max(math.isqrt(missed * met), missed + 1)
         found = attempt(limit)
         best = min(best, found, key=lambda timeline: (timeline.peak, timeline.seconds))

@@ -15,12 +15,9 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Execution
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Drop, Recomputation
 from vmem_jax.policy.transfer_schedule import schedule_transfers
-
-_MOST_TRIES = 24
-"""Schedules that are tried to find what is hidden. Blocks are halved, so that is some five values
-that are not."""
 
 
 def candidates(
@@ -70,14 +67,14 @@ def hidden(recomputation: Recomputation, costs: Costs, parks: Sequence[Drop]) ->
     """As many of `parks` as move without a wait, the first ones first."""
     program = recomputation.program
     unlimited = sum(b.nbytes for b in program.buffers)
-    tries = _MOST_TRIES
+    tries = PARAMS.hidden_tries
 
     def hides(wanted: Sequence[Drop]) -> bool:
         run = Execution(
             program, costs, recomputation.base, recomputation=recomputation, parks=wanted
         )
         timeline = schedule_transfers(program, run.order, run.away, costs, unlimited)
-        waits = sum(timeline.stalls) > 1e-3 * timeline.seconds
+        waits = sum(timeline.stalls) > PARAMS.hidden_waits * timeline.seconds
         return len(timeline.transfers) == len(wanted) and not waits
 
     chosen: list[Drop] = []

@@ -23,7 +23,8 @@ from typing import Any
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import simulate
-from vmem_jax.policy.update_groups import SCALARS, update_ranks
+from vmem_jax.policy.params import PARAMS
+from vmem_jax.policy.update_groups import update_ranks
 
 
 def canonical_order(program: Program) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ def _hoist(program: Program, order: list[int]) -> list[int]:
         made = sum(program.buffers[w].nbytes for w in _temporary(program, step.writes))
         if boundary is not None:
             ahead.append(boundary)  # nothing leaves the loop over sub-batches
-        scalars = bool(program.hosted) and step.pure and step.nbytes < SCALARS
+        scalars = bool(program.hosted) and step.pure and step.nbytes < PARAMS.scalar_nbytes
         update = bool(program.hosted) and step.phase is Phase.UPDATE and dying == made
         moves = (dying > made or update or scalars) and not blocked and not step.is_boundary
         ordered.insert(s, ahead if moves else None)

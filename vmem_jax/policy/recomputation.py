@@ -6,15 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from vmem_jax.core.program import Program
+from vmem_jax.policy.params import PARAMS
 
 Drop = tuple[int, int]
 """(buffer, n): dropped after its n-th use in the base order, n = 0 for the write."""
-
-PINNED = 64
-"""Bytes up to which a value that is made of nothing is kept."""
-
-_DEEPEST = 200
-"""A value behind more dead producers than this is not recomputed."""
 
 
 class Recomputation:
@@ -48,7 +43,7 @@ class Recomputation:
             for step in program.steps
             if step.pure and not step.reads
             for w in step.writes
-            if program.buffers[w].nbytes <= PINNED and not resident[w]
+            if program.buffers[w].nbytes <= PARAMS.pinned_nbytes and not resident[w]
         )
         self._known: dict[tuple[int, int], bool] = {}
 
@@ -72,7 +67,7 @@ class Recomputation:
         """
         key = (b, need)
         if key not in self._known:
-            self._known[key] = depth < _DEEPEST and self._decide(b, need, depth)
+            self._known[key] = depth < PARAMS.deepest_recompute and self._decide(b, need, depth)
         return self._known[key]
 
     def _decide(self, b: int, need: int, depth: int) -> bool:

@@ -40,23 +40,7 @@ from scipy import optimize, sparse
 
 from vmem_jax.core.costs import Machine
 from vmem_jax.core.paired import PairedLoop, in_segments
-
-_PASSES = 2
-"""Over memory for each byte that is kept in a stack, beside the step that makes it. Scanned, the
-layers of a decoder with 49 GiB of stacks took 40 ms longer on an H200 than unrolled: 2.4 passes."""
-
-_FEWEST = 100
-"""Seconds that all bytes count as, of the seconds of all steps, where the fewest bytes are wanted."""
-
-_GAP = 1e-3
-"""Relative, at which a choice is as good as the best."""
-
-_OCTAVES = 2
-"""Lengths of segments that are tried for each doubling. With k off by a factor of 2 ** (1 / 4) from
-the best, n / k + k is 1.5 % above its minimum."""
-
-_SHORTEST = 4
-"""Iterations of a loop that is divided: two segments of two."""
+from vmem_jax.policy.params import PARAMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +104,12 @@ def divisions(loops: Sequence[PairedLoop]) -> tuple[tuple[int, ...], ...]:
     lengths = [loop.length for loop in loops]
     most = max(lengths, default=0)
     found = dict[tuple[int, ...], None]()
-    for step in range(-_OCTAVES * most.bit_length(), _OCTAVES * most.bit_length() + 1):
-        share = 2 ** (step / _OCTAVES)
+    for step in range(
+        -PARAMS.segment_octaves * most.bit_length(), PARAMS.segment_octaves * most.bit_length() + 1
+    ):
+        share = 2 ** (step / PARAMS.segment_octaves)
         fit = lambda n, share=share: min(max(round(share * math.sqrt(n)), 2), -(-n // 2))
-        found[tuple(fit(n) if n >= _SHORTEST else 0 for n in lengths)] = None
+        found[tuple(fit(n) if n >= PARAMS.shortest_loop else 0 for n in lengths)] = None
     return tuple(every for every in found if any(every))
 
 
@@ -194,7 +180,7 @@ class _Model:
         early += sorted(loop.carried)
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
         keep, part = dict[int, int](), dict[int, int]()
-        passes = loop.times * _PASSES
+        passes = loop.times * PARAMS.stack_passes
         stacking = lambda b: passes * program.buffers[b].nbytes / self.machine.bandwidth
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
@@ -240,7 +226,9 @@ class _Model:
         count = len(self.costs)
         prices = np.asarray(self.costs) / max(sum(self.costs), 1e-30)
         if fewest:
-            prices = prices + _FEWEST * np.asarray(self.nbytes) / max(sum(self.nbytes), 1)
+            prices = prices + PARAMS.fewest_seconds * np.asarray(self.nbytes) / max(
+                sum(self.nbytes), 1
+            )
         rows = [(columns, values, low, np.inf) for columns, values, low in self.rows]
         if limit is not None:
             columns = [i for i, n in enumerate(self.nbytes) if n]
@@ -266,7 +254,7 @@ class _Model:
             constraints=optimize.LinearConstraint(
                 matrix, [low for *_, low, _ in rows], [high for *_, high in rows]
             ),
-            options={"mip_rel_gap": _GAP},
+            options={"mip_rel_gap": PARAMS.residual_gap},
         )
         if found.x is None:
             return None

@@ -19,15 +19,8 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from vmem_jax.core.program import Phase, Program
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Drop, Recomputation
-
-_OFFSETS = 3
-"""Every k-th cut is taken from each of the first k where k is at most this: a layer of a transformer
-has two cuts, and its input is one of them."""
-
-_SMALL = 1 / 64
-"""Of the median value that a product makes: what is smaller crosses a cut unseen, keys and masks of
-attention for instance, since keeping it costs next to nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +64,7 @@ def _every(count: int) -> Iterator[tuple[int, int]]:
     """(k, offset): which of so many cuts are kept."""
     powers = [2**n for n in range(count.bit_length()) if 2**n < count]
     for k in sorted({*powers, 3, round(math.sqrt(count)), round(math.sqrt(2 * count))}):
-        for offset in range(k if k <= _OFFSETS else 1):
+        for offset in range(k if k <= PARAMS.cut_offsets else 1):
             yield k, offset
 
 
@@ -101,7 +94,7 @@ def cuts(program: Program, base: Sequence[int]) -> list[int]:
                     sizes.append(program.buffers[w].nbytes)
     if not sizes:
         return []
-    small = _SMALL * sorted(sizes)[len(sizes) // 2]
+    small = PARAMS.small_cut * sorted(sizes)[len(sizes) // 2]
     found: dict[int, None] = {}
     live: set[int] = set()
     for position, writes in enumerate(made):

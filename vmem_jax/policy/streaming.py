@@ -21,9 +21,8 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, infeasible
 from vmem_jax.policy.executor import Away
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.transfer_schedule import stream
-
-_TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Streaming(AbstractPolicy):
             return self.inner.plan(program, costs, budget)
         inner_costs = self._inner_costs(costs)
         target = budget
-        for _ in range(_TRIES):
+        for _ in range(PARAMS.streaming_tries):
             found = self.inner.plan(program, inner_costs, target)
             inner = found.plan if isinstance(found, Infeasible) else found
             if inner is None:

@@ -18,9 +18,7 @@ from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.liveness import last_reads, taken_over
 from vmem_jax.core.planned import with_convolutions
 from vmem_jax.core.program import BEGIN, Program
-
-_BY_RULE = 6
-"""Rounds of equation 3 before the bracket is halved instead."""
+from vmem_jax.policy.params import PARAMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ def sub_batch_size(need: Callable[[int], Needed], batch: int, budget: int) -> in
             over = samples
         rounds += 1
         found = samples * max(budget - now.weights, 0) // max(now.task, 1)
-        found = found if rounds < _BY_RULE else (fits + over) // 2
+        found = found if rounds < PARAMS.size_rounds else (fits + over) // 2
         samples = min(max(found, fits + 1), over - 1)
     return fits
 

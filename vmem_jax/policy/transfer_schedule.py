@@ -20,13 +20,7 @@ from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.executor import Away
-
-_LONGER = 1.1
-"""Copies get so much more time than the link's rate requires, if there is time: steps that run faster
-than measured would otherwise wait."""
-
-_ROUNDS = 3
-"""Waits shift the steps in time, and with them the points, which are computed again this often."""
+from vmem_jax.policy.params import PARAMS
 
 
 def schedule_transfers(
@@ -41,7 +35,7 @@ def schedule_transfers(
     heavy = [p for p, s in enumerate(order) if not program.steps[s].fusible]
     best = None
     timeline = simulate(program, order, costs)
-    for _ in range(_ROUNDS):
+    for _ in range(PARAMS.point_rounds):
         transfers = _unhurried(program, timeline, away, costs, heavy)
         timeline = _within(program, order, transfers, costs, limit, heavy)
         if best is None or rank(timeline, limit) < rank(best, limit):
@@ -95,7 +89,7 @@ def _unhurried(
             starts[a] = gones[a] = 0
             continue
         start = _heavy_from(heavy, a.since, a.until)
-        free = max(free, begins[start]) + _LONGER * nbytes(a) / costs.link.out
+        free = max(free, begins[start]) + PARAMS.copy_seconds * nbytes(a) / costs.link.out
         starts[a] = start
         gones[a] = _heavy_from(heavy, bisect.bisect_left(begins, free), a.until)
     found = []
@@ -105,7 +99,7 @@ def _unhurried(
             found.append(Transfer(a.buffer, starts[a], gones[a], len(timeline.start), a.until))
             continue
         back = _heavy_until(heavy, a.until, starts[a])
-        free = min(free, begins[back]) - _LONGER * nbytes(a) / costs.link.into
+        free = min(free, begins[back]) - PARAMS.copy_seconds * nbytes(a) / costs.link.into
         latest = max(bisect.bisect_right(begins, free) - 1, 0)
         fetch = _heavy_until(heavy, latest, starts[a])
         gone = min(gones[a], back)

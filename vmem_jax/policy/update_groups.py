@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vmem_jax.core.program import Phase, Program
-
-SCALARS = 4096
-"""Steps that move fewer bytes are free: learning rates, bias corrections, counters."""
+from vmem_jax.policy.params import PARAMS
 
 
 def update_ranks(program: Program, order: Sequence[int]) -> list[float]:
@@ -32,7 +30,7 @@ def update_ranks(program: Program, order: Sequence[int]) -> list[float]:
             if s in seen:
                 continue
             seen.add(s)
-            if program.steps[s].pure and program.steps[s].nbytes < SCALARS:
+            if program.steps[s].pure and program.steps[s].nbytes < PARAMS.scalar_nbytes:
                 scalars.add(s)
                 stack += _producers(program, s)
             else:
@@ -67,7 +65,10 @@ def _groups(program: Program) -> list[list[int]]:
     updates = {
         s
         for s, step in enumerate(program.steps)
-        if step.phase is Phase.UPDATE and step.fusible and step.pure and step.nbytes >= SCALARS
+        if step.phase is Phase.UPDATE
+        and step.fusible
+        and step.pure
+        and step.nbytes >= PARAMS.scalar_nbytes
         if any(program.is_resident[w] for w in step.writes)
     }
     leader = {s: s for s in updates}
@@ -80,7 +81,7 @@ def _groups(program: Program) -> list[list[int]]:
 
     for b, buffer in enumerate(program.buffers):
         made = program.producer[b]
-        if made < 0 or buffer.nbytes < SCALARS:
+        if made < 0 or buffer.nbytes < PARAMS.scalar_nbytes:
             continue
         together = [s for s in (made, *program.readers[b]) if s in updates]
         for s in together[1:]:

@@ -42,11 +42,8 @@ from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.policy.layerwise import Walk
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.vdnn import VDNN
-
-_SHARES = (1.0, 0.9, 0.7, 0.0)
-"""Of the memory that may be used: what compute waits for, until the heap is no larger than it may be.
-With none of it, compute waits for each copy as early as vDNN does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +87,7 @@ class VDNNpp(VDNN):
         untils = {stay.buffer: stay.until for stay in walk.stays}
         first = [dataclasses.replace(t, back=untils[t.buffer]) for t in timeline.transfers]
         behind = [dataclasses.replace(t, fetch=min(t.fetch + 1, t.back)) for t in first]
-        for share, moved in itertools.product(_SHARES, (first, behind)):
+        for share, moved in itertools.product(PARAMS.waited_shares, (first, behind)):
             waits = int(share * limit)
             released = releases(program, costs, timeline.order, moved, walk.turn, waits)
             found = simulate(program, timeline.order, costs, released)

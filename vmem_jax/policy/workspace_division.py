@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from vmem_jax.core.convolution import Configuration, Micro
 from vmem_jax.errors import WorkspaceError
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.workspace_reuse import improving
 
 Fronts = Sequence[Sequence[Configuration]]
@@ -38,10 +39,6 @@ Choice = tuple[Configuration, ...]
 _SCALE = 1e4
 """What the largest loss of time and the limit are made in the program: HiGHS's tolerances are
 absolute, and SciPy cannot set them."""
-
-_MOST_PARTIAL = 1_000_000
-"""Choices for some of the kernels that are held at once; with more, HiGHS's answer stands. 462
-kernels, 22 times the same 21, had 47,000 in all of the steps together."""
 
 _ROUNDING = 1e-12
 
@@ -183,7 +180,7 @@ def _finish(fronts: Fronts, limit: int, price: float, start: Choice) -> Choice |
         for p in grown:
             if not partial or p[1] < partial[-1][1]:
                 partial.append(p)
-        if len(partial) > _MOST_PARTIAL:
+        if len(partial) > PARAMS.partial_divisions:
             return None
     if not partial or partial[-1][1] >= _seconds(start):
         return None

@@ -20,23 +20,9 @@ from vmem_jax.search.params import SearchParams
 from vmem_jax.search.variant import Variant
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
+from vmem_jax.techniques.params import PARAMS
 from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer import compression, ffi
-
-_MARGIN = 1 / 32
-"""Room for further values, as a share of the expected ones. More values overflow."""
-
-_WORTH = 0.9
-"""A value that keeps more than this share of its bytes when compressed stays as it is."""
-
-_SMALL = 1 / 500
-"""Share of all temporaries; smaller values are not worth two kernels."""
-
-_FREE = 1.01
-"""Within this factor of the seconds of all steps there is nothing to gain from compression."""
-
-_MOST = 3
-"""The most choices of compressed values that are compiled, one after another, until one fits."""
 
 
 class Compress(AbstractTechnique):
@@ -107,7 +93,7 @@ def compressing(
 
     best = tried(step)
     fits, seconds = not best.rank[0], sum(best.variant.costs.seconds)
-    if fits and not always and best.rank[1] <= _FREE * seconds:
+    if fits and not always and best.rank[1] <= PARAMS.fast_enough * seconds:
         return [best.variant], "it fits without, and is as fast as it can be"
     sizes, why = compressed_sizes(step.traced, step.leaves, settings.density, budget)
     if not sizes:
@@ -132,7 +118,7 @@ def compressing(
     choices = sorted(choices or [best], key=lambda choice: choice.rank)
     if not choices[0].variant.program.compressed and (len(choices) == 1 or not always):
         why = "no plan is predicted to be better with it"
-    return [choice.variant for choice in choices[:_MOST]], why
+    return [choice.variant for choice in choices[: PARAMS.compressed_choices]], why
 
 
 def _moved_next(choice: _Choice) -> tuple[Transfer, ...]:
@@ -156,7 +142,7 @@ def compressed_sizes(
       limit: bytes of device memory that counting may need.
     """
     captured = traced.captured
-    found = compressible(captured, _SMALL)
+    found = compressible(captured, PARAMS.compressed_part)
     if density is not None:
         known = dict.fromkeys(rectified(captured, found), density)
     else:
@@ -167,9 +153,9 @@ def compressed_sizes(
     sizes = {}
     for b, share in known.items():
         aval: Any = captured.variables[b].aval
-        room = min(share * (1 + _MARGIN), 1.0)
+        room = min(share * (1 + PARAMS.capacity_margin), 1.0)
         nbytes = compressed_nbytes(aval.size, aval.dtype.itemsize, room)
-        if nbytes <= _WORTH * captured.program.buffers[b].nbytes:
+        if nbytes <= PARAMS.compressed_share * captured.program.buffers[b].nbytes:
             sizes[b] = nbytes
     if sizes:
         return sizes, ""

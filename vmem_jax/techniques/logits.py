@@ -20,16 +20,7 @@ from vmem_jax.policy.order import lower_order
 from vmem_jax.rewrite.logits import in_chunks
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
-
-_COUNTS = (4, 16)
-"""Numbers of chunks that are planned for: a quarter of the logits is little beside the rest of a step
-already, and with a sixteenth next to nothing is left to gain."""
-
-_FITS = 0.5
-"""Of the budget: what is predicted to peak below it surely fits as it is."""
-
-_WORTH = 1 / 64
-"""Of the budget: smaller logits are not looked for."""
+from vmem_jax.techniques.params import PARAMS
 
 
 class Logits(AbstractTechnique):
@@ -58,9 +49,12 @@ def logit_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
     tail = _tail(step)
     assert isinstance(tail, Tail), "a step without one cannot use it"
     program = step.traced.captured.program
-    if tail.nbytes < _WORTH * budget:
+    if tail.nbytes < PARAMS.logits_part * budget:
         return []
-    if simulate(program, lower_order(program, step.costs), step.costs).peak <= _FITS * budget:
+    if (
+        simulate(program, lower_order(program, step.costs), step.costs).peak
+        <= PARAMS.sure_to_fit * budget
+    ):
         return []
     return [with_logits(step, count) for count in _counts(tail.size)]
 
@@ -82,6 +76,6 @@ def _tail(step: StepContext) -> Tail | str:
 
 
 def _counts(size: int) -> list[int]:
-    """Divisors of `size` nearest below `_COUNTS`."""
+    """Divisors of `size` nearest below `PARAMS.logit_chunks`."""
     below = lambda most: max(n for n in range(1, min(most, size) + 1) if size % n == 0)
-    return sorted({below(most) for most in _COUNTS} - {1})
+    return sorted({below(most) for most in PARAMS.logit_chunks} - {1})

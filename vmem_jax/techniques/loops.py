@@ -25,17 +25,8 @@ from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.residuals import Kept, choose, choose_divided, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.techniques.context import StepContext
+from vmem_jax.techniques.params import PARAMS
 from vmem_jax.tracing.traced import TracedStep
-
-_CHOICES = 5
-"""From the fewest seconds to the fewest bytes; with those for the budget there are seven to plan."""
-
-_TRIES = 3
-"""To meet a budget: what an iteration of another choice needs beside its stacks differs a little."""
-
-_GOALS = (1.0, 0.98)
-"""Of the budget: what is predicted to need all of it may compile to more. Of ten choices for a
-decoder none compiled to more than 1 % above its prediction."""
 
 
 def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
@@ -109,7 +100,7 @@ def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
     found = [variants.of(kept) for kept in variants.front]
     if budget is not None and all(variant.need > budget for variant in found):
         found += variants.divided()
-    goals = [] if budget is None else [int(share * budget) for share in _GOALS]
+    goals = [] if budget is None else [int(share * budget) for share in PARAMS.budget_goals]
     for goal in goals:
         found += variants.near(goal, found)
     for variant in found:
@@ -145,7 +136,7 @@ class _Variants:
 
     @functools.cached_property
     def front(self) -> Sequence[Kept]:
-        return front(self.loops, self.machine, _CHOICES)
+        return front(self.loops, self.machine, PARAMS.stack_choices)
 
     def of(self, kept: Kept) -> LoopVariant:
         """The step that stacks `kept`, made once."""
@@ -196,7 +187,7 @@ class _Variants:
             return
         before = max(under, key=lambda v: v.need)
         limit = before.kept.nbytes + budget - before.need
-        for _ in range(_TRIES):
+        for _ in range(PARAMS.budget_tries):
             kept = self.choose(limit)
             if kept is None or kept.seconds >= before.kept.seconds:
                 return

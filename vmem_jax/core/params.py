@@ -1,0 +1,33 @@
+"""The constants of what is computed from Programs and Plans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreParams:
+    """How far searches within simulations go.
+
+    Formats, alignments and what was measured of a machine are no parameters: they stand where they
+    are used.
+
+    Attributes:
+      heap_offsets: offsets between residents that one value is tried at; in very deep networks
+        there are thousands.
+      packed_exactly: tensors up to which an exact packing is searched for.
+      packing_states: states of that search after which it gives up.
+      spine_steps: steps from a position on that are looked at for what they read, to find its
+        spine.
+      corrected_times: the factor, or its inverse, beyond which it is not the times of these steps
+        that a measured step shows to be wrong.
+    """
+
+    heap_offsets: int = 100
+    packed_exactly: int = 12
+    packing_states: int = 20_000
+    spine_steps: int = 8
+    corrected_times: float = 8.0
+
+
+PARAMS = CoreParams()

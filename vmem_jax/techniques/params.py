@@ -1,0 +1,47 @@
+"""The constants of techniques."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class TechniqueParams:
+    """How many forms of a step techniques make, and what is too small for them.
+
+    Attributes:
+      capacity_margin: room for further values in what is compressed, as a share of the expected
+        ones. More values overflow.
+      compressed_share: a value that keeps more than this share of its bytes when compressed stays
+        as it is.
+      compressed_part: of all temporaries; smaller values are not worth two kernels.
+      fast_enough: of the seconds of all steps; a plan within this factor has nothing to gain from
+        compression.
+      compressed_choices: the most choices of compressed values that are compiled, one after
+        another, until one fits.
+      logit_chunks: numbers of chunks that are planned for: a quarter of the logits is little beside
+        the rest of a step already, and with a sixteenth next to nothing is left to gain.
+      sure_to_fit: of the budget; what is predicted to peak below it surely fits as it is.
+      logits_part: of the budget; smaller logits are not looked for.
+      stack_choices: of residuals, from the fewest seconds to the fewest bytes; with those for the
+        budget there are seven to plan.
+      budget_tries: to meet a budget: what an iteration of another choice needs beside its stacks
+        differs a little.
+      budget_goals: of the budget; what is predicted to need all of it may compile to more. Of ten
+        choices for a decoder none compiled to more than 1 % above its prediction.
+    """
+
+    capacity_margin: float = 1 / 32
+    compressed_share: float = 0.9
+    compressed_part: float = 1 / 500
+    fast_enough: float = 1.01
+    compressed_choices: int = 3
+    logit_chunks: tuple[int, ...] = (4, 16)
+    sure_to_fit: float = 0.5
+    logits_part: float = 1 / 64
+    stack_choices: int = 5
+    budget_tries: int = 3
+    budget_goals: tuple[float, ...] = (1.0, 0.98)
+
+
+PARAMS = TechniqueParams()
