@@ -36,6 +36,10 @@ fifth. Peaks stay as they are with 0.11; with 0.10 they change by some 200 bytes
 may then be compiled. JAX 0.12 has no such flag."""
 
 
+GPU_UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_gpu_disable_gpuasm_optimizations=true"
+"""Of code for a GPU, which plain jit compiles in 5 to 13 processor seconds where there is an SVD."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How programs are run.
@@ -48,7 +52,7 @@ class Settings:
         are done once for all of them.
       asked: share of the BudgetErrors whose lowest peak is asked for as the budget.
       limit: processor seconds that one program may take.
-      codegen: "fast" leaves out what of XLA:CPU's code generation changes no buffer; "full" is what
+      codegen: "fast" leaves out what of XLA's code generation changes no buffer; "full" is what
         users have. With `FULL_FROM` processes or more, one of them is "full" in any case.
       preface: Python that every worker runs first.
     """
@@ -69,7 +73,8 @@ class Settings:
             share = f"{0.8 / self.processes:.3f}"
             # products in TF32 differ from algorithm to algorithm by more than single precision rounds
             precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-            return {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": share, **precise}
+            there = {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": share, **precise}
+            return there if self.codegen == "full" else {**there, "XLA_FLAGS": GPU_UNOPTIMISED}
         if self.codegen == "full":
             return {"JAX_PLATFORMS": "cpu"}
         # LLVM's optimisation and MLIR for fusions are four fifths of the time to compile; what is
