@@ -30,7 +30,7 @@ def main() -> None:
     faulthandler.enable()
     with tempfile.TemporaryDirectory(prefix="vmem_jax_kernels_") as own:
         if os.environ.get("JAX_PLATFORMS", "").startswith("cuda"):
-            # plans of one step have most kernels in common; XLA locks no file: this process has its own
+            # plans of one step have most kernels in common; XLA locks no file, so each worker has one
             cached = f"--xla_gpu_kernel_cache_file={own}/kernels"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cached}"
         _serve(rows)
