@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -204,6 +205,11 @@ SHAPES: dict[str, Program] = {
 """One small program of every builder."""
 
 
+SIZES, BOOLEANS = st.integers(1, 16), st.booleans()
+upto = functools.cache(lambda most: st.integers(0, most))
+"""Numbers from 0. What is made anew for each draw takes longer to make than to draw from."""
+
+
 @st.composite
 def programs(draw: st.DrawFn, layers: int = 8, pure: bool = False) -> Program:
     """A valid random training step; without effects and donation if `pure`.
@@ -213,48 +219,48 @@ def programs(draw: st.DrawFn, layers: int = 8, pure: bool = False) -> Program:
     workspace, or write in place.
     """
     b = Builder()
-    size = st.integers(1, 16)
-    parameters = [b.input(draw(size)) for _ in range(draw(st.integers(0, 3)))]
-    values = [b.input(draw(size), Kind.BATCH)]
-    rare = lambda: draw(st.integers(0, 9)) == 0
+    parameters = [b.input(draw(SIZES)) for _ in range(draw(upto(3)))]
+    values = [b.input(draw(SIZES), Kind.BATCH)]
+    rare = lambda: draw(upto(9)) == 0
+    one_of = lambda pool: pool[draw(upto(len(pool) - 1))]
 
     def some(pool: Sequence[int], most: int) -> list[int]:
-        picked = st.lists(st.sampled_from(pool), max_size=most, unique=True)
-        return draw(picked) if pool else []
+        count = draw(upto(most)) if pool else 0
+        return [*dict.fromkeys(one_of(pool) for _ in range(count))]
 
     def options() -> dict:
         return {
-            "workspace": draw(size) if rare() else 0,
+            "workspace": draw(SIZES) if rare() else 0,
             "pure": pure or not rare(),
-            "in_place": draw(st.booleans()),
-            "fusible": draw(st.booleans()),
-            "flops": draw(st.integers(1, 1000)),
+            "in_place": draw(BOOLEANS),
+            "fusible": draw(BOOLEANS),
+            "flops": 1 + draw(upto(999)),
         }
 
-    n = draw(st.integers(1, layers))
+    n = 1 + draw(upto(layers - 1))
     for _ in range(n):
-        reads = [draw(st.sampled_from(values[-3:])), *some(values, 1), *some(parameters, 1)]
-        sizes = [draw(size) for _ in range(draw(st.integers(1, 2)))]
+        reads = [one_of(values[-3:]), *some(values, 1), *some(parameters, 1)]
+        sizes = [draw(SIZES) for _ in range(1 + draw(upto(1)))]
         values += b.step(reads, sizes, FORWARD, **options())
     loss = b.step([values[-1]], 1)
     cotangent, outputs, aliases = loss, [loss], []
     free = list(parameters)
     for _ in range(n):
         reads = [cotangent, *some(values, 2)]
-        cotangent = b.step(reads, draw(size), BACKWARD, **options())
-        if free and draw(st.booleans()):
+        cotangent = b.step(reads, draw(SIZES), BACKWARD, **options())
+        if free and draw(BOOLEANS):
             p = free.pop()
             gradient = b.step([cotangent, *some(values, 1)], b.buffers[p].nbytes, BACKWARD)
             new = b.step([gradient, p], b.buffers[p].nbytes, UPDATE, fusible=True, in_place=True)
             outputs.append(new)
-            if not pure and draw(st.booleans()):
+            if not pure and draw(BOOLEANS):
                 # a donated parameter is overwritten: nothing later may read it
                 aliases.append((p, new))
                 parameters.remove(p)
-    if draw(st.booleans()):
+    if draw(BOOLEANS):
         outputs.append(cotangent)
-    if draw(st.booleans()):
-        outputs.append(draw(st.sampled_from(values)))  # an activation, or an input given back
+    if draw(BOOLEANS):
+        outputs.append(one_of(values))  # an activation, or an input given back
     return b.program(outputs, aliases)
 
 
@@ -279,18 +285,18 @@ def orders(draw: st.DrawFn, program: Program, repeats: int = 6) -> tuple[int, ..
 
     while waiting:
         able = sorted(s for s in waiting if ready(s))
-        s = draw(st.sampled_from(able))
+        s = able[draw(upto(len(able) - 1))]
         waiting.discard(s)
         order.append(s)
         ran.add(s)
         made.update(program.steps[s].writes)
         if s in overwrites:
             gone.add(overwrites[s])
-        if repeats and draw(st.integers(0, 3)) == 0:
+        if repeats and draw(upto(3)) == 0:
             again = sorted(
                 r for r in ran if program.steps[r].pure and not gone & set(program.steps[r].reads)
             )
             if again:
-                order.append(draw(st.sampled_from(again)))
+                order.append(again[draw(upto(len(again) - 1))])
                 repeats -= 1
     return tuple(order)
