@@ -41,7 +41,7 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, Literal, Var
 
 _WINDOW = ("window_dimensions", "window_strides", "padding")
 
-# Each place of an overlapping window is a term of a sum over the input: a 7x7 window is 49.
+# Each offset in an overlapping window is a term of a sum over the input: a 7x7 window is 49.
 _MOST_OVERLAPPING = 49
 
 # Comparisons with their operands swapped.
@@ -331,7 +331,7 @@ def _picked(editor: Editor, eqn: Equation) -> int | None:
 
 
 def _forward_pool(editor: Editor, eqn: Equation) -> int | None:
-    """The pool of a backward scatter, if its windows tile the input and their places fit a byte."""
+    """The pool of a backward scatter, if its windows tile the input and their offsets fit a byte."""
     if eqn.primitive.name != "select_and_scatter_add":
         return None
     grad, y = eqn.invars
@@ -456,7 +456,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "label_scatter",
         "One number is added to +0 in each row, so the entry at the index is 0 + u and the others "
-        "are +0. An index that is out of bounds equals no place, and the scatter drops it. (In "
+        "are +0. An index that is out of bounds equals no offset, and the scatter drops it. (In "
         "bounds by promise it may be anything.)",
         _label_scatter,
     ),

@@ -1,7 +1,7 @@
 """fuse: which values of a flat jaxpr exist in memory, and which equations share a kernel.
 
 A fusible equation is computed inside every kernel that reads it. Where the reader is far away (a
-backward equation that reads a forward chain), two ways are open: the value exists in between, or the
+backward equation that reads a forward chain), there is a choice: the value exists in between, or the
 chain is computed again from values that exist anyway. The cheaper one is taken, in bytes moved plus
 bytes held: a dropout mask (1 byte an element) rather than the random bits (4), a batch-normalised
 value from the convolution's output, which the backward pass reads anyway.

@@ -209,21 +209,21 @@ def _dot_general(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     side = 0 if at[0] is not None else 1
     layout, role = at[side], roles[side]
     assert layout is not None and role is not None
-    kind, place = role
+    kind, number = role
     if kind == "free":
         if at[1 - side] is not None:
             return None
         taken = len(batch[0])
         if side == 1:
             taken += len(_shape(eqn.invars[0])) - len(contract[0]) - len(batch[0])
-        return [layout.at(taken + place)], list(at)
+        return [layout.at(taken + number)], list(at)
     # both operands have the samples there
     dims = contract if kind == "contracted" else batch
-    other = layout.at(dims[1 - side][place])
+    other = layout.at(dims[1 - side][number])
     if at[1 - side] not in (None, other):
         return None
     wants = [layout, other] if side == 0 else [other, layout]
-    return [SUMMED if kind == "contracted" else layout.at(place)], wants
+    return [SUMMED if kind == "contracted" else layout.at(number)], wants
 
 
 def _conv(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
@@ -358,8 +358,8 @@ def _scatter(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
 def _attention(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     """cuDNN's attention (`jax.nn.dot_product_attention`), of each sequence for itself.
 
-    What it drops depends on the place in the batch, and packed sequences and pages are counted from
-    the first row.
+    What it drops depends on the position in the batch, and packed sequences and pages are counted
+    from the first row.
     """
     layout = _one(at)
     query, bias = eqn.invars[0], eqn.invars[3]

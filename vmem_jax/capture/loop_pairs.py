@@ -228,10 +228,10 @@ class _Joined:
             env[v] = own = compat.new_var(v.aval)
             self.constants[own] = value
         carried: dict[Var, Atom] = {}
-        for place, (v, a) in enumerate(zip(opened.invars, eqn.invars, strict=True)):
-            if place < consts:
+        for index, (v, a) in enumerate(zip(opened.invars, eqn.invars, strict=True)):
+            if index < consts:
                 env[v] = self._same(a)
-            elif place < consts + carry:
+            elif index < consts + carry:
                 env[v] = own = compat.new_var(v.aval)
                 carried[own] = a
             else:

@@ -119,7 +119,7 @@ class _Pair:
         self.again = _Again(eqn, segments.parts)
         self.backward_carry = segments.carry
 
-    def _place(self, t: Any) -> Any:
+    def _slice_of(self, t: Any) -> Any:
         """The slice of stacks that the iteration reads and writes that runs as number `t`."""
         return self.length - 1 - t if self.eqn.params["reverse"] else t
 
@@ -144,7 +144,7 @@ class _Pair:
 
         def once(state: Any, t: Any) -> Any:
             carried, stacks = state
-            i = self._place(t)
+            i = self._slice_of(t)
             outs = run(*consts, *carried, *(_slice(x, i) for x in xs))
             carried, ys = _cut(outs, self.carry)
             stacks = [_put(stack, ys[p], i) for p, stack in zip(whole, stacks, strict=True)]
@@ -193,18 +193,18 @@ class _Pair:
         xs = range(self.consts + self.carry, len(self.eqn.invars))
         current = {p: replaced[a] for p in xs if (a := _variables(self.eqn)[p]) in replaced}
         mine = dict(zip(self.again.parts, self.last_parts, strict=True))
-        places: list[int | None] = []  # of every stack that is read that of the part, or None
+        indices: list[int | None] = []  # of every stack that is read that of the part, or None
         others = []
         for a, now in zip(eqn.invars[consts + carry :], operands[consts + carry :], strict=True):
             is_part = isinstance(a, Var) and a in mine
-            places.append(self.again.parts.index(a) if is_part else None)
+            indices.append(self.again.parts.index(a) if is_part else None)
             others += [] if is_part else [now]
         groups = [operands[:consts], operands[consts : consts + carry], others]
         groups += [self.operands, self.whole, self.carried_in, self.last_parts]
         sizes = [len(group) for group in groups]
 
         def run(*values: Any) -> list[Any]:
-            return self._backward(eqn, places, current, *_cut(values, *sizes[:-1]))
+            return self._backward(eqn, indices, current, *_cut(values, *sizes[:-1]))
 
         outs = calls.bind(run, [a for group in groups for a in group], eqn)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -212,7 +212,7 @@ class _Pair:
     def _backward(
         self,
         eqn: JaxprEqn,
-        places: Sequence[int | None],
+        indices: Sequence[int | None],
         current: Mapping[int, int],
         consts: Sequence[Any],
         carried: Sequence[Any],
@@ -227,8 +227,8 @@ class _Pair:
 
         def once(state: Any, given: Any) -> Any:
             (carried, stacks), (t, parts) = state, given
-            i, rest = self._place(t), iter(others)
-            xs = [_slice(next(rest), i) if p is None else parts[p] for p in places]
+            i, rest = self._slice_of(t), iter(others)
+            xs = [_slice(next(rest), i) if p is None else parts[p] for p in indices]
             outs = run(*consts, *carried, *xs)
             carried, ys = _cut(outs, carry)
             return (carried, [_put(s, y, i) for s, y in zip(stacks, ys, strict=True)]), None
@@ -238,7 +238,7 @@ class _Pair:
             (s, kept), carried = lax.optimization_barrier((given, state[0]))
             state, numbers = (carried, state[1]), self._of(s)
             now = [carried[current[p]] if p in current else a for p, a in enumerate(operands)]
-            again = lambda inner, t: self.again.run(now, whole, inner, self._place(t))
+            again = lambda inner, t: self.again.run(now, whole, inner, self._slice_of(t))
             _, parts = self._scan(again, kept, numbers, self.every)
             state, _ = self._scan(once, state, (numbers, parts), self.every, reverse=True)
             return state, None

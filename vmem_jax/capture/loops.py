@@ -30,9 +30,9 @@ def stacks(flat: ClosedJaxpr) -> dict[Var, int]:
             continue
         _, carry = compat.scan_counts(eqn)
         made = compat.open_jaxpr(eqn.params["jaxpr"]).outvars
-        for place in range(carry, len(eqn.outvars)):
-            v, reader = eqn.outvars[place], uses.get(eqn.outvars[place], [])
-            if len(reader) == 1 and isinstance(made[place], Var) and is_array(v.aval):
+        for result in range(carry, len(eqn.outvars)):
+            v, reader = eqn.outvars[result], uses.get(eqn.outvars[result], [])
+            if len(reader) == 1 and isinstance(made[result], Var) and is_array(v.aval):
                 if compat.is_in_host_memory(v.aval):
                     continue  # the user's own policy has it there already
                 if _reads_in_reverse(reader[0], v, eqn):

@@ -2,7 +2,7 @@
 
 XLA:GPU lowers `select_and_scatter_add` to a scatter into a tensor of zeros that it makes at the start
 of the step and holds throughout, and adds with atomics in any order. From a one-byte index of the
-pooled shape the same sum is a gather: for each place in the window, the gradients of the windows
+pooled shape the same sum is a gather: for each offset in the window, the gradients of the windows
 that selected it, spread by the stride. It is one elementwise kernel, in a fixed order.
 """
 
@@ -21,7 +21,7 @@ Padding = Sequence[tuple[int, int]]
 def window_index(
     window: Sequence[int], strides: Sequence[int], padding: Padding, y: jax.Array
 ) -> jax.Array:
-    """Row-major place of the element that each window selects, as uint8 of the pooled shape.
+    """Row-major index of the element that each window selects, as uint8 of the pooled shape.
 
     The scan is that of `select_and_scatter_add`: the current element stays if it is >= the next one.
     Padding takes part as -inf, as in JAX's lowering, and may be selected after a NaN; the gradient
@@ -37,14 +37,14 @@ def window_index(
     ]
     padded = lax.pad(y, lax.full((), -np.inf, y.dtype), [(lo, hi, 0) for lo, hi in padding])
 
-    def element(place: Sequence[int]) -> jax.Array:
-        stop = [o + (n - 1) * s + 1 for o, n, s in zip(place, shape, strides, strict=True)]
-        return lax.slice(padded, place, stop, strides)
+    def element(offset: Sequence[int]) -> jax.Array:
+        stop = [o + (n - 1) * s + 1 for o, n, s in zip(offset, shape, strides, strict=True)]
+        return lax.slice(padded, offset, stop, strides)
 
     first, *rest = itertools.product(*map(range, window))
     best, index = element(first), lax.full(shape, 0, np.uint8)
-    for k, place in enumerate(rest, 1):
-        new = element(place)
+    for k, offset in enumerate(rest, 1):
+        new = element(offset)
         keep = lax.ge(best, new)
         best = lax.select(keep, best, new)
         index = lax.select(keep, index, lax.full(shape, k, np.uint8))
@@ -61,7 +61,7 @@ def scatter(
 ) -> jax.Array:
     """The gradient of the pool's input: each element sums the windows that selected it.
 
-    For one element, windows in row-major order are places in descending order: that is the order of
+    For one element, windows in row-major order are offsets in descending order: that is the order of
     the sum, as in a sequential scatter.
 
     Args:
@@ -71,12 +71,12 @@ def scatter(
     """
     zero = lax.full((), 0, grad.dtype)
     total = lax.full(shape, 0, grad.dtype)
-    for k, place in reversed(list(enumerate(itertools.product(*map(range, window))))):
+    for k, offset in reversed(list(enumerate(itertools.product(*map(range, window))))):
         chosen = lax.eq(index, lax.full(index.shape, k, np.uint8))
         part = lax.select(chosen, grad, lax.full(grad.shape, 0, grad.dtype))
         config = []
-        for o, n, m, s, (lo, _) in zip(place, shape, grad.shape, strides, padding, strict=True):
-            start = o - lo  # where the first window puts this place
+        for o, n, m, s, (lo, _) in zip(offset, shape, grad.shape, strides, padding, strict=True):
+            start = o - lo  # where the first window puts this offset
             config.append((start, n - (start + (m - 1) * s + 1), s - 1))
         total = lax.add(total, lax.pad(part, zero, config))
     return total

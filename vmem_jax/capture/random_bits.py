@@ -1,6 +1,6 @@
 """random_bits: the random bits of some samples alone, as those of the whole batch have them.
 
-A threefry generator makes every word of its key and of the word's place in the array: with JAX's
+A threefry generator makes every word of its key and of the word's position in the array: with JAX's
 partitionable ones no word needs another. (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
 SC 2011, section 2.)
 """
@@ -27,7 +27,7 @@ def can_slice(eqn: JaxprEqn) -> bool:
         config.jax_threefry_partitionable
         and not key.shape
         and str(key.dtype) == "key<fry>"
-        and math.prod(eqn.params["shape"]) < 2**32  # places of one word
+        and math.prod(eqn.params["shape"]) < 2**32  # positions of one word
     )
 
 
@@ -48,10 +48,10 @@ def sliced_bits(
     after = layout.inner * math.prod(shape[layout.dim + 1 :])
     at = lambda dim: lax.broadcasted_iota(jnp.uint32, (before, size, after), dim)
     sample = at(1) + offset.astype(jnp.uint32)
-    place = (at(0) * jnp.uint32(whole) + sample) * jnp.uint32(after) + at(2)
-    place = place.reshape(layout.shape(shape, size))
+    position = (at(0) * jnp.uint32(whole) + sample) * jnp.uint32(after) + at(2)
+    position = position.reshape(layout.shape(shape, size))
     first, second = jax.random.key_data(key)
-    high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(place), place)
+    high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(position), position)
     dtype = jnp.dtype(f"uint{width}")
     if width == 64:
         return lax.shift_left(high.astype(dtype), jnp.asarray(32, dtype)) | low.astype(dtype)

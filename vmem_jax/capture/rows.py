@@ -1,6 +1,6 @@
 """rows: indices that pick of every sample its own row, `x[jnp.arange(n), labels]`.
 
-Such indices have the places of the samples in one column. Of a sub-batch they are the places in it.
+Such indices have the numbers of the samples in one column. Of a sub-batch they are the numbers in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def own_rows(
     eqn: JaxprEqn, at: Sequence[Where], size: int, maker: _Makers
 ) -> tuple[Ruled, int] | None:
     """What `layouts.ruled` gives for a gather or scatter of each sample's own row, and the column of
-    its indices that has the places of the samples; None for anything else.
+    its indices that has the numbers of the samples; None for anything else.
 
     Args:
       at: the layout of each operand.

@@ -354,8 +354,8 @@ def _gather(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
     rank = len(eqn.outvars[0].aval.shape)
     batch = [d for d in range(rank) if d not in numbers.offset_dims]
     found: list[tuple[str, ...]] = [()] * rank
-    for place, d in enumerate(batch):
-        found[d] = _at(splits[1], place)
+    for index, d in enumerate(batch):
+        found[d] = _at(splits[1], index)
     return [_once(found)]
 
 

@@ -96,8 +96,8 @@ class Slicer:
         """`indices`, of which a column counts the samples of the batch, as that of a sub-batch."""
 
         def counted_from_here(indices: Any, offset: Any) -> Any:
-            places = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-            return indices - jnp.where(places == column, offset, 0).astype(indices.dtype)
+            columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+            return indices - jnp.where(columns == column, offset, 0).astype(indices.dtype)
 
         return self.calls.bind(counted_from_here, [indices, self.offset], like)[0]
 

@@ -235,8 +235,8 @@ class _Divider:
         if layout is None:
             add = lambda total, part: total + part.astype(total.dtype)
             return self.calls.bind(add, [before, part], like)[0]
-        place = functools.partial(put, layout=layout, size=self.size)
-        return self.calls.bind(place, [before, part, emitter.offset], like)[0]
+        write = functools.partial(put, layout=layout, size=self.size)
+        return self.calls.bind(write, [before, part, emitter.offset], like)[0]
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -1,7 +1,7 @@
 """ties: comparisons of a value with what is computed from it, which must see one version of both.
 
 The gradient of a maximum asks which elements equal it: `x == max(x)`. As traced, one always does. A
-plan that keeps the maximum and recomputes `x` may break that: XLA fuses `x` in another way the second
+plan that keeps the maximum and recomputes `x` may break that: XLA fuses `x` differently the second
 time, its last bit differs, nothing equals the maximum, and the gradient is divided by zero. The same
 holds for a median, a clamp by bounds that depend on the data, and whatever else compares a value with
 a selection of its own elements. Rounding moves any other decision (a sign, the winner of a pool) as

@@ -36,13 +36,13 @@ def touched_nbytes(kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var
 def _read(v: Var, own: Sequence[JaxprEqn], size: Callable[[Var], int]) -> int:
     total = 0
     for eqn in own:
-        for place, a in enumerate(eqn.invars):
+        for index, a in enumerate(eqn.invars):
             if a is not v:
                 continue
             name = eqn.primitive.name
-            if place == 0 and (name in ("dynamic_slice", "gather") or _is_cut_in_rows(eqn)):
+            if index == 0 and (name in ("dynamic_slice", "gather") or _is_cut_in_rows(eqn)):
                 total += size(v) * nbytes(eqn.outvars[0].aval) // max(nbytes(v.aval), 1)
-            elif place == 0 and name == "dynamic_update_slice":
+            elif index == 0 and name == "dynamic_update_slice":
                 pass
             elif class_of(eqn) is Class.VIEW and _is_read(eqn.outvars[0], own):
                 total += _read(eqn.outvars[0], own, size)

@@ -21,7 +21,7 @@ _MASKED = 255
 
 
 def window_index(window: Sequence[int], y: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Row-major place of the element that each window selects, as uint8.
+    """Row-major index of the element that each window selects, as uint8.
 
     The selection is that of `select_and_scatter_add`: the current element stays if it is >= the
     next one, so NaN yields to whatever follows it.
@@ -29,24 +29,24 @@ def window_index(window: Sequence[int], y: jax.Array, mask: jax.Array | None = N
     Args:
         window: dimensions and strides of the windows, at most `MAX_WINDOW` elements.
         y: the pool's input.
-        mask: bools of y's shape; where it is off at the selected element, the index names no place.
+        mask: bools of y's shape; where it is off at the selected element, the index names no element.
     """
     shape = [n // w for n, w in zip(y.shape, window, strict=True)]
 
-    def element(x: jax.Array, place: Sequence[int]) -> jax.Array:
-        stop = [o + (n - 1) * w + 1 for o, n, w in zip(place, shape, window, strict=True)]
-        return lax.slice(x, place, stop, window)
+    def element(x: jax.Array, offset: Sequence[int]) -> jax.Array:
+        stop = [o + (n - 1) * w + 1 for o, n, w in zip(offset, shape, window, strict=True)]
+        return lax.slice(x, offset, stop, window)
 
     first, *rest = itertools.product(*map(range, window))
     best, index = element(y, first), lax.full(shape, 0, np.uint8)
     alive = None if mask is None else element(mask, first)
-    for k, place in enumerate(rest, 1):
-        new = element(y, place)
+    for k, offset in enumerate(rest, 1):
+        new = element(y, offset)
         keep = lax.ge(best, new)
         best = lax.select(keep, best, new)
         index = lax.select(keep, index, lax.full(shape, k, np.uint8))
         if alive is not None and mask is not None:
-            alive = lax.select(keep, alive, element(mask, place))
+            alive = lax.select(keep, alive, element(mask, offset))
     if alive is not None:
         index = lax.select(alive, index, lax.full(shape, _MASKED, np.uint8))
     return index
@@ -84,9 +84,9 @@ def unpool(
             split.append(w)
     # The scatter adds to +0, so -0 becomes +0. By comparison, because XLA simplifies x + 0 to x.
     grad = lax.select(lax.eq(grad, lax.full_like(grad, 0)), lax.full_like(grad, 0), grad)
-    place = lax.reshape(lax.iota(np.uint8, math.prod(window)), [split[d] for d in inner])
+    offset = lax.reshape(lax.iota(np.uint8, math.prod(window)), [split[d] for d in inner])
     chosen = lax.eq(
-        lax.broadcast_in_dim(index, split, outer), lax.broadcast_in_dim(place, split, inner)
+        lax.broadcast_in_dim(index, split, outer), lax.broadcast_in_dim(offset, split, inner)
     )
     spread = lax.broadcast_in_dim(grad, split, outer)
     tiled = lax.select(chosen, spread, lax.full(split, 0, grad.dtype))

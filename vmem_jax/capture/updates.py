@@ -229,10 +229,10 @@ class _Loop:
         """Whether the argument whose memory `v` takes over is read where nothing proves that this
         comes before the loop."""
         old = self.over[v]
-        places = [p for p, a in enumerate(self.eqn.invars) if self._source(a) is old]
+        operands = [p for p, a in enumerate(self.eqn.invars) if self._source(a) is old]
         if old in self.results or not self._is_divisible(old):
             return True
-        if any(p < self.consts + self.carry for p in places):
+        if any(p < self.consts + self.carry for p in operands):
             return True
         return not all(self.available.issuperset(self.eqns[i].outvars) for i in self._others(old))
 
@@ -287,13 +287,13 @@ class _Loop:
         like = self.eqns[min(self.movable)]
         self.index = compat.new_var(jax.typeof(np.int32(0)))
         self.carried = {self.over[v]: compat.new_var(v.aval) for v in self.updated}
-        places = range(end, len(self.eqn.invars))
-        self.xs = [p for p in places if self._source(self.eqn.invars[p]) not in self.carried]
+        operands = range(end, len(self.eqn.invars))
+        self.xs = [p for p in operands if self._source(self.eqn.invars[p]) not in self.carried]
         entered: dict[Var, Var] = {}
         enter = lambda v: entered.setdefault(v, compat.new_var(v.aval))
         before = lambda v: self.carried[v] if v in self.carried else enter(v)
         slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, before)
-        for p in sorted({*places} - {*self.xs}):
+        for p in sorted({*operands} - {*self.xs}):
             part = slicer.read(self.eqn.invars[p], _SLICES, like)
             calls.bind(lambda x: x[0], [part], like)
             equations[-1] = equations[-1].replace(outvars=[body.invars[p]])

@@ -173,8 +173,8 @@ def _longer_by_xla(program: Program, costs: Costs, micros_known: Known) -> dict[
         timed = _of_whole(convolution, map(micros_known, convolution.variants))
         if timed and _was_timed(costs, s):
             fastest = min(m.seconds for m in timed) * program.steps[s].times
-            is_told = costs.seconds[s] - fastest > _unsure(program, costs, s)
-            longer = costs.seconds[s] / fastest if is_told else 1.0
+            is_significant = costs.seconds[s] - fastest > _unsure(program, costs, s)
+            longer = costs.seconds[s] / fastest if is_significant else 1.0
             of_any = convolution.with_batch(0)
             found[of_any] = min(longer, found.get(of_any, longer))
     return found

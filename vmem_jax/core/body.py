@@ -33,20 +33,20 @@ def body_nbytes(program: Program) -> int:
     live = peak = 0
     for s, (step, same) in enumerate(zip(program.steps, pairs, strict=True)):
         dying = {own(b) for b in step.reads if own(b) in made and last[own(b)] == s}
-        places = set(dying)
+        reusable = set(dying)
         new = [w for w in step.writes if own(w) == w]
         for w in new:
             # what is read through a barrier is not written over
             given = (own(r) for r, x in same if x == w and r not in owner)
-            place = next((r for r in given if r in places), None)
-            if place is None:
+            reused = next((r for r in given if r in reusable), None)
+            if reused is None:
                 live += program.buffers[w].nbytes
             else:
-                places.discard(place)
+                reusable.discard(reused)
         peak = max(peak, live + step.workspace)
         made.update(new)
         unread = {w for w in new if w not in last}
-        live -= size(places | unread)
+        live -= size(reusable | unread)
         made -= dying | unread
     return peak
 

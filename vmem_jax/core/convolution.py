@@ -233,7 +233,7 @@ XLA = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Configuration:
-    """A way to run a whole convolution: micro-configurations, one after the other.
+    """One execution of a whole convolution: micro-configurations, one after the other.
 
     They share one workspace, which is as large as the largest of theirs (µ-cuDNN, section III-A).
 

@@ -2,7 +2,7 @@
 
 The convolution that reads a filter and the one backwards, which reads it reversed, take the same
 transposed copy, and so does the update: XLA makes one for all of them. From then on nothing reads
-the filter itself. Where it is donated its place is given away, until the new filter is transposed
+the filter itself. Where it is donated its memory is given away, until the new filter is transposed
 into it at the end of the step: to the copies of other filters, and to whatever is no larger.
 
 A filter of one element in space is read itself backwards, where it is what it is forwards but for
@@ -27,12 +27,12 @@ class Filter:
     Attributes:
       reversed: the buffers of the reversed filter, which are the same copy.
       copy: from where to where the copy is there.
-      place: from where to where its own place is free; None where it never is.
+      slot: from where to where its own memory is free; None where it never is.
     """
 
     reversed: tuple[int, ...]
     copy: Interval
-    place: Interval | None
+    slot: Interval | None
 
 
 def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
@@ -57,7 +57,7 @@ def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
     found, end = [], len(order) - 1
     for r, copies in reversed_.items():
         backwards = max(last.get(w, 0) for w in copies)
-        since, until, place = first.get(r, end), backwards, None
+        since, until, slot = first.get(r, end), backwards, None
         if since >= until:
             continue
         nbytes = program.buffers[r].nbytes
@@ -65,6 +65,6 @@ def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
             until = max(until, last[r])
             unread = (backwards if r in flat else since) + 1
             if r in program.overwritten_by and unread <= end:
-                until, place = end, Interval(nbytes, unread, end)
-        found.append(Filter(copies, Interval(nbytes, since, until), place))
+                until, slot = end, Interval(nbytes, unread, end)
+        found.append(Filter(copies, Interval(nbytes, since, until), slot))
     return found

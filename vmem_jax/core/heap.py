@@ -41,12 +41,12 @@ def intervals(
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
 ) -> list[Interval]:
-    """The interval of positions of `order` in which each place of the heap is in use; residents have
+    """The interval of positions of `order` in which each slot of the heap is in use; residents have
     none, nor does what is put into one of theirs.
 
-    What takes over the memory of a dying read has its place; what leaves and comes back has two. XLA
+    What takes over the memory of a dying read has its slot; what leaves and comes back has two. XLA
     writes over nothing that it reads through a barrier, so what is fenced or was moved keeps its
-    place, but for the totals of a loop, which have one for all of its iterations.
+    slot, but for the totals of a loop, which have one for all of its iterations.
 
     Args:
       events: what is emitted, where that is of another program than this one.
@@ -62,7 +62,7 @@ def intervals(
     found += [Interval(program.buffers[b].nbytes, i, min(j, end)) for b, (i, j) in spans.items()]
     found += _padded_inputs(program, order)
     found += [each.copy for each in filters]
-    left = [each.place for each in filters if each.place is not None]
+    left = [each.slot for each in filters if each.slot is not None]
     return elsewhere((interval for interval in found if interval.nbytes), left)
 
 
@@ -70,8 +70,8 @@ class _Heap:
     """What is in the heap, event by event.
 
     Attributes:
-      since: of what is there the position at which its place was taken.
-      found: the places that are free again.
+      since: of what is there the position at which its slot was taken.
+      found: the slots that are free again.
     """
 
     def __init__(self, program: Program, nbytes: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class _Heap:
 
     def _free(self, b: int, last: int) -> None:
         first = self.since.pop(b)
-        if first <= last:  # what comes and leaves before the same step takes no place
+        if first <= last:  # what comes and leaves before the same step takes no slot
             self.found.append(Interval(self._nbytes[b], first, last))
 
     def _run(self, event: Event) -> None:
@@ -139,21 +139,21 @@ def _padded_inputs(program: Program, order: Sequence[int]) -> list[Interval]:
 
 
 def elsewhere(intervals: Iterable[Interval], free: Sequence[Interval]) -> list[Interval]:
-    """Those of `intervals` for which no place is free as long as they live.
+    """Those of `intervals` for which no slot is free as long as they live.
 
-    XLA asks for each, the largest first, the smallest place that holds it, and the latest of those.
+    XLA asks for each, the largest first, the smallest slot that holds it, and the latest of those.
     """
-    free = sorted(free, key=lambda place: (place.nbytes, -place.first))
+    free = sorted(free, key=lambda slot: (slot.nbytes, -slot.first))
     nbytes, first, last = (
-        np.array([getattr(place, name) for place in free], np.int64)
+        np.array([getattr(slot, name) for slot in free], np.int64)
         for name in ("nbytes", "first", "last")
     )
-    taken: list[list[Interval]] = [[] for _ in free]  # of each place, in turn
+    taken: list[list[Interval]] = [[] for _ in free]  # of each slot, in turn
     left = []
     for one in sorted(intervals, key=lambda i: (-i.nbytes, i.first)):
         fits = (nbytes >= one.nbytes) & (first <= one.first) & (last >= one.last)
-        for place in np.flatnonzero(fits)[: PARAMS.heap_offsets].tolist():
-            there = taken[place]
+        for slot in np.flatnonzero(fits)[: PARAMS.heap_offsets].tolist():
+            there = taken[slot]
             at = bisect.bisect(there, one.last, key=lambda other: other.first)
             if not at or there[at - 1].last < one.first:
                 there.insert(at, one)
@@ -170,15 +170,15 @@ def best_fit_nbytes(intervals: Sequence[Interval]) -> int:
     nbytes = np.array([i.nbytes for i in intervals], np.int64)
     by_size = np.lexsort((first, first - last, -nbytes))
     by_span = np.lexsort((first, -nbytes, first - last))
-    place = lambda order: _placed_nbytes(first[order], last[order], nbytes[order])
-    return min(place(by_size), place(by_span))
+    packed = lambda order: _packed_nbytes(first[order], last[order], nbytes[order])
+    return min(packed(by_size), packed(by_span))
 
 
-def _placed_nbytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> int:
+def _packed_nbytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> int:
     """Bytes of the heap, each put into the smallest gap that holds it, or on top."""
-    placed = np.zeros((4, len(nbytes)), np.int64)  # from the bottom up
+    packed = np.zeros((4, len(nbytes)), np.int64)  # from the bottom up
     for i in range(len(nbytes)):
-        since, until, begin, end = placed[:, :i]
+        since, until, begin, end = packed[:, :i]
         meets = (since <= last[i]) & (until >= first[i])
         tops = np.zeros(np.count_nonzero(meets) + 1, np.int64)  # of what lies below each gap
         np.maximum.accumulate(end[meets], out=tops[1:])
@@ -186,6 +186,6 @@ def _placed_nbytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> i
         holding = np.flatnonzero(gaps >= nbytes[i])
         here = tops[holding[np.argmin(gaps[holding])] if len(holding) else -1]
         at = np.searchsorted(begin, here)
-        placed[:, at + 1 : i + 1] = placed[:, at:i]
-        placed[:, at] = first[i], last[i], here, here + nbytes[i]
-    return int(placed[3].max(initial=0))
+        packed[:, at + 1 : i + 1] = packed[:, at:i]
+        packed[:, at] = first[i], last[i], here, here + nbytes[i]
+    return int(packed[3].max(initial=0))

@@ -86,7 +86,7 @@ def last_reads(program: Program, order: Sequence[int]) -> list[list[int]]:
 
 def live_nbytes(program: Program, order: Sequence[int]) -> np.ndarray:
     """For each position, the live bytes with the step's workspace, without the residents. A write in
-    place of a dying read counts once."""
+    memory of a dying read counts once."""
     touched, found = program.touched, lives(program, order)
     steps = np.asarray(order, np.int64)
     change = np.zeros(len(steps) + 1, np.int64)

@@ -138,13 +138,13 @@ class _Scheduler:
         for point, together in itertools.groupby(events, key=lambda event: event[0]):
             moved = tuple(i for _, i in together)
             own = tuple(i for i in moved if i in self.own)
-            # XLA's own copies have no places that another tensor may still hold, and start where
+            # XLA's own copies have no slots that another tensor may still hold, and start where
             # their source is made
             yield from self._barrier(position, moved if point else own)
             for i in moved:
                 buffers = (self.transfers[i].buffer,)
                 yield Event(_POINTS[point], position, i, buffers)
-            # behind `back`, too: its place in host memory may be another tensor's from here on
+            # behind `back`, too: its slot in host memory may be another tensor's from here on
             yield from self._barrier(position, own)
 
     def _barrier(self, position: int, moved: tuple[int, ...]) -> Iterator[Event]:

@@ -25,7 +25,7 @@ Interval = tuple[int, int]
 """The first byte, and the first behind it."""
 
 
-class Place(Protocol):
+class Slot(Protocol):
     """A slot in host memory: entries of `nbytes` bytes each, `stride` bytes apart."""
 
     @property
@@ -93,7 +93,7 @@ def _entries(stacks: Sequence[Key]) -> list[Key]:
     return [(slot, entry) for entry in range(deepest) for slot, depth in stacks if entry < depth]
 
 
-def traffic(events: Iterable[Event], places: Sequence[Place], capacity: int) -> Traffic:
+def traffic(events: Iterable[Event], slots: Sequence[Slot], capacity: int) -> Traffic:
     """What `events` come to with a cache of `capacity` bytes that is empty at first.
 
     A tensor goes into the cache if there is room once the least recently used of those that no copy
@@ -103,20 +103,20 @@ def traffic(events: Iterable[Event], places: Sequence[Place], capacity: int) -> 
     held: dict[Key, Interval] = {}  # by slot and entry, the oldest first
     locked: set[Key] = set()
     hits = misses = out = into = 0
-    for point, slot, entry in events:
-        key, place = (slot, entry), places[slot]
+    for point, number, entry in events:
+        key, slot = (number, entry), slots[number]
         if point == 0:
             idle = [k for k in held if k not in locked]
-            preferred = place.offset + entry * place.stride
-            fits = _fit(held, idle, capacity, place.stride, preferred)
+            preferred = slot.offset + entry * slot.stride
+            fits = _fit(held, idle, capacity, slot.stride, preferred)
             if fits is None:
-                out += place.nbytes
+                out += slot.nbytes
                 continue
             begin, leaving = fits
             for victim in idle[:leaving]:
                 del held[victim]
-                out += places[victim[0]].nbytes
-            held[key] = begin, begin + place.stride
+                out += slots[victim[0]].nbytes
+            held[key] = begin, begin + slot.stride
             locked.add(key)
         elif point == 1:
             locked.discard(key)
@@ -124,7 +124,7 @@ def traffic(events: Iterable[Event], places: Sequence[Place], capacity: int) -> 
             locked.add(key)
             hits += key in held
             misses += key not in held
-            into += 0 if key in held else place.nbytes
+            into += 0 if key in held else slot.nbytes
         else:
             locked.discard(key)
             held.pop(key, None)

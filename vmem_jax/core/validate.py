@@ -158,7 +158,7 @@ def check_made_for(program: Program, plan: Plan) -> None:
 
 
 def _broken_sub_batches(program: Program, plan: Plan) -> list[str]:
-    """What is wrong with the places of the steps on samples, and of those after them."""
+    """What is wrong with the positions of the steps on samples, and of those after them."""
     boundaries = [s for s, step in enumerate(program.steps) if step.is_boundary]
     if not boundaries or not set(boundaries) <= set(plan.order):
         return []  # what never runs is found below
@@ -247,12 +247,12 @@ def _broken_streams(program: Program, plan: Plan) -> list[str]:
 def layout_violations(
     program: Program, plan: Plan, extents: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """What is wrong with places in host memory for what `plan` parks, in words.
+    """What is wrong with slots in host memory for what `plan` parks, in words.
 
     Two tensors may share bytes only if the program that is emitted makes one be back before the
     other leaves, whatever order the runtime chooses: a call that begins to copy out takes a token of
     all that is back before its position. The loop that reads a looped stack gives no such token, so
-    nothing takes over the place of a stack.
+    nothing takes over the slot of a stack.
 
     Args:
       extents: bytes (from, to) of each transfer that is not of a hosted buffer, in the order of
@@ -264,7 +264,7 @@ def layout_violations(
     names = [f"transfer of buffer {t.buffer}" for t in transfers]
     names += [f"looped buffer {b}" for b in plan.looped]
     if len(taken) != len(extents):
-        return [f"{len(extents)} places for {len(taken)} tensors"]
+        return [f"{len(extents)} slots for {len(taken)} tensors"]
     broken = []
     slots = sorted(zip(extents, taken, names, strict=True))
     for i, ((_, high), (start, back), a) in enumerate(slots):

@@ -115,11 +115,11 @@ def _drops(
     end = position[program.producer[kept[-1]]]
     keeps = {*kept, *saved}
     found = set()
-    for b, places in enumerate(uses):
+    for b, positions in enumerate(uses):
         made = program.producer[b]
         if made < 0 or program.is_resident[b] or b in keeps or position[made] > end:
             continue
-        for n, (use, following) in enumerate(itertools.pairwise(places)):
+        for n, (use, following) in enumerate(itertools.pairwise(positions)):
             crosses = program.steps[base[use]].phase is Phase.FORWARD
             crosses = crosses and program.steps[base[following]].phase is not Phase.FORWARD
             if crosses and recomputation.may_drop(b, following):

@@ -22,7 +22,7 @@ def update_ranks(program: Program, order: Sequence[int]) -> list[float]:
     for position, s in enumerate(order):
         rank[s] = float(position)
     for group in _groups(program):
-        scalars, place = set(), -1.0
+        scalars, latest = set(), -1.0
         stack = [s for member in group for s in _ahead(program, member)]
         seen = set(group)
         while stack:
@@ -34,11 +34,11 @@ def update_ranks(program: Program, order: Sequence[int]) -> list[float]:
                 scalars.add(s)
                 stack += _producers(program, s)
             else:
-                place = max(place, rank[s])
+                latest = max(latest, rank[s])
         for s in scalars:
-            rank[s] = min(rank[s], place + 0.25)
+            rank[s] = min(rank[s], latest + 0.25)
         for s in group:
-            rank[s] = place + 0.5
+            rank[s] = latest + 0.5
     return rank
 
 

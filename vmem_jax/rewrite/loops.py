@@ -103,9 +103,9 @@ class Loops:
             if not in_flight:
                 token = stack.gone(calls, empty, token, eqn)
             operands += [token, empty] if in_flight else [token]
-        for stack, aval, place in body.popped:  # the last slice
+        for stack, aval, index in body.popped:  # the last slice
             behind = [v for v in invars[body.consts : body.carry_end] if isinstance(v, Var)]
-            token = calls.fence([invars[place], *behind], eqn)[0]
+            token = calls.fence([invars[index], *behind], eqn)[0]
             buffer = stack.fetch(calls, token, aval, eqn)
             operands.append(stack.back(calls, buffer, eqn))
         outs = body.bind(calls, invars, operands)
@@ -142,17 +142,17 @@ class _Body:
         self._heavy = [i for i, e in enumerate(self._body.eqns) if class_of(e) is Class.HEAVY]
         self.pushed: list[tuple[_Stack, Any, bool]] = []
         self.popped: list[tuple[_Stack, Any, int]] = []
-        self._pushes: list[tuple[int, Var]] = []  # (place among the results, the slice)
+        self._pushes: list[tuple[int, Var]] = []  # (index among the results, the slice)
         self._pops: list[Var] = []
-        for place, v in enumerate(eqn.outvars):
+        for index, v in enumerate(eqn.outvars):
             if v in stacks:
-                x = self._body.outvars[place]
+                x = self._body.outvars[index]
                 self.pushed.append((stacks[v], x.aval, x in self._made))
-                self._pushes.append((place, x))
-        for place, a in enumerate(eqn.invars):
+                self._pushes.append((index, x))
+        for index, a in enumerate(eqn.invars):
             if isinstance(a, Var) and a in stacks:
-                x = self._body.invars[place]
-                self.popped.append((stacks[a], x.aval, place))
+                x = self._body.invars[index]
+                self.popped.append((stacks[a], x.aval, index))
                 self._pops.append(x)
         self.added = sum(1 + held for *_, held in self.pushed) + len(self.popped)
         self._rewrite()
@@ -228,8 +228,8 @@ class _Body:
         added = [
             read(v) for i in pushes for v in ((tokens[i], slices[i]) if i in held else (tokens[i],))
         ]
-        gone = {place for place, _ in self._pushes}
-        kept = [read(a) for place, a in enumerate(body.outvars) if place not in gone]
+        gone = {index for index, _ in self._pushes}
+        kept = [read(a) for index, a in enumerate(body.outvars) if index not in gone]
         xs = [v for v in body.invars[self.carry_end :] if v not in self._pops]
         self._new = compat.close(
             body.constvars,
@@ -265,7 +265,7 @@ class _Body:
 
     def bind(self, calls: Calls, invars: Sequence[Atom], added: Sequence[Atom]) -> list[Any]:
         """Emits the scan on the operands of the old one and what is carried beside."""
-        popped = {place for *_, place in self.popped}
+        popped = {index for *_, index in self.popped}
         xs = [a for p, a in enumerate(invars) if p >= self.carry_end and p not in popped]
         operands = [*invars[: self.carry_end], *added, *xs]
         return calls.scan(self._new, self.consts, self.carry + len(added), operands, self._eqn)

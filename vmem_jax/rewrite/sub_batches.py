@@ -54,11 +54,11 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
     part = _Part(closed)
     begin, end = part.eqns[part.begin], part.eqns[part.end]
     through, free = len(begin.invars), len(part.free)
-    smaller, places = None, [*range(free)]
+    smaller, indices = None, [*range(free)]
     if last is not None:
         smaller = _Part(last)
         twin = _twins(last, closed, part.begin)
-        places = [part.free.index(twin[v]) for v in smaller.free]
+        indices = [part.free.index(twin[v]) for v in smaller.free]
     avals = [v.aval for v in begin.outvars[1 + through :]]
     whole = sub_batches.count - (last is not None)
 
@@ -73,7 +73,7 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
         totals, _ = lax.scan(once, zeros, offsets)
         if smaller is not None:
             offset = jnp.int32(whole * sub_batches.size)
-            totals = smaller.run(offset, *entered, *totals, *(outside[p] for p in places))
+            totals = smaller.run(offset, *entered, *totals, *(outside[p] for p in indices))
         return list(totals)
 
     equations = [*part.eqns[: part.begin]]

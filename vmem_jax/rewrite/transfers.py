@@ -96,10 +96,10 @@ class Transfers:
         ]
         arena = None if transport is None else transport.arena
         if arena is not None:
-            places = arena.layout.slots
+            used = arena.layout.slots
             if program.last_nbytes:
-                places = places[before:] if is_last else places[: len(moving)]
-            extents = [(s.offset, s.offset + s.depth * s.stride) for s in places]
+                used = used[before:] if is_last else used[: len(moving)]
+            extents = [(s.offset, s.offset + s.depth * s.stride) for s in used]
             if broken := layout_violations(program, plan, extents):
                 raise ValueError(f"the layout of the arena is not valid for this plan: {broken[0]}")
         self.hosted: dict[Var, Var] = {}  # captured value -> its copy in host memory
