@@ -165,7 +165,13 @@ def of_kernels(prefix: str, rows: Sequence[dict]) -> str:
                 ]
             )
     machine = own[0]["machine"].partition(" (")[0]
-    header = ["way", "limit of each", "ms", "largest workspace, MiB", "workspaces together, MiB"]
+    header = [
+        "division",
+        "limit of each",
+        "ms",
+        "largest workspace, MiB",
+        "workspaces together, MiB",
+    ]
     text = f"\nOurs, measured, {machine}, strict float32, batch 256, kernels alone ({whole}):\n\n"
     return text + grid(header, lines)
 
