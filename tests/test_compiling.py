@@ -15,7 +15,8 @@ from vmem_jax.jax_compat import FENCE_OPTIONS
 
 PASSES = "xla_disable_hlo_passes"
 FENCED = FENCE_OPTIONS["cpu"][PASSES]
-ON_GPU = FENCE_OPTIONS["gpu"][PASSES]
+GPU = FENCE_OPTIONS["gpu"]
+ON_GPU = GPU[PASSES]
 
 
 def deep(ws, x):
@@ -33,10 +34,15 @@ DEEP = [jax.ShapeDtypeStruct((32, 32), "float32")] * 8, jax.ShapeDtypeStruct((40
 @pytest.mark.parametrize(
     "given, platform, steps, options",
     [
-        ({}, "gpu", 100, {PASSES: ON_GPU}),
-        ({"xla_a": 1}, "gpu", LONG, {PASSES: ON_GPU, "xla_a": 1}),
-        ({}, "gpu", LONG + 1, {PASSES: f"{ON_GPU},multi_output_fusion"}),
-        ({PASSES: "algsimp"}, "gpu", LONG + 1, {PASSES: f"{ON_GPU},multi_output_fusion,algsimp"}),
+        ({}, "gpu", 100, GPU),
+        ({"xla_a": 1}, "gpu", LONG, {**GPU, "xla_a": 1}),
+        ({}, "gpu", LONG + 1, {**GPU, PASSES: f"{ON_GPU},multi_output_fusion"}),
+        (
+            {PASSES: "algsimp"},
+            "gpu",
+            LONG + 1,
+            {**GPU, PASSES: f"{ON_GPU},multi_output_fusion,algsimp"},
+        ),
         ({PASSES: "algsimp"}, "cpu", LONG + 1, {PASSES: f"{FENCED},algsimp"}),
         ({"xla_a": 1}, "cpu", 100, {PASSES: FENCED, "xla_a": 1}),
     ],
@@ -72,6 +78,20 @@ def test_casts_of_stacked_weights_stay_with_their_layers():
     made = step.lower(state, tokens).compile(target="h200")
     stack = r"bf16\[4,512,4096\]\S* (convert|fusion)\("
     assert not re.search(stack, made.as_text())
+
+
+@pytest.mark.gpu_compile
+def test_a_loop_fills_no_stack_with_zeros_that_it_writes_itself():
+    def step(ws, x):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)
+        loss = lambda ws, x: (jax.lax.scan(layer, x, ws)[0] ** 2).mean()
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))
+
+    ws, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 256, 256), (2048, 256)))
+    made = vmem_jax.jit(step, budget=0.9, donate_argnums=0).lower(ws, x).compile(target="h200")
+    assert made.plan.fenced
+    zeros = r"= f32\[8,2048,256\]\S* (broadcast|fusion)\(\)"
+    assert "AllocateBuffer" in made.as_text() and not re.search(zeros, made.as_text())
 
 
 def failing(monkeypatch, message, which):
