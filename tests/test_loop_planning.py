@@ -12,6 +12,7 @@ from vmem_jax.api.planner import checked_log, find_plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.policy import Keep
 from vmem_jax.policy.auto import Auto
+from vmem_jax.search.search import Compiles
 
 N, D = 4096, 128
 
@@ -43,7 +44,7 @@ def looked_at(layers, share, monkeypatch):
     whole = predicted_need(program, Keep().plan(program, step.costs, None))
     with monkeypatch.context() as patch:
         patch.setattr(Auto, "plan", planned)
-        found = find_plan(step, int(share * whole), checked_log(step), compiles=False)
+        found = find_plan(step, int(share * whole), checked_log(step), compiles=Compiles.NONE)
     return sizes, found.fits
 
 

@@ -73,7 +73,7 @@ def points_of(step: StepContext, points: int, compile: bool) -> list[ParetoPoint
     settings = dataclasses.replace(step.settings, plan=None)
     step = StepContext(settings, step.traced, step.leaves, step.target, step.inlined)
     params = dataclasses.replace(PARAMS, max_compiles=_COMPILES, reserved_compiles=1)
-    record = None if compile else Record()  # predictions are none of the process's
+    record = None if compile else Record()  # of all searches, and of no other
     compiles = Compiles.UNTRIED if compile else Compiles.NONE
 
     def find(budget: int) -> Found:

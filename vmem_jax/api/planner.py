@@ -101,11 +101,14 @@ def find_plan(
     Args:
       log: of `checked_log`.
       plain_need: bytes that plain jit needs, where that was compiled.
-      record: of earlier searches; by default that of this process.
+      record: of earlier searches; by default that of this process, or an empty one if nothing is
+        compiled.
       compiles: as `search` has it.
     """
     program = step.traced.captured.program
-    if record is None:
+    if record is None and compiles is Compiles.NONE:
+        record = Record()  # predictions are no part of what this process knows
+    elif record is None:
         settings = dataclasses.replace(step.settings, name="", budget=None)
         record = record_of(program, (settings, step.target, step.inlined))
         for plan, need in () if record.all() else named_peaks.known(step):
