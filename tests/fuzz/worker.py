@@ -13,8 +13,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
-from typing import TextIO
 
 PLAIN = -1
 """Stands for an index while plain jit is at work."""
@@ -28,15 +26,6 @@ def main() -> None:
     rows = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no row
     faulthandler.enable()
-    with tempfile.TemporaryDirectory(prefix="vmem_jax_kernels_") as own:
-        if os.environ.get("JAX_PLATFORMS", "").startswith("cuda"):
-            # plans of one step have most kernels in common; XLA locks no file, so each worker has one
-            cached = f"--xla_gpu_kernel_cache_file={own}/kernels"
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cached}"
-        _serve(rows)
-
-
-def _serve(rows: TextIO) -> None:
     import jax
 
     from . import compiled
