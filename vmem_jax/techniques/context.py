@@ -20,7 +20,6 @@ from vmem_jax.profile.measured import costs_of
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import sites
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.rewrite.stacks import with_written_stacks
 from vmem_jax.rewrite.transfers import layout_of, parks
 from vmem_jax.techniques.settings import Settings
 from vmem_jax.tracing.traced import TracedStep
@@ -136,8 +135,6 @@ class StepContext:
         if captured.program.compressed:
             store = Store(sites(captured))
         jaxpr = rewrite(captured, plan, mover, 0 if store is None else store.id)
-        if self.platform == "gpu" and len(self.devices) == 1:
-            jaxpr = with_written_stacks(jaxpr)
         compiled = self._compile(traced, jaxpr)
         if mover is None and store is None:
             return compiled
