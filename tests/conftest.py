@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["VMEM_JAX_CACHE"] = own = tempfile.mkdtemp(prefix="vmem_jax_test_")
     if config.option.markexpr == "gpu_compile":
         # Plans of one step have most kernels in common. The file is this process's: XLA locks none.
+        # Only where nothing runs: on a GPU kernels of such a file ended in illegal instructions.
         flag = f"--xla_gpu_kernel_cache_file={own}/kernels"
         os.environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flag]))
 
