@@ -28,7 +28,6 @@ tuned anew for each."""
 
 TO_BE_TIMED_AGAIN = {
     "fcn:128 float32 auto@least:modnn modnn": "3.50 of plain, moDNN 2.74; both have one plan now",
-    "alexnet:128 bfloat16 auto@least:superneurons superneurons": "did not fit; compiled, it does now",
 }
 """Measured rows of earlier plans of `auto`, and what became of these."""
 
