@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +48,14 @@ def _offloaded(*names: str) -> Any:
 POLICIES: dict[str, Any] = {
     "plain": _POLICIES.everything_saveable,
     "checkpoint": None,
+    "sqrt": None,
     "dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "every_dot": _is_product,
     "names": _POLICIES.save_only_these_names("attention", "hidden"),
     "offload": _offloaded("attention", "hidden"),
 }
-"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing, and
-"plain" is without `jax.checkpoint`."""
+"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing,
+"sqrt" nothing of segments of √n scanned layers either, and "plain" is without `jax.checkpoint`."""
 
 
 def wrapping(name: str) -> Wrap:
@@ -61,6 +63,24 @@ def wrapping(name: str) -> Wrap:
     if name == "plain":
         return lambda layer: layer
     return lambda layer: jax.checkpoint(layer, policy=POLICIES[name])
+
+
+def scanning(name: str) -> Callable[..., Any]:
+    """What runs the scanned layers where `name` was picked, as `jax.lax.scan` does."""
+    return in_segments if name == "sqrt" else jax.lax.scan
+
+
+def in_segments(once: Callable, carry: Any, xs: Any) -> tuple[Any, None]:
+    """`jax.lax.scan` without results, in a loop over segments of at most √n iterations, which are
+    computed again in the backward pass.
+
+    Chen et al., "Training deep nets with sublinear memory cost", 2016, section 4.
+    """
+    length = len(jax.tree.leaves(xs)[0])
+    size = max(n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
+    segments = jax.tree.map(lambda x: x.reshape(length // size, size, *x.shape[1:]), xs)
+    segment = jax.checkpoint(lambda carry, xs: jax.lax.scan(once, carry, xs))
+    return jax.lax.scan(segment, carry, segments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +108,7 @@ class Transformer:
       causal: whether a token attends to those before it alone.
       scanned: layers in one scan; else in a Python loop.
       wrap: what is applied to a layer.
+      scan: what runs the layers if they are scanned.
     """
 
     layers: int = 24
@@ -97,6 +118,7 @@ class Transformer:
     causal: bool = False
     scanned: bool = True
     wrap: Wrap = lambda layer: layer
+    scan: Callable[..., Any] = jax.lax.scan
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """The stacked weights of the layers."""
@@ -113,7 +135,7 @@ class Transformer:
         layer = self.wrap(self._layer)
         if self.scanned:
             once = lambda x, given: (layer(x, *given), None)
-            return jax.lax.scan(once, x, (layers, keys))[0]
+            return self.scan(once, x, (layers, keys))[0]
         for i in range(self.layers):
             x = layer(x, jax.tree.map(lambda w, i=i: w[i], layers), keys[i])
         return x
@@ -186,7 +208,7 @@ def decoder(
     """Heads are 64 wide, four queries share a key, and the hidden layer is four times as wide."""
     sizes = {"width": width, "hidden": 4 * width, "heads": width // 64, "kv_heads": width // 256}
     options = {"attention": "cudnn", **sizes, **options}
-    model = Decoder(layers=layers, wrap=wrapping(hand), **options)
+    model = Decoder(layers=layers, wrap=wrapping(hand), scan=scanning(hand), **options)
     optimiser = optax.adamw(1e-4)
 
     def start(key: jax.Array) -> Any:
@@ -200,7 +222,8 @@ def decoder(
 
 def vit(hand: str, batch: int, layers: int = 24, width: int = 1024, **options: Any) -> Training:
     """Images of 224 x 224 in patches of 16 x 16, and a token for the class."""
-    network = Transformer(layers, width, wrap=wrapping(hand), **options)
+    hand_picked = {"wrap": wrapping(hand), "scan": scanning(hand)}
+    network = Transformer(layers, width, **hand_picked, **options)
 
     def init(key: jax.Array) -> Any:
         first, *keys = jax.random.split(key, 4)
@@ -230,9 +253,8 @@ def gpt(
     **options: Any,
 ) -> Training:
     """The weights of the output are those of the input."""
-    network = Transformer(
-        layers, width, weights_dropout=0.1, causal=True, wrap=wrapping(hand), **options
-    )
+    hand_picked = {"wrap": wrapping(hand), "scan": scanning(hand)}
+    network = Transformer(layers, width, weights_dropout=0.1, causal=True, **hand_picked, **options)
 
     def init(key: jax.Array) -> Any:
         first, *keys = jax.random.split(key, 3)

@@ -42,9 +42,9 @@ def traced(name: str, hand: str, **options) -> jax.extend.core.ClosedJaxpr:
     return flatten(closed)
 
 
-def residual_nbytes(name: str, hand: str) -> int:
+def residual_nbytes(name: str, hand: str, layers: int = 3) -> int:
     """What the loops of a step stack between them as they are traced."""
-    options = {"width": WIDTHS[name], "layers": 3, **SMALLER.get(name, {})}
+    options = {"width": WIDTHS[name], "layers": layers, **SMALLER.get(name, {})}
     flat = traced(name, hand, **options)
     assert len([e for e in compat.open_jaxpr(flat).eqns if e.primitive.name == "scan"]) >= 2
     return sum(pair.residual_nbytes for pair in find_pairs(flat))
@@ -55,6 +55,23 @@ def test_what_is_picked_by_hand_keeps_less(name):
     kept = {hand: residual_nbytes(name, hand) for hand in HANDS}
     assert 0 < kept["checkpoint"] < kept["plain"]
     assert kept["checkpoint"] < kept["every_dot"] <= kept["plain"]
+
+
+@pytest.mark.parametrize("name", ["decoder", "gpt", "vit"])
+def test_segments_keep_what_enters_them_alone(name):
+    of_layers, of_segments = (residual_nbytes(name, hand, 9) for hand in ("checkpoint", "sqrt"))
+    assert of_segments == pytest.approx(of_layers / 3, rel=0.05)
+
+
+def test_segments_compute_what_layers_do():
+    options = {"width": 128, "layers": 4, **SMALLER["gpt"]}
+    results = []
+    for hand in ("plain", "sqrt"):
+        training = MODELS["gpt"](hand, 2, **options)
+        state, batch = training.init(jax.random.key(0)), training.batch(jax.random.key(1))
+        results.append(jax.jit(training.step)(state, batch))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-4)
 
 
 def test_layers_are_unrolled_on_demand():

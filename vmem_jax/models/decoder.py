@@ -33,6 +33,7 @@ class Decoder:
       attention: "xla" or "cudnn", as `jax.nn.dot_product_attention` takes it.
       scanned: layers in one `lax.scan`; else in a Python loop.
       wrap: what is applied to a layer, for instance `jax.checkpoint`.
+      scan: what runs the layers if they are scanned, as `jax.lax.scan` does.
     """
 
     layers: int = 16
@@ -45,6 +46,7 @@ class Decoder:
     attention: Literal["xla", "cudnn"] = "xla"
     scanned: bool = True
     wrap: Callable[[Callable], Callable] = lambda layer: layer
+    scan: Callable[..., Any] = jax.lax.scan
 
     def init(self, key: jax.Array) -> Params:
         """Weights in float32, from a normal distribution of deviation 0.02."""
@@ -74,7 +76,7 @@ class Decoder:
         layer = self.wrap(self._layer)
         x = params["tokens"].astype(self.dtype)[tokens]
         if self.scanned:
-            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+            x, _ = self.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
         else:
             for i in range(self.layers):
                 x = layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
