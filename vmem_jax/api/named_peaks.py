@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import Any
 
 from vmem_jax.core.plan import FORMAT, Plan
@@ -65,13 +64,13 @@ def key_of(step: StepContext) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def keep(step: StepContext, plan: Plan, need: int, directory: Path | None = None) -> None:
+def keep(step: StepContext, plan: Plan, need: int) -> None:
     """Keeps the plan that compiled to `need` bytes, the lowest peak of `step`."""
     peaks = {key_of(step): (dataclasses.replace(plan, budget=None), need)}
-    NamedPeaks(identity(step.devices[0]), directory).keep(peaks)
+    NamedPeaks(identity(step.devices[0])).keep(peaks)
 
 
-def known(step: StepContext, directory: Path | None = None) -> list[tuple[Plan, int]]:
+def known(step: StepContext) -> list[tuple[Plan, int]]:
     """The plan with the lowest peak that an error named for `step`, and its bytes; or nothing."""
-    found = NamedPeaks(identity(step.devices[0]), directory).load().get(key_of(step))
+    found = NamedPeaks(identity(step.devices[0])).load().get(key_of(step))
     return [found] if found else []
