@@ -48,14 +48,16 @@ def _offloaded(*names: str) -> Any:
 POLICIES: dict[str, Any] = {
     "plain": _POLICIES.everything_saveable,
     "checkpoint": None,
-    "sqrt": None,
     "dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "every_dot": _is_product,
     "names": _POLICIES.save_only_these_names("attention", "hidden"),
     "offload": _offloaded("attention", "hidden"),
 }
-"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing,
-"sqrt" nothing of segments of √n scanned layers either, and "plain" is without `jax.checkpoint`."""
+"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing, and
+"plain" is without `jax.checkpoint`."""
+
+SEGMENTS = "sqrt"
+"""What a user may pick for scanned layers: nothing is kept of a layer or a segment of √n layers."""
 
 
 def wrapping(name: str) -> Wrap:
@@ -65,9 +67,18 @@ def wrapping(name: str) -> Wrap:
     return lambda layer: jax.checkpoint(layer, policy=POLICIES[name])
 
 
-def scanning(name: str) -> Callable[..., Any]:
-    """What runs the scanned layers where `name` was picked, as `jax.lax.scan` does."""
-    return in_segments if name == "sqrt" else jax.lax.scan
+def layers_by_hand(name: str, scanned: bool = True) -> dict[str, Callable]:
+    """What networks with layers in a scan take where `name` was picked: `wrap`, which is applied to a
+    layer, and `scan`, which runs the layers as `jax.lax.scan` does.
+
+    Raises:
+      ValueError: `SEGMENTS` are of scanned layers.
+    """
+    if name != SEGMENTS:
+        return {"wrap": wrapping(name), "scan": jax.lax.scan}
+    if not scanned:
+        raise ValueError(f"{SEGMENTS!r} needs layers in a scan, and these are unrolled.")
+    return {"wrap": wrapping("checkpoint"), "scan": in_segments}
 
 
 def in_segments(once: Callable, carry: Any, xs: Any) -> tuple[Any, None]:
@@ -208,7 +219,7 @@ def decoder(
     """Heads are 64 wide, four queries share a key, and the hidden layer is four times as wide."""
     sizes = {"width": width, "hidden": 4 * width, "heads": width // 64, "kv_heads": width // 256}
     options = {"attention": "cudnn", **sizes, **options}
-    model = Decoder(layers=layers, wrap=wrapping(hand), scan=scanning(hand), **options)
+    model = Decoder(layers=layers, **layers_by_hand(hand, options.get("scanned", True)), **options)
     optimiser = optax.adamw(1e-4)
 
     def start(key: jax.Array) -> Any:
@@ -222,8 +233,8 @@ def decoder(
 
 def vit(hand: str, batch: int, layers: int = 24, width: int = 1024, **options: Any) -> Training:
     """Images of 224 x 224 in patches of 16 x 16, and a token for the class."""
-    hand_picked = {"wrap": wrapping(hand), "scan": scanning(hand)}
-    network = Transformer(layers, width, **hand_picked, **options)
+    by_hand = layers_by_hand(hand, options.get("scanned", True))
+    network = Transformer(layers, width, **by_hand, **options)
 
     def init(key: jax.Array) -> Any:
         first, *keys = jax.random.split(key, 4)
@@ -253,8 +264,8 @@ def gpt(
     **options: Any,
 ) -> Training:
     """The weights of the output are those of the input."""
-    hand_picked = {"wrap": wrapping(hand), "scan": scanning(hand)}
-    network = Transformer(layers, width, weights_dropout=0.1, causal=True, **hand_picked, **options)
+    by_hand = layers_by_hand(hand, options.get("scanned", True))
+    network = Transformer(layers, width, weights_dropout=0.1, causal=True, **by_hand, **options)
 
     def init(key: jax.Array) -> Any:
         first, *keys = jax.random.split(key, 3)

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import records
 from absl import app, flags
-from step_models import BATCHES, MODELS, POLICIES
+from step_models import BATCHES, MODELS, POLICIES, SEGMENTS
 from traces import traced
 
 import vmem_jax
@@ -68,7 +68,7 @@ def main(_: Any) -> None:
             row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
             continue
         try:
-            if way in POLICIES:
+            if way in POLICIES or way == SEGMENTS:
                 steps[way], found = _by_hand(make(way).step, state, data)
             else:
                 gib = {name: row.get("gib") for name, row in rows.items()}

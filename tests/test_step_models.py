@@ -74,6 +74,14 @@ def test_segments_compute_what_layers_do():
         np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "name, options", [("vit", {"scanned": False}), ("decoder", {"scanned": False})]
+)
+def test_segments_are_of_scanned_layers(name, options):
+    with pytest.raises(ValueError, match="unrolled"):
+        MODELS[name]("sqrt", 2, **options)
+
+
 def test_layers_are_unrolled_on_demand():
     flat = traced("vit_dropout", "plain", width=128, layers=2, scanned=False)
     assert not find_pairs(flat)
