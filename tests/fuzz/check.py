@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -39,18 +39,34 @@ GIVEN = ("transport", "donate_argnums", "host_budget", "batch_argnums")
 OUR_ROOT = str(Path(vmem_jax.__file__).parent)
 
 
+class Memory(NamedTuple):
+    """Bytes of a program that is compiled by plain `jax.jit`.
+
+    Attributes:
+      need: arguments + outputs − aliased + temporaries.
+      floor: what is left whatever the plan: that without temporaries, and the largest workspace of
+        a product by cuBLAS. On Hopper each has 32 MiB, beside which these programs are small.
+    """
+
+    need: int
+    floor: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """A program as plain `jax.jit` runs it.
 
     Attributes:
       compiled: with what is not used kept, as the library counts it: it is there.
+      memory: what it takes where the given arguments are donated. XLA may need more than without,
+        since padding between temporaries differs.
       reference: makes the results in double precision.
       rounded: makes the results of runs that round at random, as `rounding.runs` has them.
     """
 
     program: Program
     compiled: Any
+    memory: Callable[[tuple[int, ...]], Memory]
     expected: Any
     reference: Callable[[], Any]
     rounded: Callable[[], Sequence[Any]]
@@ -60,24 +76,21 @@ class Plain:
         """Compiles and runs it."""
         program = build(spec)
         args = program.fresh()
-        compiled = jax.jit(program.step, keep_unused=True).lower(*args).compile()
+
+        def compile(donated: tuple[int, ...] = ()) -> Any:
+            step = jax.jit(program.step, keep_unused=True, donate_argnums=donated)
+            return step.lower(*args).compile()
+
+        compiled = compile()
+        memory = lambda donated: memory_of(compile(donated) if donated else compiled)
         expected = jax.block_until_ready(compiled(*args))
         double = functools.cache(lambda: _in_double(spec))
         rounded = functools.cache(lambda: [*rounding.runs(program.step, program.fresh)])
-        return cls(program, compiled, expected, double, rounded)
+        return cls(program, compiled, functools.cache(memory), expected, double, rounded)
 
     @property
     def need_nbytes(self) -> int:
         return need_nbytes(self.compiled)
-
-    def need_with(self, keywords: dict[str, Any]) -> int:
-        """Bytes that it needs where it gives up the arguments that `keywords` names: XLA may need
-        more than without, since padding between temporaries differs."""
-        donated = keywords.get("donate_argnums", ())
-        if not donated:
-            return self.need_nbytes
-        jitted = jax.jit(self.program.step, keep_unused=True, donate_argnums=donated)
-        return need_nbytes(jitted.lower(*self.program.fresh()).compile())
 
 
 def check(plain: Plain, options: Options, ask: bool) -> Row:
@@ -108,6 +121,15 @@ def invalid(error: Exception) -> Row:
     return {"outcome": INVALID, "signature": "", "detail": _first_line(error), "trace": trace}
 
 
+def memory_of(compiled: Any) -> Memory:
+    """What `compiled` takes, of which its text tells the workspaces."""
+    need = need_nbytes(compiled)
+    products = [line for line in compiled.as_text().splitlines() if '"__cublas' in line]
+    workspaces = [int(n) for line in products for n in re.findall(r"\bs8\[(\d+)\]", line)]
+    held = need - compiled.memory_analysis().temp_size_in_bytes
+    return Memory(need, min(held + max(workspaces, default=0), need))
+
+
 def need_nbytes(compiled: Any) -> int:
     """Arguments + outputs − aliased + temporaries, as the compiler counts them: read here anew, so
     that a mistake of the library's own count is seen."""
@@ -117,10 +139,13 @@ def need_nbytes(compiled: Any) -> int:
 
 
 def _checked(plain: Plain, options: Options, ask: bool) -> Row:
-    program, need = plain.program, plain.need_nbytes
-    keywords, budget = options.keywords(need), options.nbytes(need)
-    if options.form == "share":  # of what the step needs where it gives up the same arguments
-        budget = options.nbytes(plain.need_with(keywords))
+    program, donated = plain.program, tuple(options.jit.get("donate_argnums", ()))
+    donating = plain.memory(donated)
+    # shares, and what is left whatever the plan, are those of a step that gives up the same arguments
+    alike = options.form == "share" or options.of == "room"
+    memory = donating if alike else plain.memory(())
+    keywords, budget = options.keywords(*memory), options.nbytes(*memory)
+    possible = {"floor": donating.floor, "possible": budget >= donating.floor}
     try:
         step = vmem_jax.jit(program.step, **keywords)
         if options.mode == "shapes":
@@ -128,8 +153,9 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
             step.plan(*shapes)
         compiled = step.lower(*program.fresh()).compile()
     except vmem_jax.BudgetError as error:
-        return _no_fit(error, plain, keywords, ask)
+        return {**_no_fit(error, plain, donating, keywords, ask), **possible}
     fitting = {"need": need_nbytes(compiled), "budget": budget, "attempts": len(compiled.attempts)}
+    fitting |= possible
     if need_nbytes(compiled) > budget:
         return {
             "outcome": OVER,
@@ -175,8 +201,14 @@ def _worse(a: str, b: str) -> bool:
     return order.index(a) > order.index(b)
 
 
-def _no_fit(error: vmem_jax.BudgetError, plain: Plain, keywords: dict[str, Any], ask: bool) -> Row:
-    """Whether what a BudgetError says is true; of the lowest peak where `ask`."""
+def _no_fit(
+    error: vmem_jax.BudgetError, plain: Plain, donating: Memory, keywords: dict[str, Any], ask: bool
+) -> Row:
+    """Whether what a BudgetError says is true; of the lowest peak where `ask`.
+
+    Args:
+      donating: what plain jit takes with the same donation.
+    """
     named, policy = error.lowest_peak, keywords["policy"]
     numbers = {"budget": error.budget, "lowest_peak": named, "asked": False}
     row = {"outcome": BUDGET, "signature": "", "detail": str(error)[:300], **numbers}
@@ -188,8 +220,8 @@ def _no_fit(error: vmem_jax.BudgetError, plain: Plain, keywords: dict[str, Any],
     }
     if named <= error.budget:
         return untrue("not above the budget", f"which is not above {error.budget}")
-    if named > plain.need_nbytes and named > (need := plain.need_with(keywords)):
-        return untrue("above plain", f"but plain jit needs {need}")
+    if named > max(plain.need_nbytes, donating.need):
+        return untrue("above plain", f"but plain jit needs {donating.need}")
     if not ask:
         return row
     row["asked"] = True

@@ -175,13 +175,18 @@ def seeds_from(first: int) -> Iterable[int]:
 
 
 class Counts:
-    """What came out of how many programs."""
+    """What came out of how many programs.
+
+    Attributes:
+      possible: those with a plan or a BudgetError whose budget has room for what no plan frees.
+      possible_fit: those of them that fit.
+    """
 
     def __init__(self) -> None:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.agreed: collections.Counter[str] = collections.Counter()
         self.signatures: collections.Counter[str] = collections.Counter()
-        self.asked = self.true = 0
+        self.asked = self.true = self.possible = self.possible_fit = 0
         self.steps: set[int] = set()
         self.first: dict[str, Row] = {}
 
@@ -194,6 +199,9 @@ class Counts:
         if row["outcome"] in FINDINGS:
             self.signatures[row["signature"]] += 1
             self.first.setdefault(row["signature"], row)
+        if row.get("possible"):
+            self.possible += 1
+            self.possible_fit += row["outcome"] == FIT
         if row.get("asked"):
             self.asked += 1
             self.true += row["outcome"] == BUDGET
@@ -214,6 +222,8 @@ class Counts:
             "steps": len(self.steps),
             "programs": self.programs,
             "fit": n[FIT],
+            "possible": self.possible,
+            "possible_fit": self.possible_fit,
             "same": dict(self.agreed),
             "budget_errors": n[BUDGET] + n[UNTRUE],
             "lowest_asked": self.asked,
@@ -221,7 +231,7 @@ class Counts:
             "refused": n[REFUSED],
             **{kind: n[kind] for kind in FINDINGS},
             "invalid": n[INVALID],
-            "share_that_fits": round(n[FIT] / max(self.programs, 1), 3),
+            "share_that_fits": round(self.possible_fit / max(self.possible, 1), 3),
             "findings": dict(self.signatures),
         }
 

@@ -39,6 +39,8 @@ def row_of(counts: Counts, settings: Settings, seconds: float, commit: str = "")
         "seconds": round(seconds),
         "processes": settings.processes,
         "programs": summary["programs"],
+        "possible": counts.possible,
+        "possible_fit": counts.possible_fit,
         "budget_errors": counts.outcomes[BUDGET] + counts.outcomes[UNTRUE],
         "lowest_met": counts.true,
         "lowest_asked": counts.asked,
@@ -78,7 +80,10 @@ class Ledger:
 
 
 def totals(rows: Iterable[dict]) -> str:
-    """A table of all rows by version of JAX and platform."""
+    """A table of all rows by version of JAX and platform.
+
+    Older rows do not tell which budgets were possible, so they count for the other columns only.
+    """
     sums: dict[tuple[str, str], collections.Counter[str]] = {}
     for row in rows:
         key = row["jax"], row["platform"]
@@ -86,14 +91,15 @@ def totals(rows: Iterable[dict]) -> str:
         sums.setdefault(key, collections.Counter()).update(numbers)
     lines = [
         "| JAX | platform | programs | fit | BudgetErrors | lowest peaks met | over | wrong "
-        "| crashed | ended | hung |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| crashed | ended | hung | possible that fit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (version, platform), n in sorted(sums.items()):
         met = f"{n['lowest_met']} of {n['lowest_asked']}"
+        possible = f"{n['possible_fit']} of {n['possible']}" if n["possible"] else "–"
         found = " | ".join(str(n[name]) for name in (OVER, WRONG, CRASHED, ENDED, HUNG))
         lines.append(
             f"| {version} | {platform} | {n['programs']} | {n[FIT]} | {n['budget_errors']} | {met} | "
-            f"{found} |"
+            f"{found} | {possible} |"
         )
     return "\n".join(lines)

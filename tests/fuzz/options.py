@@ -20,33 +20,45 @@ class Options:
     """One way to call the library.
 
     Attributes:
-      share: the budget, as a share of plain jit's need.
+      share: the budget, as a share of what `of` says.
       form: how the budget is handed over: "bytes", "share" or "text".
       mode: what else is done: "call" runs the step; "plan" saves its plan, loads it and runs by that;
         "explain" prints what was decided; "shapes" plans from shapes first; "inner" calls the step
         in another jit.
       jit: keyword arguments, as JSON can hold them.
+      of: "need": of all that plain jit needs, which may be below what no plan frees. "room": of what
+        it needs beside that, which the budget has on top.
     """
 
     share: float
     form: str
     mode: str
     jit: dict[str, Any]
+    of: str = "need"
 
-    def keywords(self, plain_need: int) -> dict[str, Any]:
-        """The arguments of `vmem_jax.jit`."""
+    def keywords(self, need: int, floor: int) -> dict[str, Any]:
+        """The arguments of `vmem_jax.jit`.
+
+        Args:
+          need: bytes that plain jit needs.
+          floor: bytes of them that no plan frees.
+        """
         more = dict(self.jit)
         if "machine" in more:
             more["machine"] = CARDS[more["machine"]].machine
-        nbytes = self.nbytes(plain_need)
-        return {
-            **more,
-            "budget": {"bytes": nbytes, "share": self.share, "text": f"{nbytes}B"}[self.form],
-        }
+        nbytes, share = self.nbytes(need, floor), self._share(need, floor)
+        budget = {"bytes": nbytes, "share": share, "text": f"{nbytes}B"}[self.form]
+        return {**more, "budget": budget}
 
-    def nbytes(self, plain_need: int) -> int:
+    def nbytes(self, need: int, floor: int) -> int:
         """The budget in bytes."""
-        return max(int(self.share * plain_need), 1)
+        return max(int(self._share(need, floor) * need), 1)
+
+    def _share(self, need: int, floor: int) -> float:
+        """The budget, as a share of plain jit's need."""
+        if self.of == "need" or not need:
+            return self.share
+        return min((floor + self.share * (need - floor) + 0.5) / need, 1.0)
 
 
 def draw_options(seed: int, index: int, transport: str = "any") -> Options:
@@ -87,4 +99,5 @@ def draw_options(seed: int, index: int, transport: str = "any") -> Options:
         form=draw.one(["bytes", "bytes", "bytes", "share", "text"]),
         mode=draw.one(MODES),
         jit=more,
+        of="room" if draw.chance(0.8) else "need",
     )
