@@ -8,6 +8,12 @@ import tempfile
 
 import hypothesis
 import pytest
+from slow import is_drawn, slow_tests
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-share", type=int, default=1, metavar="N", help="one in N slow tests")
+    parser.addoption("--slow-seed", default="", metavar="TEXT", help="which of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,9 +38,16 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("VMEM_JAX_HYPOTHESIS", "vmem_jax"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = slow_tests()
+    share, seed = config.option.slow_share, config.option.slow_seed
+    may_go = [i for i in items if i.nodeid in slow and not i.get_closest_marker("always")]
+    left_out = [item for item in may_go if not is_drawn(item.nodeid, share, seed)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     # The longest first, so that no process is left alone with one at the end.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: slow.get(item.nodeid, len(slow)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

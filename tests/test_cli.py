@@ -21,7 +21,6 @@ def run(capsys, *argv):
     return status, out, err
 
 
-@pytest.mark.slow
 def test_train_ends_with_both_peaks_and_both_losses(capsys):
     status, out, _ = run(capsys, "train", *TINY, "--steps", 3, "--budget", 0.6)
     last = out.strip().splitlines()[-1]
@@ -36,7 +35,6 @@ def test_train_ends_with_both_peaks_and_both_losses(capsys):
     assert loss == pytest.approx(plain_loss, rel=1e-2)
 
 
-@pytest.mark.slow
 def test_train_without_comparison_runs_only_the_budgeted_step(capsys):
     status, out, _ = run(
         capsys, "train", *TINY, "--steps", 1, "--budget", "1GiB", "--no-compare", "--policy", "keep"
@@ -61,7 +59,6 @@ def test_plan_prints_the_table_and_saves(capsys, tmp_path):
     assert {e["args"]["budget"] for e in events if e["name"] == "budget"} == {plan.budget}
 
 
-@pytest.mark.slow
 def test_plan_sweeps_all_budgets(capsys):
     status, out, _ = run(
         capsys,

@@ -38,12 +38,7 @@ def kernels(text):
     return len(re.findall(r"custom_call_target=\"__(?:cudnn|cublas)|= \S+ dot\(|__triton", text))
 
 
-LONG = {"transformer", "resnet", "inception"}
-ROWS = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in LONG))
-    for case in CASES
-    if case.h200_scale
-]
+ROWS = [pytest.param(case, id=case.name) for case in CASES if case.h200_scale]
 
 
 @pytest.mark.parametrize("case", ROWS)

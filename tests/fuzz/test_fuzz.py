@@ -49,6 +49,7 @@ def seed_of_commit() -> int:
     return zlib.crc32(asked.stdout.encode())
 
 
+@pytest.mark.always
 def test_a_minute_of_random_programs_finds_nothing_new():
     counts = Counts()
     run(Settings(), seeds_from(seed_of_commit()), SECONDS, counts.add)
