@@ -87,7 +87,7 @@ def test_info_names_versions_and_devices(capsys):
         (("cpu", "CPU alone, built without CUDA", 0, False), []),
         (("cpu", "CPU alone, built without CUDA", 0, True), ["jax\\[cuda13\\]"]),
         (("cpu", "none: not built", 0, False), ["extension is missing"]),
-        (("gpu", "CPU alone, built without CUDA", 9, True), ["VMEM_JAX_CUDA=ON"]),
+        (("gpu", "CPU alone, built without CUDA", 9, True), ["pip install vmem_jax_cuda13"]),
         (("gpu", "CPU and CUDA 13.0, no convolutions", 0, True), ["lacks parts", "profile=True"]),
         (("gpu", "CPU and CUDA 13.0, convolutions by cuDNN", 9, True), []),
     ],

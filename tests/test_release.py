@@ -16,6 +16,9 @@ CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 def test_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cuda = tomllib.loads((ROOT / "cuda13/pyproject.toml").read_text())["project"]
+    assert cuda["version"] == project["version"]
+    assert f"{project['name']}=={project['version']}" in cuda["dependencies"]
     citation = (ROOT / "CITATION.cff").read_text()
     released = re.search(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", CHANGELOG, re.M)
     assert vmem_jax.__version__ == project["version"] == released[1]

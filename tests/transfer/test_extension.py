@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import types
 
 import jax
 import pytest
@@ -45,6 +46,30 @@ def test_missing_extension_says_what_to_do(monkeypatch):
     with pytest.raises(ImportError, match="pip install"):
         extension._import()
     assert extension.describe().startswith("none: ")
+
+
+class _Entry:
+    """An entry point of a package with CUDA, `version` of it, that loads `module`."""
+
+    def __init__(self, version, module):
+        self.dist = types.SimpleNamespace(name="vmem_jax_cuda13", version=version)
+        self.load = lambda: module
+
+
+def test_the_extension_of_a_package_with_cuda_comes_first(monkeypatch):
+    own = extension.load()
+    theirs = types.ModuleType("vmem_jax_cuda13._xla_ffi")
+    vars(theirs).update({name: getattr(own, name) for name in dir(own) if name[:2] != "__"})
+    entries = [_Entry("0.2.0", theirs)]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.2.0")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    monkeypatch.setitem(sys.modules, "vmem_jax._xla_ffi", None)  # not imported at all
+    assert extension._import() is theirs
+    assert extension.describe().endswith(", from vmem_jax_cuda13")
+    entries[0] = _Entry("0.1.0", theirs)
+    with pytest.raises(ImportError, match=r"pip install vmem_jax_cuda13==\d+\.\d+\.\d+$"):
+        extension._import()
+    assert extension.describe().startswith("none: vmem_jax_cuda13 0.1.0 is no part of vmem_jax ")
 
 
 def test_steps_run_without_the_extension_and_say_so_where_it_is_asked_for(monkeypatch):

@@ -77,9 +77,12 @@ def advice(device: str, transfers: str, timed: int, driver: bool) -> Sequence[st
     if transfers.startswith("none"):
         found.append("the native extension is missing: install vmem_jax by pip")
     elif device == "gpu" and "CUDA" not in transfers.replace("without CUDA", ""):
-        found.append("XLA's copies move values: VMEM_JAX_CUDA=ON pip install . brings our own")
+        found.append(
+            "XLA's copies move values: pip install vmem_jax_cuda13 brings our own, as does "
+            "VMEM_JAX_CUDA=ON pip install . in the sources"
+        )
     elif device == "gpu" and ("no convolutions" in transfers or "no compression" in transfers):
-        found.append("the extension lacks parts: install cuDNN's headers and nvcc, then it again")
+        found.append("the extension lacks parts: pip install vmem_jax_cuda13 has all")
     if device == "gpu" and not timed:
         found.append("plans know no measured times: vmem-jax profile, or profile=True (20 s)")
     return found

@@ -47,7 +47,7 @@ def by_cudnn(
     if extension.load().CUDNN_BUILT is None:
         raise ImportError(
             "vmem_jax's extension was built without cuDNN, so it cannot run the convolutions of this "
-            'plan. Build it where cuDNN\'s headers are (docs/ffi.md), or plan without "workspace".'
+            'plan. Install vmem_jax_cuda13 (docs/ffi.md), or plan without "workspace".'
         )
     shape = layouts(convolution)[roles(convolution.which)[2]]
     partials = convolution.which == Pass.BACKWARD_FILTER and lhs.dtype.itemsize == 2

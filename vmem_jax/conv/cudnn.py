@@ -261,8 +261,9 @@ def _open() -> Any:
     if module.CUDNN_BUILT is None:
         raise ImportError(
             "vmem_jax's extension was built without cuDNN, so it runs no convolutions. Install "
-            "nvidia-cudnn-cu13 and a CUDA toolkit, then vmem_jax again, with CUDNN_INCLUDE_DIR "
-            "naming the directory of cudnn.h if the end of the build's log says that there is none."
+            "vmem_jax_cuda13, or a CUDA toolkit and nvidia-cudnn-cu13 and then vmem_jax's sources "
+            "again, with CUDNN_INCLUDE_DIR naming the directory of cudnn.h if the end of the build's "
+            "log says that there is none."
         )
     try:
         module.cudnn_open(next(iter(_wheel_libraries("libcudnn.so.9")), ""))

@@ -127,8 +127,8 @@ def unusable(platform: str) -> str:
     if compress_p.name in targets.get("cpu" if platform == "cpu" else "CUDA", ()):
         return ""
     return (
-        "vmem_jax's native extension was built without nvcc, CUDA's compiler: install it where nvcc "
-        "is found"
+        "vmem_jax's native extension was built without nvcc, CUDA's compiler: install "
+        "vmem_jax_cuda13, or vmem_jax's sources where nvcc is found"
     )
 
 

@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +21,9 @@ T = TypeVar("T", bound="DataclassInstance")
 PREFIX = "vmem_jax_"
 """Of every custom call target."""
 
+PLUGINS = "vmem_jax.extension"
+"""The group of entry points in which a package with CUDA names its build of the extension."""
+
 _HEADER = "xla/ffi/api/c_api.h"
 
 
@@ -28,7 +32,8 @@ def load() -> Any:
     """The extension module, its targets registered for every platform that it has.
 
     Raises:
-      ImportError: it was not built, or for a newer jaxlib than the one that runs.
+      ImportError: it was not built, for a newer jaxlib than the one that runs, or for another
+        version of vmem_jax.
     """
     module = _import()
     check_version(module.FFI_API_VERSION, module.JAXLIB_VERSION, _running_version())
@@ -55,7 +60,9 @@ def describe() -> str:
         where += f", {without if module.CUDNN_BUILT is None else 'convolutions by cuDNN'}"
         if "compress" not in module.targets()["CUDA"]:
             where += ", no compression, built without nvcc"
-    return f"{where} (XLA FFI {_dotted(module.FFI_API_VERSION)})"
+    where += f" (XLA FFI {_dotted(module.FFI_API_VERSION)})"
+    package = module.__name__.partition(".")[0]
+    return where if package == "vmem_jax" else f"{where}, from {package}"
 
 
 def check_version(built: tuple[int, int], jaxlib: str, running: tuple[int, int]) -> None:
@@ -93,6 +100,20 @@ def as_dataclass(cls: type[T], struct: Any) -> T:
 
 
 def _import() -> Any:
+    """The extension of a package with CUDA, where one is installed, else our own.
+
+    Only one of them is imported: both define the same types. That of a package can do all that our
+    own can, so it comes first, also where there is no GPU.
+    """
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        own = importlib.metadata.version("vmem_jax")  # there is one: the package depends on it
+        if plugin.dist is not None and plugin.dist.version != own:
+            name, version = plugin.dist.name, plugin.dist.version
+            raise ImportError(
+                f"{name} {version} is no part of vmem_jax {own}, which is installed. Install the "
+                f"same version of both: pip install {name}=={own}"
+            )
+        return plugin.load()
     try:
         return importlib.import_module("vmem_jax._xla_ffi")
     except ModuleNotFoundError as error:

@@ -194,7 +194,10 @@ def unusable(
         return str(error)
     name = "cpu" if platform == "cpu" else "CUDA"
     if name not in platforms:
-        return "vmem_jax's native extension was built without CUDA: install it where CUDA is found"
+        return (
+            "vmem_jax's native extension was built without CUDA: install vmem_jax_cuda13, or "
+            "vmem_jax's sources where CUDA is found"
+        )
     foreign = sum(d.process_index != jax.process_index() for d in devices)
     if foreign:
         return (
