@@ -150,48 +150,60 @@ def test_many_layers_come_in_few_groups_of_neighbours():
 
 # -- in a browser
 
+UNREADABLE = (ROOT / "tests/data/unreadable.js").read_text()
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_the_page(page, data, scheme):
+
+@pytest.fixture(scope="module")
+def chromium():
     sync_api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("no Chromium here (Debian's package chromium)")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        tab = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})
-        wrong = []
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-        asked = []
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.goto(page.as_uri())
-        tab.wait_for_selector("html[data-ready]", state="attached")
-        assert tab.evaluate("document.documentElement.dataset.theme") == scheme
-        assert tab.locator("#values tbody tr").count() == len(data["values"])
-        tab.fill("#filter", "recomputed")
-        assert 0 < tab.locator("#values tbody tr").count() < len(data["values"])
-        tab.evaluate("scrollTo(0, 0)")
-        box = tab.locator("#areas").bounding_box()
-        tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 120)
-        tab.wait_for_function(
-            "document.querySelector('#areas .hoverlayer').textContent.length > 9", timeout=10000
-        )
-        assert "activation" in tab.locator("#areas .hoverlayer").text_content()
-        tab.click("[data-by=layers]")
-        assert "layer3" in tab.locator("#legend").text_content()
-        range_of = lambda chart: tab.evaluate(
-            f"document.getElementById('{chart}').layout.xaxis.range"
-        )
-        before = range_of("lanes")
-        tab.mouse.move(box["x"] + 300, box["y"] + 120)
-        tab.mouse.down()
-        tab.mouse.move(box["x"] + 600, box["y"] + 130, steps=5)
-        tab.mouse.up()
-        tab.wait_for_function(
-            f"document.getElementById('lanes').layout.xaxis.range[1] < {before[1]}"
-        )
-        assert range_of("lanes") == range_of("areas")  # zooming one zooms the other
+        yield browser
         browser.close()
+
+
+@pytest.mark.parametrize("width", [1280, 480])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_page(page, data, chromium, scheme, width):
+    tab = chromium.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    wrong = []
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    asked = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(page.as_uri())
+    tab.wait_for_selector("html[data-ready]", state="attached")
+    assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+    assert tab.locator("#values tbody tr").count() == len(data["values"])
+    for by in ("kinds", "layers"):
+        tab.click(f"[data-by={by}]")
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        assert tab.evaluate(UNREADABLE) == []
+    assert re.search("layer3.*compiled", tab.locator("#legend").text_content())
+    tab.fill("#filter", "recomputed")
+    assert 0 < tab.locator("#values tbody tr").count() < len(data["values"])
+    tab.click("[data-by=kinds]")
+    tab.evaluate("document.getElementById('areas').scrollIntoView()")
+    box = tab.locator("#areas").bounding_box()
+    tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 120)
+    tab.wait_for_function(
+        "document.querySelector('#areas .hoverlayer').textContent.length > 9", timeout=10000
+    )
+    shown = tab.locator("#areas .hoverlayer").text_content()
+    assert re.search(r"activation : [\d.]+ KiB", shown)
+    range_of = lambda chart: tab.evaluate(f"document.getElementById('{chart}').layout.xaxis.range")
+    before = range_of("lanes")
+    tab.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 120)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 130, steps=5)
+    tab.mouse.up()
+    tab.wait_for_function(f"document.getElementById('lanes').layout.xaxis.range[1] < {before[1]}")
+    assert range_of("lanes") == range_of("areas")  # zooming one zooms the other
+    tab.add_style_tag(content=".note {color: var(--line)}")
+    assert tab.evaluate(UNREADABLE)  # it would be found
+    tab.close()
     assert wrong == []
     assert {url.partition(":")[0] for url in asked} <= {"file", "blob", "data"}
 

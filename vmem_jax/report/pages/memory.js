@@ -7,8 +7,15 @@ const make = (tag, text = "", name = "") => {
   node.className = name;
   return node;
 };
+// A table's cell with a name, which breaks after a slash where it has to.
+const path = (text) => {
+  const cell = make("td", "", "name");
+  text.split(/(?<=\/)/).forEach((part, i) => cell.append(...(i ? [make("wbr")] : []), part));
+  return cell;
+};
 const [plain, plan] = data.panels;
-const UNIT = Math.max(plain.peak.nbytes, plain.compiled, plan.compiled) >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+const MOST = Math.max(plain.peak.nbytes, plain.compiled, plan.compiled);
+const UNIT = MOST >= 2 ** 30 ? ["GiB", 2 ** 30] : MOST >= 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 2 ** 10];
 const END = Math.max(plain.seconds, plan.seconds);
 const TIME = END >= 2 ? ["s", 1] : END >= 2e-3 ? ["ms", 1e3] : ["µs", 1e6];
 const size = (n) => {
@@ -58,8 +65,8 @@ function areas() {
     for (const name of names(by)) {
       const series = panel[by][name];
       if (!series) continue;
-      const values = series.map((n) => n / UNIT[1]);
-      traces.push({ type: "scatter", mode: "lines", x, y: [...values, values[values.length - 1]], yaxis: y, name, stackgroup: "s" + i, line: { shape: "hv", width: 0 }, fillcolor: paint[name], hovertemplate: "%{y:.3f} " + UNIT[0] });
+      const held = [...series, series[series.length - 1]];
+      traces.push({ type: "scatter", mode: "lines", x, y: held.map((n) => n / UNIT[1]), text: held.map(size), yaxis: y, name, stackgroup: "s" + i, line: { shape: "hv", width: 0 }, fillcolor: paint[name], hovertemplate: "%{text}" });
     }
     const high = panel.peak.nbytes / UNIT[1], at = panel.peak.at * TIME[1], late = panel.peak.at > 0.6 * END;
     traces.push({ type: "scatter", mode: "markers", x: [at], y: [high], yaxis: y, name: "peak", marker: { size: 9, color: t.ink, line: { color: t.card, width: 2 } }, hovertemplate: size(panel.peak.nbytes) + "<extra>peak</extra>" });
@@ -79,6 +86,9 @@ function areas() {
     yaxis: axis(t, { domain: [0.54, 1], ...yaxis }), yaxis2: axis(t, { domain: [0, 0.46], ...yaxis }), shapes, annotations: notes,
   }), CONFIG);
   legend("legend", names(by), paint);
+  const dotted = make("span", "what the compiled step needs");
+  dotted.prepend(make("i", "", "dotted"));
+  $("legend").append(dotted);
 }
 
 function legend(id, names, paint) {
@@ -193,7 +203,7 @@ function table() {
   }
   $("values").tHead.replaceChildren(head);
   $("values").tBodies[0].replaceChildren(...rows.map((v) => {
-    const row = make("tr"), name = make("td", v.label, "name"), where = make("td", v.layer, "name"), live = make("td"), range = make("div", "", "range"), decision = make("td"), chip = make("span", v.decision, "chip"), dot = make("i");
+    const row = make("tr"), name = path(v.label), where = path(v.layer), live = make("td"), range = make("div", "", "range"), decision = make("td"), chip = make("span", v.decision, "chip"), dot = make("i");
     name.append(make("small", v.kind));
     where.append(make("small", v.line));
     for (const [begin, end] of v.spans) {
