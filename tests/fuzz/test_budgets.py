@@ -6,10 +6,12 @@ import types
 
 import pytest
 
+from vmem_jax.core.cards import CARDS
+
 from . import ledger
 from .check import BUDGET, FIT, Memory, memory_of
 from .driver import Counts, Settings, single
-from .options import Options, draw_options
+from .options import QUICK, Options, draw_options
 from .test_fuzz import FITS, SPEC
 
 
@@ -78,3 +80,18 @@ def test_the_ledger_tells_what_fits_of_the_possible():
     before = {n: value for n, value in row.items() if not n.startswith("possible")}
     assert "| 1 of 2 |" in ledger.totals([row, before])
     assert "| – |" in ledger.totals([before])
+
+
+def test_batches_are_divided_though_their_parts_are_tiny():
+    """As on a card, whose kernels take longer to start than parts of these programs take."""
+    machines = [draw_options(seed, 0).jit.get("machine") for seed in range(200)]
+    assert 20 < machines.count(QUICK) < 60 and {*CARDS} < {*machines}
+    given = {"policy": "auto", "allow": ("order", "sub_batches")}
+    layers = [["dense", 0], ["activation", 1], ["dense", 2]]
+    spec = {**SPEC, "shape": [128, 64, 8], "layers": layers}
+    with single(Settings()) as run_one:
+        outcomes = [
+            run_one(spec, Options(0.6, "bytes", "call", {**given, "machine": machine}, of="room"))
+            for machine in ("h200", QUICK)
+        ]
+    assert [row["outcome"] for row in outcomes] == [BUDGET, FIT]
