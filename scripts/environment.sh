@@ -31,13 +31,13 @@ make_environment() {
     "$python" -m venv "$directory" || return 1
     # pip before 25.1 does not know --group; what is imported is compiled then, and little of it is
     install="$directory/bin/python -W ignore -m pip install --quiet --no-compile --disable-pip-version-check"
-    # A JAX that is asked for comes first: with its CUDA wheels come headers that our build looks for.
-    jax=
+    # A JAX that is asked for comes first, and NVIDIA's wheels, since our build looks for their headers.
+    first=
     for argument; do
-        case $argument in jax*) jax="$jax $argument" ;; esac
+        case $argument in jax* | nvidia*) first="$first $argument" ;; esac
     done
     # shellcheck disable=SC2086  # the command, and what to install, are words
-    $install "pip>=25.1" && { [ -z "$jax" ] || $install $jax; } &&
+    $install "pip>=25.1" && { [ -z "$first" ] || $install $first; } &&
         PYTHONWARNINGS=ignore $install "$@" &&
         printf '%s\n' "$wanted" >"$directory/.installed"
 }
