@@ -3,6 +3,11 @@ of that kernel aborts the process at a barrier. So each test has a process of it
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 from processes import run_script
 
 STEPS = """
@@ -51,3 +56,33 @@ def test_the_same_loops_inlined_in_the_users_own_jit():
         assert close(jax.jit(lambda *a: step(*a))(*given), jax.jit(plain)(*given))
     """
     )
+
+
+def on_the_page():
+    """The HLO and the Python block that docs/troubleshooting.md shows of the defect."""
+    page = (Path(__file__).parents[1] / "docs/troubleshooting.md").read_text()
+    section = page[page.index("## XLA:CPU aborts on barriers in small loops") :]
+    return re.findall(r"^```\w*\n(.*?)^```$", section, re.M | re.S)
+
+
+def instructions(hlo):
+    """(shape, opcode) of each instruction, in order."""
+    return re.findall(r"%\S+ = (\(?\w+\[.*?) ([a-z-]+)\(%", hlo)
+
+
+def test_the_hlo_of_the_page_is_that_of_its_loop():
+    shown, code = on_the_page()
+    space = {}
+    exec(code, space)
+    text = space["compiled"].as_text()
+    assert instructions(shown)[-1] == ("(f32[2]{0}, f32[2]{0})", "opt-barrier")
+    made = iter(instructions(text))
+    assert all(one in made for one in instructions(shown)), text
+
+
+def test_without_the_second_option_that_loop_ends_the_process():
+    """Once it does not, budgeted steps need not leave out the pass either (`FENCE_OPTIONS`)."""
+    _, code = on_the_page()
+    code = code.replace(",small-while-loop-hoisting", "")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode < 0 and "Check failed: buffer != nullptr" in run.stderr
