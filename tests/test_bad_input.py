@@ -13,6 +13,7 @@ from test_jit import batch, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, Plan, PlanError
+from vmem_jax.search.attempt import need_nbytes
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,18 @@ def test_budget_below_arguments_and_outputs_names_the_largest():
     ):
         assert words in str(caught.value)
     assert caught.value.budget == 10 * 1024 < caught.value.lowest_peak
+
+
+@pytest.mark.parametrize("donated, at", [((), "outputs alone"), ((0, 1), "copies of arguments")])
+def test_a_peak_is_at_the_arguments_and_outputs_alone_where_it_is_no_more(donated, at):
+    """A step that computes nothing: XLA exchanges two donated arguments by way of copies."""
+    args = [jax.ShapeDtypeStruct((64, 64), "float32")] * 2
+    swap = lambda x, y: (y, x)
+    plain = jax.jit(swap, donate_argnums=donated, keep_unused=True).lower(*args).compile()
+    with pytest.raises(BudgetError, match=at) as caught:
+        vmem_jax.jit(swap, budget=1, donate_argnums=donated).lower(*args).compile()
+    assert bool(donated) == bool(plain.memory_analysis().temp_size_in_bytes)
+    assert caught.value.lowest_peak == need_nbytes(plain)
 
 
 def test_budget_that_no_plan_meets_says_how_low_it_gets():

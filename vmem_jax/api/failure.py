@@ -64,6 +64,9 @@ def budget_error(
     program = planned_program(program, plan)
     peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
     more, holders = [*helps(best.need)], at_the_peak(program, timeline)
+    at = where_peak(program, timeline)
+    if peak is None and best.compiled.memory_analysis().temp_size_in_bytes:
+        at = "copies of arguments that are returned in each other's places"
     if program.arguments_nbytes > budget:
         holders = arguments_and_outputs(program)
     elif peak is not None and peak.convolution and peak.workspace:
@@ -76,7 +79,7 @@ def budget_error(
         policy=policy,
         budget=budget,
         lowest_peak=best.need,
-        at=where_peak(program, timeline),
+        at=at,
         holders=holders,
         compiled=True,
         advice=advice(budget, best.need, resident, more, compiled=True),
