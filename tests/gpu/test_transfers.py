@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import transfer_cases as cases
 from jax import lax
+from test_arena_order import moving_runs_right
 
 from vmem_jax.transfer import ffi
 from vmem_jax.transfer.arena import Arena
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.__name__)
 def test_on_cuda(case, devices):
     case(devices[0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_force_the_order_that_a_layout_relies_on(seed, devices):
+    moving_runs_right(devices[0], seed)
 
 
 def test_every_device_at_once(devices):
