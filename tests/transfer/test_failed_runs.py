@@ -3,7 +3,9 @@ and the interpreter ends."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 import transfer_cases
 from processes import run_script
 
+from vmem_jax.transfer.arena import live_arenas
 from vmem_jax.transfer.compression import Site, Store, compress
 from vmem_jax.transfer.executable import Moving
 from vmem_jax.transfer.ffi import Ffi
@@ -53,6 +56,31 @@ def test_the_users_callback_fails_and_the_next_run_is_right():
         assert all(transfer_cases.same(a[0], expected[0]) for a in results)
         counters = moving.arena.counters(CPU)
         assert (counters.parked, counters.resets) == (0, count)
+
+
+def test_threads_and_memory_are_those_of_before():
+    """After runs that fail one after the other, and as the arena of the last one is freed."""
+    threads = lambda: len(os.listdir("/proc/self/task"))
+    arenas, fails, x = live_arenas(), [], transfer_cases.data(CPU)
+    moving = parking(fails)
+
+    def run(fail):
+        fails[:] = [True] * fail
+        with pytest.raises(jax.errors.JaxRuntimeError) if fail else contextlib.nullcontext():
+            jax.block_until_ready(moving(x))
+
+    run(True)
+    run(False)
+    before, pinned = threads(), moving.arena.counters(CPU).arena_nbytes
+    for _ in range(10):
+        run(True)
+    run(False)
+    assert threads() == before
+    assert moving.arena.counters(CPU).arena_nbytes == pinned > 0
+    assert live_arenas() == arenas + 1
+    run(True)
+    moving.arena.close()
+    assert live_arenas() == arenas and threads() <= before
 
 
 def test_reset_drops_what_is_parked():
