@@ -11,7 +11,8 @@ import pytest
 
 import vmem_jax
 from vmem_jax.compiler.compile import LONG, left_out, with_ours
-from vmem_jax.jax_compat import FENCE_OPTIONS
+from vmem_jax.jax_compat import FENCE_OPTIONS, SIZED_OPTIONS
+from vmem_jax.search.attempt import need_nbytes
 
 PASSES = "xla_disable_hlo_passes"
 FENCED = FENCE_OPTIONS["cpu"][PASSES]
@@ -53,6 +54,34 @@ def test_passes_are_left_out_that_either_names(given, platform, steps, options):
     assert with_ours(given, platform, steps, described=True) == {**described, **options}
     long = platform == "gpu" and steps > LONG
     assert ("multi_output_fusion" in left_out(platform, steps)) is long
+
+
+def test_plain_jit_is_compiled_for_its_need_without_optimised_code(monkeypatch):
+    """Where the budget is a share of its need. What may run is compiled as always."""
+    compile_, seen = jax.stages.Lowered.compile, []
+
+    def compile(self, compiler_options=None):
+        compiled = compile_(self, compiler_options)
+        plain = "optimization_barrier" not in self.as_text()
+        seen.append((plain, dict(compiler_options or {}), need_nbytes(compiled)))
+        return compiled
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    vmem_jax.jit(deep, budget=0.6, donate_argnums=0).lower(*DEEP).compile()
+    (_, options, need), *plans = seen
+    assert options == SIZED_OPTIONS["cpu"] and plans
+    assert not any(
+        plain or options.items() & SIZED_OPTIONS["cpu"].items() for plain, options, _ in plans
+    )
+    seen.clear()
+    vmem_jax.jit(deep, budget=1.0, policy="keep", donate_argnums=0).lower(*DEEP).compile()
+    assert seen == [(True, {}, need)]
+
+
+def test_the_users_level_of_optimisation_holds():
+    given = {"xla_backend_optimization_level": 2}
+    assert with_ours(given, "cpu", 9, fenced=False, sized=True) == given
+    assert with_ours({}, "gpu", 9, fenced=False, sized=True) == {}
 
 
 def test_a_plan_fits_beside_the_users_own_options():

@@ -31,7 +31,6 @@ from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.report.page import require_plotly, save_page
 from vmem_jax.report.picture import picture
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.techniques import StepContext
 from vmem_jax.techniques.jit_arguments import (
     density_of,
@@ -262,7 +261,7 @@ class BudgetedStep:
         entry = self._entry_for(args, kwargs, target)
         plain = entry.plain_need
         if plain is None:
-            plain = need_nbytes(StepContext(self._settings, entry.traced, target=target).plain)
+            plain = StepContext(self._settings, entry.traced, target=target).plain_need
         program = entry.traced.captured.program
         platform = "gpu" if target is not None else devices_of(entry.traced.avals)[0].platform
         spared = entry.policy.spared(program), left_out(platform, len(program.steps))

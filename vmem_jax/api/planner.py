@@ -132,7 +132,8 @@ def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:
     """(the budget in bytes, plain jit's need in bytes or None if it was not compiled)."""
     budget, traced = step.settings.budget, step.traced
     if isinstance(budget, float):
-        plain_need = need_nbytes(step.plain)
+        # a budget that plain jit meets is likely to run it
+        plain_need = step.plain_need if budget < 1 else need_nbytes(step.plain)
         return int(budget * plain_need), plain_need
     own = sum(b.nbytes for b in traced.captured.program.buffers[: len(traced.avals)])
     return limit_nbytes(budget, traced.avals, own, step.target), None

@@ -34,6 +34,7 @@ def with_ours(
     described: bool = False,
     fenced: bool = True,
     large: bool = False,
+    sized: bool = False,
 ) -> dict[str, Any]:
     """The compiler options of a program of so many steps: ours, overridden by the user's. The passes
     that either disables are disabled.
@@ -42,12 +43,15 @@ def with_ours(
       described: whether it is compiled for a device that is only described.
       fenced: whether it has our barriers; if not, it is compiled as by plain `jax.jit`.
       large: whether its arguments take `LARGE_NBYTES`.
+      sized: whether only its memory is asked for.
     """
     ours = [compat.FENCE_OPTIONS.get(platform, {})] if fenced else []
     if described:
         ours.append(compat.DESCRIBED_OPTIONS.get(platform, {}))
         if large:
             ours.append(compat.DESCRIBED_LARGE_OPTIONS.get(platform, {}))
+    if sized:
+        ours.append(compat.SIZED_OPTIONS.get(platform, {}))
     if steps > LONG:
         ours.append(compat.LONG_OPTIONS.get(platform, {}))
     every = [*ours, given]
@@ -77,6 +81,7 @@ def compile_jaxpr(
     sig: arguments.Signature,
     options: Mapping[str, Any],
     streams: bool = False,
+    sized: bool = False,
 ) -> Any:
     """Compiles `jaxpr`, a form of the step `traced`.
 
@@ -85,13 +90,14 @@ def compile_jaxpr(
       name: the name of the step.
       options: the user's compiler options.
       streams: whether hosted arguments are in host memory; if not, all are on the device.
+      sized: whether only its memory is asked for; it may run slowly.
 
     Raises:
       CompileError: XLA cannot compile `jaxpr`, and it is not the user's own program (`traced.plain`).
         Errors of that program, or of the user's `options`, are raised unchanged.
     """
     try:
-        return _compiled(traced, jaxpr, target, name, sig, options, streams)
+        return _compiled(traced, jaxpr, target, name, sig, options, streams, sized)
     except jax.errors.JaxRuntimeError as error:
         if jaxpr is traced.plain or any(option in str(error) for option in options):
             raise
@@ -106,6 +112,7 @@ def _compiled(
     sig: arguments.Signature,
     options: Mapping[str, Any],
     streams: bool,
+    sized: bool,
 ) -> Any:
     avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
     if target is not None:
@@ -121,7 +128,8 @@ def _compiled(
     steps = len(traced.captured.program.steps)
     platform, fenced = devices_of(avals)[0].platform, jaxpr is not traced.plain
     large = sum(map(nbytes, avals)) >= LARGE_NBYTES
-    given, options = options, with_ours(options, platform, steps, target is not None, fenced, large)
+    described = target is not None
+    given, options = options, with_ours(options, platform, steps, described, fenced, large, sized)
     if streams and traced.hosted:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         which = {i for i, _ in traced.hosted}

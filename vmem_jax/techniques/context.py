@@ -15,12 +15,13 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.core.plan import Plan
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import HostMemoryError
-from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.jax_compat import SIZED_OPTIONS, ClosedJaxpr
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of, parks
+from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.techniques.settings import Settings
 from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer.compression import Store
@@ -116,6 +117,13 @@ class StepContext:
         """The step as plain jit compiles it, with all arguments on the device."""
         return self._compile(self.traced, self.traced.plain, is_plain=True)
 
+    @functools.cached_property
+    def plain_need(self) -> int:
+        """Bytes that plain jit needs; its code is not optimised to know them."""
+        if "plain" in vars(self) or self.platform not in SIZED_OPTIONS:
+            return need_nbytes(self.plain)
+        return need_nbytes(self._compile(self.traced, self.traced.plain, is_plain=True, sized=True))
+
     def compile(self, traced: TracedStep, plan: Plan) -> Any:
         """Compiles `traced`, a form of this step, by `plan`.
 
@@ -140,7 +148,13 @@ class StepContext:
             return compiled
         return Moving(compiled, mover, store, [] if self.target else self.devices)
 
-    def _compile(self, traced: TracedStep, jaxpr: ClosedJaxpr, is_plain: bool = False) -> Any:
+    def _compile(
+        self,
+        traced: TracedStep,
+        jaxpr: ClosedJaxpr,
+        is_plain: bool = False,
+        sized: bool = False,
+    ) -> Any:
         settings = self.settings
         with doing(f"compiling {'plain jit' if is_plain else 'a plan'} of {settings.name}"):
             return compile_jaxpr(
@@ -151,4 +165,5 @@ class StepContext:
                 sig=settings.signature,
                 options=settings.compiler_options,
                 streams=not is_plain,
+                sized=sized,
             )
