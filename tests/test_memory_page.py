@@ -250,13 +250,18 @@ def shapes():
 """
 
 
-def test_commands_take_the_users_own_step(tmp_path, capsys):
+def test_commands_take_the_users_own_step(tmp_path, capsys, monkeypatch):
     pytest.importorskip("plotly")
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
     own = tmp_path / "own_train_step.py"
     own.write_text(OWN)
     asked = [f"{own}:step", "--args", f"{own}:shapes", "--donate", "0"]
     assert cli.main(["plan", *asked, "--budget", "0.9"]) == 0
     assert "peak: plain jit" in capsys.readouterr().out
+    assert cli.main(["plan", *asked, "--sweep", "2"]) == 0
+    assert "step: seconds against bytes" in capsys.readouterr().out
+    assert cli.main(["profile", *asked]) == 0
+    assert "Predicted step time" in capsys.readouterr().out
     out = tmp_path / "own.html"
     assert cli.main(["report", f"{own}:budgeted", *asked[1:3], "--out", str(out)]) == 0
     assert '"name":"step"' in out.read_text()
