@@ -25,21 +25,30 @@ STEPS = """
     def checkpointed(x):
         return jax.grad(lambda x: lax.fori_loop(0, 3, lambda i, c: layer(c), x).sum())(x)
 
+    def scanned(ws, x):
+        body = lambda x, w: (jnp.tanh(jnp.sin(x * w) + x), None)
+        return jax.grad(lambda ws: lax.scan(body, x, ws)[0].sum())(ws)
+
     def close(got, expected):
         return jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-5), got, expected))
 
     args = jnp.ones((12, 4, 12)), jnp.ones((96, 12)), jnp.zeros((96, 12))
     parts = vmem_jax.jit(dense, budget=1 << 20, sub_batches=96)
     loop = vmem_jax.jit(checkpointed, budget=1 << 20)
+    stacks = jnp.ones((8, 8)), jnp.ones(8)
+    plan = vmem_jax.lowest(scanned, *stacks).plan
+    assert plan.kept  # both loops stack less than plain's
+    chosen = vmem_jax.jit(scanned, plan=plan)
+    steps = [(parts, dense, args), (loop, checkpointed, (jnp.ones(8),)), (chosen, scanned, stacks)]
 """
 
 
-def test_loops_of_one_sample_and_of_checkpoints_compile_with_their_barriers():
+def test_loops_of_one_sample_of_checkpoints_and_of_chosen_stacks_compile_with_their_barriers():
     run_script(
         STEPS
         + """
     assert parts.lower(*args).compile().plan.sub_batches == 96
-    for step, plain, given in ((parts, dense, args), (loop, checkpointed, (jnp.ones(8),))):
+    for step, plain, given in steps:
         text = step.lower(*given).compile().as_text()
         assert "while(" in text and "opt-barrier" in text
         assert close(step(*given), jax.jit(plain)(*given))
@@ -52,7 +61,7 @@ def test_the_same_loops_inlined_in_the_users_own_jit():
     run_script(
         STEPS
         + """
-    for step, plain, given in ((parts, dense, args), (loop, checkpointed, (jnp.ones(8),))):
+    for step, plain, given in steps:
         assert close(jax.jit(lambda *a: step(*a))(*given), jax.jit(plain)(*given))
     """
     )
