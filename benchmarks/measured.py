@@ -209,6 +209,7 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
             step += ", scanned" if row["scanned"] else ", unrolled"
         if row.get("attention"):
             step += f", XLA's attention ({row['batch']})"
+        step += "" if row.get("triton", True) else ", without Triton"
         if way[0] == "@":
             variant = f"`auto`, in the memory of `{way[1:]}`"
         elif "*" in way:
@@ -402,7 +403,8 @@ def every_row() -> str:
         f"\n## {name}.jsonl\n{lines_of(compared(name), *more, 'compiles', 'commit')}"
         for name in STEPS
     )
-    timed = (
-        f"\n## training_steps_h200.jsonl\n{_training_steps(_json('training_steps_h200'), *_STEPS)}"
+    timed = "".join(
+        f"\n## {name}.jsonl\n{_training_steps(_json(name), *_STEPS)}"
+        for name in ("training_steps_h200", "training_steps_h100")
     )
     return f"{steps}{timed}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"
