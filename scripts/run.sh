@@ -4,5 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
+# Without an NVIDIA driver the handlers for CPUs are enough, which take half of the time to build.
+command -v nvidia-smi >/dev/null || export VMEM_JAX_CUDA="${VMEM_JAX_CUDA:-OFF}"
 make_environment "${VENV:-.venv}" --editable ".[models]"
 exec "${VENV:-.venv}/bin/vmem-jax" train "$@"

@@ -1,0 +1,97 @@
+"""What a person waits for: the first call of a step beside plain jit's, and a clone's first result.
+
+    python benchmarks/first_call.py --out=rows.jsonl
+    python benchmarks/first_call.py --what=clone --out=rows.jsonl
+
+A first call is timed in a process of its own, with empty caches, plain jit and `vmem_jax` in turns;
+the clone is one of this checkout, which then runs the README's first command.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import records
+from absl import app, flags
+
+import vmem_jax
+from vmem_jax.models import job
+
+ROOT = Path(__file__).parent.parent
+FLAGS = flags.FLAGS
+CACHES = ("JAX_COMPILATION_CACHE_DIR", "VMEM_JAX_CACHE")
+
+
+def first_call(way: str) -> float:
+    """Seconds from the call to its results, in this process, which has called nothing before."""
+    work = job(FLAGS.model, batch=FLAGS.batch, dtype=FLAGS.dtype, optimizer="momentum")
+    state, batch = work.init(jax.random.key(0)), work.random_batch(jax.random.key(1))
+    jit = jax.jit if way == "plain" else vmem_jax.jit
+    options = {} if way == "plain" else {"budget": float(way)}
+    step = jit(work.step, donate_argnums=0, **options)
+    jax.block_until_ready((state, batch))
+    began = time.perf_counter()
+    jax.block_until_ready(step(state, batch))
+    return time.perf_counter() - began
+
+
+def in_a_process(way: str) -> float:
+    """The seconds that a new process prints."""
+    with tempfile.TemporaryDirectory() as cache:
+        given = {name: value for name, value in os.environ.items() if name not in CACHES}
+        given["VMEM_JAX_CACHE"] = cache
+        same = [f"--{name}={FLAGS[name].value}" for name in ("model", "batch", "dtype")]
+        command = [sys.executable, __file__, f"--only={way}", *same]
+        done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def clone() -> float:
+    """Seconds from `git clone` to the end of the README's first command."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
+        subprocess.run(["sh", "scripts/run.sh"], cwd=folder, check=True)
+        return time.perf_counter() - began
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if FLAGS.only:
+        print(first_call(FLAGS.only))
+        return
+    if FLAGS.what == "clone":
+        row = {"what": "clone", "seconds": round(clone(), 1)}
+    else:
+        ways = ("plain", FLAGS.budget)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(FLAGS.rounds):
+            for way in ways:
+                seconds[way].append(round(in_a_process(way), 2))
+        plain, ours = (statistics.median(seconds[way]) for way in ways)
+        case = {name: FLAGS[name].value for name in ("model", "batch", "dtype", "budget")}
+        row = {"what": "call", **case, "seconds": seconds, "of_plain": round(ours / plain, 3)}
+    print(row)
+    if FLAGS.out:
+        cores = {"cores": os.cpu_count(), "load": os.getloadavg()}
+        records.append(Path(FLAGS.out), [{**row, **cores, **records.origin(FLAGS.commit)}])
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("what", "call", ["call", "clone"], "What is timed.")
+    flags.DEFINE_string("model", "resnet50", "Model of vmem_jax.models.")
+    flags.DEFINE_integer("batch", 8, "Images in a batch.")
+    flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
+    flags.DEFINE_string("budget", "0.5", "Share of plain jit's need.")
+    flags.DEFINE_integer("rounds", 3, "First calls of each.")
+    flags.DEFINE_string("only", "", "Time this alone, here: plain, or a budget.")
+    flags.DEFINE_string("out", "", "File for the row; none by default.")
+    flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
+    app.run(main)
