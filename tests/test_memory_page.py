@@ -102,6 +102,41 @@ def test_a_convolution_says_how_it_runs():
     )
     assert any("its convolution takes 2.00 MiB of workspace" in r for r in reasons)
     assert sum("convolution" in r for r in reasons) == 2
+    decided = lambda value: {value["decision"], *value["also"]}
+    (halved,) = [value for value in values if "micro-batches" in value["reason"]]
+    assert halved["decision"] == "kept" and decided(halved) == {"kept", "micro-batched", "fused"}
+    assert not any(
+        decided(value) & {"micro-batched", "fused"} for value in values if value is not halved
+    )
+
+
+def test_a_short_lived_value_is_decided_by_how_it_is_made(monkeypatch):
+    """Then fusing, or micro-batches, is all that was decided."""
+    monkeypatch.setattr(picture, "_decision", lambda *about: ("short-lived", "read soon"))
+    program, costs = with_algorithms(program := network([CONV, FC]).program, unit_costs(program))
+    first = min(costs.convolutions)
+    for micros, epilogue, decided in [
+        (1, Epilogue.BIAS, ("fused", [])),
+        (2, Epilogue.NONE, ("micro-batched", [])),
+        (2, Epilogue.BIAS, ("micro-batched", ["fused"])),
+        (1, Epilogue.NONE, ("short-lived", [])),
+    ]:
+        way = Configuration((Micro(8 // micros, 1, (), 2**20, 1.0),) * micros, epilogue)
+        plan = dataclasses.replace(Keep().plan(program, costs, None), convolutions=((first, way),))
+        about = explain(program, costs, plan, budget=None, plain_need=1, compiled_need=1)
+        values = picture.picture(program, costs, about)["values"]
+        (made,) = [value for value in values if "its convolution" in value["reason"]]
+        assert (made["decision"], made["also"]) == decided
+
+
+def test_every_decision_has_a_colour():
+    """Of the decisions that this package's source has, the page knows all."""
+    source = Path(picture.__file__).read_text()
+    decisions = {*re.findall(r'return "([^"]+)", f?"', source), "micro-batched", "fused"}
+    script = (Path(picture.__file__).parent / "pages/memory.js").read_text()
+    colours = re.search(r"const DECISIONS = {(.*)}", script)[1]
+    known = {a or b for a, b in re.findall(r'(?:"([^"]+)"|(\w+)): "#', colours)}
+    assert decisions == known
 
 
 def test_lanes_and_trade_are_there(data):

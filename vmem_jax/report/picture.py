@@ -229,11 +229,14 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
         if program.is_resident[b]:
             spans = [(0.0, timeline.seconds)]
         decision, reason = _decision(explanation, b, runs, away.get(b, []), spans)
+        also: list[str] = []
         configuration = convolutions.get(made)
         if configuration is not None and not configuration.is_xlas:
             how = _how_made(configuration)
-            alone = decision == "short-lived" and len(configuration.micros) > 1
-            decision, reason = ("micro-batched", how) if alone else (decision, f"{reason}; {how}")
+            also = ["micro-batched"] * (len(configuration.micros) > 1)
+            also += ["fused"] * bool(configuration.epilogue)
+            alone = decision == "short-lived" and also
+            decision, reason = (also.pop(0), how) if alone else (decision, f"{reason}; {how}")
         rows.append(
             {
                 "label": buffers[b].label,
@@ -243,6 +246,7 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
                 "line": step.source if step is not None else "",
                 "spans": spans,
                 "decision": decision,
+                "also": also,
                 "reason": reason,
                 "seconds": costs.seconds[made] if made >= 0 else 0.0,
             }

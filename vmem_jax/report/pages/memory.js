@@ -30,7 +30,7 @@ const signed = (x) => (x >= 0 ? "+" : "−") + Math.abs(x * 100).toFixed(1) + " 
 const KINDS = { parameter: "#4e79a7", "optimiser state": "#9c7ac7", batch: "#76b7b2", constant: "#9aa5b1", output: "#6b8fb3", gradient: "#59a14f", activation: "#f2994a", workspace: "#e15759" };
 const WHEEL = ["#f2994a", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#86bc86", "#d37295", "#499894", "#f1ce63"];
 const LANES = { forward: "#4e79a7", backward: "#59a14f", update: "#9c7ac7", recompute: "#f2994a", waits: "#e15759", "copy out": "#76b7b2", "copy in": "#edc948" };
-const DECISIONS = { "held throughout": "#4e79a7", kept: "#59a14f", recomputed: "#f2994a", moved: "#76b7b2", "moved by slices": "#76b7b2", compressed: "#edc948", stacked: "#9c7ac7", "micro-batched": "#d37295", "short-lived": "#9aa5b1" };
+const DECISIONS = { "held throughout": "#4e79a7", kept: "#59a14f", recomputed: "#f2994a", moved: "#76b7b2", "moved by slices": "#76b7b2", compressed: "#edc948", stacked: "#9c7ac7", "micro-batched": "#d37295", fused: "#9c755f", "short-lived": "#9aa5b1" };
 const names = (by) => {
   const found = [...new Set([...Object.keys(plain[by]), ...Object.keys(plan[by])])];
   const first = by === "kinds" ? Object.keys(KINDS) : ["arguments and results", ...data.layers];
@@ -189,7 +189,7 @@ const COLUMNS = [["Value", "label"], ["Bytes", "nbytes"], ["Made at", "layer"], 
 let sorted = ["nbytes", -1];
 function table() {
   const wanted = $("filter").value.toLowerCase(), [key, sign] = sorted;
-  const rows = data.values.filter((v) => [v.label, v.layer, v.line, v.decision, v.kind].join(" ").toLowerCase().includes(wanted));
+  const rows = data.values.filter((v) => [v.label, v.layer, v.line, v.decision, ...v.also, v.kind].join(" ").toLowerCase().includes(wanted));
   rows.sort((a, b) => sign * (a[key] > b[key] ? 1 : a[key] < b[key] ? -1 : 0));
   const head = make("tr");
   for (const [title, field] of COLUMNS) {
@@ -203,7 +203,7 @@ function table() {
   }
   $("values").tHead.replaceChildren(head);
   $("values").tBodies[0].replaceChildren(...rows.map((v) => {
-    const row = make("tr"), name = path(v.label), where = path(v.layer), live = make("td"), range = make("div", "", "range"), decision = make("td"), chip = make("span", v.decision, "chip"), dot = make("i");
+    const row = make("tr"), name = path(v.label), where = path(v.layer), live = make("td"), range = make("div", "", "range"), decision = make("td");
     name.append(make("small", v.kind));
     where.append(make("small", v.line));
     for (const [begin, end] of v.spans) {
@@ -213,9 +213,12 @@ function table() {
     }
     range.title = v.spans.map(([a, b]) => time(a) + " to " + time(b)).join(", ");
     live.append(range);
-    dot.style.background = DECISIONS[v.decision];
-    chip.prepend(dot);
-    decision.append(chip);
+    for (const each of [v.decision, ...v.also]) {
+      const chip = make("span", each, "chip"), dot = make("i");
+      dot.style.background = DECISIONS[each];
+      chip.prepend(dot);
+      decision.append(chip);
+    }
     row.append(name, make("td", size(v.nbytes), "number"), where, live, decision, make("td", v.reason));
     return row;
   }));
