@@ -63,12 +63,14 @@ def execute(page, needs):
     return count
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("page", PYTHON)
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
     assert execute(page, needs=()) > 0
 
 
+@pytest.mark.always
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("page", [p for p in PYTHON if any(b.needs for b in on(p, "python"))])
 def test_blocks_that_compile_for_a_gpu_run(page):
