@@ -42,7 +42,8 @@ def add_plan(commands: Subparsers) -> None:
     parser.add_argument(
         "--trace",
         metavar="TRACE.json",
-        help="write the predicted timeline to this file, for ui.perfetto.dev or chrome://tracing",
+        help="write the predicted timeline to this file, for ui.perfetto.dev or chrome://tracing; "
+        "to a directory (without a suffix) for xprof",
     )
 
 

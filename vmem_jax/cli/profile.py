@@ -66,7 +66,9 @@ def add_profile(commands: Subparsers) -> None:
         help="techniques for --compare's plan; by default those that are of use here",
     )
     parser.add_argument(
-        "--trace", metavar="TRACE.json", help="for --compare, write both as lanes to this file"
+        "--trace",
+        metavar="TRACE.json",
+        help="for --compare, write both as lanes to this file, or to a directory for xprof",
     )
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="begin to time no further step after so long"
@@ -134,7 +136,7 @@ def _compare(
     """Runs the step of `work` in the budget and lays its transfers beside the predicted ones."""
     from vmem_jax.profile.observe import observe
     from vmem_jax.report.compare import compare
-    from vmem_jax.report.trace import save
+    from vmem_jax.report.xspace import save_trace
 
     step = vmem_jax.jit(
         work.step,
@@ -170,7 +172,7 @@ def _compare(
         console.print(comparison.table())
     said = [str(compiled.plan), comparison.summary()]
     if arguments.trace:
-        save(comparison.trace(), arguments.trace)
+        save_trace(arguments.trace, *comparison.lanes)
         said.append(f"lanes in {arguments.trace}")
     console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
 

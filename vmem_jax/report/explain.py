@@ -23,7 +23,8 @@ from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
 from vmem_jax.policy.bound import Bound, lower_bound
 from vmem_jax.report.convolutions import steps_table
-from vmem_jax.report.trace import chrome_trace, predicted, save
+from vmem_jax.report.trace import chrome_trace, predicted
+from vmem_jax.report.xspace import save_trace
 from vmem_jax.search.log import SearchLog
 
 
@@ -231,8 +232,12 @@ class Explanation:
         return chrome_trace(predicted(self.program, self.timeline, self.costs, self.budget))
 
     def save_trace(self, path: str | Path) -> None:
-        """Writes `trace()` as JSON: open it in https://ui.perfetto.dev or chrome://tracing."""
-        save(self.trace(), path)
+        """Writes the prediction for https://ui.perfetto.dev or chrome://tracing, or for xprof.
+
+        Args:
+          path: a file, as "trace.json"; or a log directory, a name without a suffix, for xprof.
+        """
+        save_trace(path, predicted(self.program, self.timeline, self.costs, self.budget))
 
     def __str__(self) -> str:
         out = io.StringIO()
