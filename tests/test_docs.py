@@ -204,6 +204,44 @@ def test_the_pages_are_short():
     assert words["papers.md"] <= 4_000 and words["benchmarks.md"] <= 2_500
 
 
+def test_the_reading_grade_is_the_stated_one(monkeypatch):
+    pytest.importorskip("textstat", reason="textstat is not here (dependency group docs)")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import reading_grade
+
+    said = (ROOT / "docs/contributing.md").read_text()
+    stated = float(re.search(r"Flesch-Kincaid grade ([\d.]+)", said)[1])
+    assert reading_grade.grade(reading_grade.prose(ROOT)) == pytest.approx(stated, abs=0.2)
+    easy, hard = "The cat sat. It ate.", "Considerable simplification necessitates comprehension."
+    assert reading_grade.grade(easy) < stated < reading_grade.grade(hard)
+
+
+def test_what_is_read_of_a_page(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from reading_grade import paragraphs
+
+    page = """# A heading
+
+A *first* `x.y(z)` paragraph, 2.1 % of
+[a page](page.md#there):
+
+```python
+code = 1
+```
+
+- an **item**
+- another ![picture](a.png) <!-- no -->
+
+| a | table |
+|---|---|
+"""
+    assert [*paragraphs(page)] == [
+        "A first code paragraph, 21 % of a page.",
+        "an item.",
+        "another.",
+    ]
+
+
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     assert all(Path(page).name in nav for page in PAGES if page != "README.md")
