@@ -90,7 +90,8 @@ def not_timed(reasons: Sequence[str]) -> str:
     return "".join(f"\nnot timed: {line}" for line in lines)
 
 
-def progress_of(console: Console) -> Progress:
+def progress_of(console: Console, *, in_logs: bool = True) -> Progress:
+    """Bars on a terminal; elsewhere only their last state, or nothing if not `in_logs`."""
     return Progress(
         TextColumn("{task.description:8}"),
         BarColumn(bar_width=8),
@@ -98,13 +99,14 @@ def progress_of(console: Console) -> Progress:
         TextColumn("{task.fields[metrics]}"),
         TextColumn("{task.fields[peak]}"),
         console=console,
+        disable=not (in_logs or console.is_terminal),
     )
 
 
 @contextlib.contextmanager
 def bar(console: Console, name: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar, as a function of what is done, of how much, and what is next."""
-    with progress_of(console) as progress:
+    """A progress bar on a terminal, as a function of what is done, of how much, and what is next."""
+    with progress_of(console, in_logs=False) as progress:
         task = progress.add_task(name, total=None, metrics="", peak="")
         yield lambda done, total, what: progress.update(
             task, completed=done, total=total, metrics=what

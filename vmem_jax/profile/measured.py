@@ -18,6 +18,7 @@ from vmem_jax.profile.steps import (
     profile_steps,
 )
 from vmem_jax.profile.store import Measured, Store, identity
+from vmem_jax.progress import doing
 
 
 def measured_machine(
@@ -93,7 +94,8 @@ def costs_of(
       profile: True measures what is not known, None uses what is known, False ignores it.
     """
     if profile:
-        return measured_costs(captured, device, machine=machine).costs
+        with doing("profiling steps"):
+            return measured_costs(captured, device, machine=machine).costs
     if profile is None and machine is None and (known := known_costs(captured, device)):
         return known
     return analytic(captured.program, machine or machine_for(device.device_kind))
