@@ -199,8 +199,10 @@ def chromium():
         browser.close()
 
 
-@pytest.mark.parametrize("width", [1280, 480])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "scheme, width",
+    [("light", 1280), ("dark", 1280), ("light", 480), ("dark", 480), ("light", 360)],
+)
 def test_a_browser_shows_the_page(page, data, chromium, scheme, width):
     tab = chromium.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     wrong = []

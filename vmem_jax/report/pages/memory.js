@@ -49,6 +49,7 @@ const tone = () => {
 };
 const CONFIG = { displaylogo: false, responsive: true, displayModeBar: false };
 const LEFT = 62, RIGHT = 14;
+const NARROW = matchMedia("(max-width: 540px)"); // a chart's title has two lines then, from its left edge
 const axis = (t, more) => ({ gridcolor: t.line, linecolor: t.line, zeroline: false, tickfont: { color: t.soft }, ...more });
 const layout = (t, more) => ({
   paper_bgcolor: t.card, plot_bgcolor: t.card, showlegend: false,
@@ -69,9 +70,10 @@ function areas() {
       traces.push({ type: "scatter", mode: "lines", x, y: held.map((n) => n / UNIT[1]), text: held.map(size), yaxis: y, name, stackgroup: "s" + i, line: { shape: "hv", width: 0 }, fillcolor: paint[name], hovertemplate: "%{text}" });
     }
     const high = panel.peak.nbytes / UNIT[1], at = panel.peak.at * TIME[1], late = panel.peak.at > 0.6 * END;
+    const beside = NARROW.matches && high <= data.budget / UNIT[1] && data.budget / UNIT[1] - high < 0.15 * top; // the budget's name is above
     traces.push({ type: "scatter", mode: "markers", x: [at], y: [high], yaxis: y, name: "peak", marker: { size: 9, color: t.ink, line: { color: t.card, width: 2 } }, hovertemplate: size(panel.peak.nbytes) + "<extra>peak</extra>" });
-    notes.push({ x: at, y: high, yref: y, text: "peak " + size(panel.peak.nbytes), showarrow: false, yanchor: "bottom", xanchor: late ? "right" : "left", xshift: late ? -8 : 8, font: { color: t.ink, size: 12 }, bgcolor: t.card, borderpad: 2, opacity: 0.92 });
-    notes.push({ xref: "paper", x: 0, yref: y + " domain", y: 1.02, yanchor: "bottom", xanchor: "left", showarrow: false, text: "<b>" + panel.title + "</b>  " + time(panel.seconds) + " predicted, " + size(panel.compiled) + " compiled", font: { size: 13, color: t.ink } });
+    notes.push({ x: at, y: high, yref: y, text: "peak " + size(panel.peak.nbytes), showarrow: false, yanchor: beside ? "top" : "bottom", xanchor: late ? "right" : "left", xshift: late ? -8 : 8, font: { color: t.ink, size: 12 }, bgcolor: t.card, borderpad: 2, opacity: 0.92 });
+    notes.push({ xref: "paper", x: 0, yref: y + " domain", y: 1.02, yanchor: "bottom", xanchor: "left", showarrow: false, align: "left", xshift: NARROW.matches ? 4 - LEFT : 0, text: "<b>" + panel.title + "</b>" + (NARROW.matches ? "<br>" : "  ") + time(panel.seconds) + " predicted, " + size(panel.compiled) + " compiled", font: { size: 13, color: t.ink } });
     shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, yref: y, y0: panel.compiled / UNIT[1], y1: panel.compiled / UNIT[1], line: { color: t.soft, width: 1.2, dash: "dot" } });
     if (data.budget && data.budget / UNIT[1] <= top) {
       shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, yref: y, y0: data.budget / UNIT[1], y1: data.budget / UNIT[1], line: { color: t.bad, width: 1.5, dash: "dash" } });
@@ -79,11 +81,12 @@ function areas() {
     }
   });
   const yaxis = { range: [0, top], ticksuffix: " " + UNIT[0], fixedrange: true, nticks: 5 };
+  const gap = NARROW.matches ? 0.06 : 0.04; // half of what is between the charts
   const range = $("areas").layout ? $("areas").layout.xaxis.range : [0, END * TIME[1]];
   Plotly.react("areas", traces, layout(t, {
-    height: 560, margin: { l: LEFT, r: RIGHT, t: 30, b: 14 }, hovermode: "x unified", dragmode: "zoom",
+    height: 560, margin: { l: LEFT, r: RIGHT, t: NARROW.matches ? 46 : 30, b: 14 }, hovermode: "x unified", dragmode: "zoom",
     xaxis: axis(t, { range, anchor: "y2", hoverformat: ".3f", spikecolor: t.soft, spikethickness: 1, spikedash: "solid", ticksuffix: " " + TIME[0], showticklabels: false }),
-    yaxis: axis(t, { domain: [0.54, 1], ...yaxis }), yaxis2: axis(t, { domain: [0, 0.46], ...yaxis }), shapes, annotations: notes,
+    yaxis: axis(t, { domain: [0.5 + gap, 1], ...yaxis }), yaxis2: axis(t, { domain: [0, 0.5 - gap], ...yaxis }), shapes, annotations: notes,
   }), CONFIG);
   legend("legend", names(by), paint);
   const dotted = make("span", "what the compiled step needs");
@@ -245,6 +248,7 @@ async function main() {
   link("areas", "lanes");
   link("lanes", "areas");
   $("by").onclick = (event) => { if (event.target.dataset.by) { by = event.target.dataset.by; press("by", by); areas(); } };
+  NARROW.onchange = areas;
   $("theme").onclick = (event) => { if (event.target.dataset.theme) { document.documentElement.dataset.theme = event.target.dataset.theme; press("theme", theme()); draw(); } };
   document.documentElement.dataset.ready = "yes";
 }
