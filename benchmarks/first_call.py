@@ -1,10 +1,12 @@
-"""What a person waits for: the first call of a step beside plain jit's, and a clone's first result.
+"""What a person waits for: a first call beside plain jit's, a clone's first result, a report.
 
     python benchmarks/first_call.py --out=rows.jsonl
     python benchmarks/first_call.py --what=clone --out=rows.jsonl
+    python benchmarks/first_call.py --what=report --model=resnet152 --batch=128 --out=rows.jsonl
 
-A first call is timed in a process of its own, with empty caches, plain jit and `vmem_jax` in turns;
-the clone is one of this checkout, which then runs the README's first command.
+A first call is timed in a process of its own, with empty caches, plain jit and `vmem_jax` in turns.
+The clone is one of this checkout, which then runs the README's first command. The report is of a step
+that is planned for an H200, without one; planning is not part of its seconds.
 """
 
 from __future__ import annotations
@@ -62,13 +64,28 @@ def clone() -> float:
         return time.perf_counter() - began
 
 
+def report() -> dict[str, float]:
+    """Seconds of the report of a step that is planned, and its bytes."""
+    work = job(FLAGS.model, batch=FLAGS.batch, dtype=FLAGS.dtype, optimizer="momentum")
+    step = vmem_jax.jit(work.step, donate_argnums=0, budget=float(FLAGS.budget))
+    shapes = work.state_shapes(), work.batch
+    step.explain(*shapes, target="h200")
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        page = step.report(*shapes, path=Path(folder) / "memory.html", target="h200")
+        return {"seconds": round(time.perf_counter() - began, 2), "nbytes": page.stat().st_size}
+
+
 def main(argv: list[str]) -> None:
     del argv
     if FLAGS.only:
         print(first_call(FLAGS.only))
         return
+    case = {name: FLAGS[name].value for name in ("model", "batch", "dtype", "budget")}
     if FLAGS.what == "clone":
         row = {"what": "clone", "seconds": round(clone(), 1)}
+    elif FLAGS.what == "report":
+        row = {"what": "report", **case, **report()}
     else:
         ways = ("plain", FLAGS.budget)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -76,7 +93,6 @@ def main(argv: list[str]) -> None:
             for way in ways:
                 seconds[way].append(round(in_a_process(way), 2))
         plain, ours = (statistics.median(seconds[way]) for way in ways)
-        case = {name: FLAGS[name].value for name in ("model", "batch", "dtype", "budget")}
         row = {"what": "call", **case, "seconds": seconds, "of_plain": round(ours / plain, 3)}
     print(row)
     if FLAGS.out:
@@ -85,7 +101,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_enum("what", "call", ["call", "clone"], "What is timed.")
+    flags.DEFINE_enum("what", "call", ["call", "clone", "report"], "What is timed.")
     flags.DEFINE_string("model", "resnet50", "Model of vmem_jax.models.")
     flags.DEFINE_integer("batch", 8, "Images in a batch.")
     flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
