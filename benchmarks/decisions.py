@@ -270,8 +270,7 @@ def record() -> None:
     """Writes the rows, each as soon as it is there."""
     out = Path(FLAGS.out)
     rows = decision_rows.read(out) if out.exists() else {}
-    chosen = [case for case in CASES if case.small or FLAGS.cases == "all"]
-    chosen = [case for case in chosen if re.search(FLAGS.only, case.name)]
+    chosen = [case for case in CASES if re.search(FLAGS.only, case.name)]
     place = {case.name: i for i, case in enumerate(CASES)}
     commit = FLAGS.commit or records.commit()
     for case in chosen:
@@ -320,9 +319,6 @@ def main(argv: list[str]) -> None:
 def define_flags() -> None:
     define = flags.DEFINE_float
     flags.DEFINE_string("out", "", "File for the rows; rows of other cases that it has are kept.")
-    flags.DEFINE_enum(
-        "cases", "all", ["all", "small"], "Which are recorded; small ones are a test."
-    )
     flags.DEFINE_string("only", "", "Only cases in whose name this regular expression is found.")
     flags.DEFINE_bool("resume", False, "Leave out cases that --out has a row of.")
     define("limit", 300.0, "Seconds by a clock after which a case is ended.")

@@ -24,20 +24,25 @@ import records
 from absl import app, flags
 
 import vmem_jax
-from vmem_jax.models import job
+from vmem_jax.models import Job, job
 
 ROOT = Path(__file__).parent.parent
 FLAGS = flags.FLAGS
 CACHES = ("JAX_COMPILATION_CACHE_DIR", "VMEM_JAX_CACHE")
 
 
+def work() -> Job:
+    """The step that is timed."""
+    return job(FLAGS.model, batch=FLAGS.batch, dtype=FLAGS.dtype, optimizer="momentum")
+
+
 def first_call(way: str) -> float:
     """Seconds from the call to its results, in this process, which has called nothing before."""
-    work = job(FLAGS.model, batch=FLAGS.batch, dtype=FLAGS.dtype, optimizer="momentum")
-    state, batch = work.init(jax.random.key(0)), work.random_batch(jax.random.key(1))
+    train = work()
+    state, batch = train.init(jax.random.key(0)), train.random_batch(jax.random.key(1))
     jit = jax.jit if way == "plain" else vmem_jax.jit
     options = {} if way == "plain" else {"budget": float(way)}
-    step = jit(work.step, donate_argnums=0, **options)
+    step = jit(train.step, donate_argnums=0, **options)
     jax.block_until_ready((state, batch))
     began = time.perf_counter()
     jax.block_until_ready(step(state, batch))
@@ -66,9 +71,9 @@ def clone() -> float:
 
 def report() -> dict[str, float]:
     """Seconds of the report of a step that is planned, and its bytes."""
-    work = job(FLAGS.model, batch=FLAGS.batch, dtype=FLAGS.dtype, optimizer="momentum")
-    step = vmem_jax.jit(work.step, donate_argnums=0, budget=float(FLAGS.budget))
-    shapes = work.state_shapes(), work.batch
+    train = work()
+    step = vmem_jax.jit(train.step, donate_argnums=0, budget=float(FLAGS.budget))
+    shapes = train.state_shapes(), train.batch
     step.explain(*shapes, target="h200")
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()

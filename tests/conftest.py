@@ -41,13 +41,16 @@ hypothesis.settings.load_profile(os.environ.get("VMEM_JAX_HYPOTHESIS", "vmem_jax
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = slow_tests()
     share, seed = config.option.slow_share, config.option.slow_seed
-    may_go = [i for i in items if i.nodeid in slow and not i.get_closest_marker("always")]
-    left_out = [item for item in may_go if not is_drawn(item.nodeid, share, seed)]
+    taken: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        name = item.nodeid
+        stays = name not in slow or item.get_closest_marker("always") or is_drawn(name, share, seed)
+        (taken if stays else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
     # The longest first, so that no process is left alone with one at the end.
-    items.sort(key=lambda item: slow.get(item.nodeid, len(slow)))
+    items[:] = sorted(taken, key=lambda item: slow.get(item.nodeid, len(slow)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
