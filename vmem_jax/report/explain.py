@@ -23,7 +23,7 @@ from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import what_holds, where_peak
 from vmem_jax.policy.bound import Bound, lower_bound
 from vmem_jax.report.convolutions import steps_table
-from vmem_jax.report.trace import chrome_trace, predicted
+from vmem_jax.report.trace import Recording, chrome_trace, predicted
 from vmem_jax.report.xspace import save_trace
 from vmem_jax.search.log import SearchLog
 
@@ -229,7 +229,7 @@ class Explanation:
 
     def trace(self) -> dict[str, Any]:
         """The prediction as a Chrome trace: what the lanes do when, stalls, live bytes, the peak."""
-        return chrome_trace(predicted(self.program, self.timeline, self.costs, self.budget))
+        return chrome_trace(self._recording())
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the prediction for https://ui.perfetto.dev or chrome://tracing, or for xprof.
@@ -237,7 +237,10 @@ class Explanation:
         Args:
           path: a file, as "trace.json"; or a log directory, a name without a suffix, for xprof.
         """
-        save_trace(path, predicted(self.program, self.timeline, self.costs, self.budget))
+        save_trace(path, self._recording())
+
+    def _recording(self) -> Recording:
+        return predicted(self.program, self.timeline, self.costs, self.budget)
 
     def __str__(self) -> str:
         out = io.StringIO()

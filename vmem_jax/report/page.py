@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vmem_jax.report.whole import write_whole
+
 
 def require_plotly() -> None:
     """Raises ImportError where Plotly is missing."""
@@ -52,8 +54,4 @@ def html(data: Mapping[str, Any]) -> str:
 
 def save_page(data: Mapping[str, Any], path: str | Path) -> Path:
     """Writes the page of `data`, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(html(data), encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_whole(path, html(data))

@@ -12,6 +12,7 @@ from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_by_kind
 from vmem_jax.policy.base import what_holds, where_peak
+from vmem_jax.report.whole import write_whole
 
 COMPUTE, OUT, INTO = "compute", "device to host", "host to device"
 LANES = (COMPUTE, OUT, INTO)
@@ -131,10 +132,7 @@ def _names(pid: int, name: str) -> list[dict[str, Any]]:
 
 def save(trace: Mapping[str, Any], path: str | Path) -> None:
     """Writes `trace` as JSON, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(trace, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(trace, allow_nan=False) + "\n")
 
 
 def _steps(program: Program, timeline: Timeline, costs: Costs) -> list[Span]:

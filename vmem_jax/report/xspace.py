@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vmem_jax.report.trace import LANES, Recording, chrome_trace, save
+from vmem_jax.report.whole import write_whole
 
 PLANE = "/device:CUSTOM:"
 """What the name of a plane begins with whose lines xprof shows as they are, and derives none from."""
@@ -44,10 +45,7 @@ def save_trace(path: str | Path, *recordings: Recording) -> Path:
     run = datetime.datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
     folder = path / "plugins" / "profile" / run
     folder.mkdir(parents=True)
-    file = folder / "vmem_jax.xplane.pb"
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(xspace(*recordings))
-    return partial.replace(file)
+    return write_whole(folder / "vmem_jax.xplane.pb", xspace(*recordings))
 
 
 def xspace(*recordings: Recording) -> bytes:
