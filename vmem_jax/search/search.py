@@ -24,17 +24,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Sequence
 
 from absl import logging
 
-from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.search.attempt import Attempt, Found, need_nbytes
+from vmem_jax.search.candidate import Candidate, fastest_proved
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
@@ -85,48 +86,6 @@ def search(
     return _Search(budget, untouched, plain_need, params, log, record, compiles).run(groups)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Candidate:
-    """A variant with what is known of it.
-
-    Attributes:
-      family, count: the variant's family and number of sub-batches.
-      variant: the variant; None until it is bounded.
-      seconds: the lower bound of its plans, or the predicted seconds of its plan.
-      estimate: its plan, once there is one.
-      goal: the most bytes that its plan may be predicted to need.
-      misses: its plans that compiled to too much.
-    """
-
-    family: Family
-    count: int
-    variant: Variant | None = None
-    seconds: float = 0.0
-    estimate: Estimate | None = None
-    goal: int | None = None
-    misses: tuple[Attempt, ...] = ()
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """The key of the queue: seconds, then the number of sub-batches. The seconds of a family that
-        must be faster by a share are raised by that share."""
-        return self.seconds / (1 - self.family.must_gain), self.count
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether its plan was compiled by an earlier search, so that its need is known."""
-        return isinstance(self.estimate, Tried)
-
-    @property
-    def expected(self) -> float:
-        """The expected need of its plan in bytes: the prediction plus the excess of the variant's
-        last compiled plan, or less what that compiled to below its prediction."""
-        if self.estimate is None:
-            return math.inf
-        off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
-        return self.estimate.need + sum(off)
-
-
 @dataclasses.dataclass
 class _Search:
     """The state of one search; the first fields are the arguments of `search`.
@@ -139,6 +98,7 @@ class _Search:
       opened: the variants that were queued, as family and number of sub-batches.
       lacks: what the step lacks for each policy that was asked to do more; "" for nothing.
       best: the incumbent.
+      proved: the fastest plan of the groups behind the present one that is known to fit.
       is_last: nothing else is left to try, so no compile is reserved.
     """
 
@@ -149,20 +109,23 @@ class _Search:
     log: SearchLog
     record: Record
     compiles: Compiles
-    queue: list[tuple[tuple[float, int], int, _Candidate]] = dataclasses.field(default_factory=list)
-    over: list[_Candidate] = dataclasses.field(default_factory=list)
+    queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
+    over: list[Candidate] = dataclasses.field(default_factory=list)
     failures: list[Infeasible] = dataclasses.field(default_factory=list)
     reasons: list[VmemError] = dataclasses.field(default_factory=list)
-    attempts: dict[Attempt, _Candidate | None] = dataclasses.field(default_factory=dict)
+    attempts: dict[Attempt, Candidate | None] = dataclasses.field(default_factory=dict)
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
     lacks: list[str] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
+    proved: Candidate | None = None
     is_last: bool = False
     pushed: int = 0
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
-        for group in groups:
+        for i, group in enumerate(groups):
+            later = itertools.chain.from_iterable(groups[i + 1 :])
+            self.proved = fastest_proved(later, self.record, self.budget)
             for family in group:
                 self._open(family, family.counts[0], 0.0)
             self._work_off()
@@ -212,7 +175,7 @@ class _Search:
     def _fits(self, attempt: Attempt) -> bool:
         return self.budget is None or attempt.need <= self.budget
 
-    def _push(self, candidate: _Candidate) -> None:
+    def _push(self, candidate: Candidate) -> None:
         self.pushed += 1
         heapq.heappush(self.queue, (candidate.rank, self.pushed, candidate))
 
@@ -220,21 +183,21 @@ class _Search:
         """Queues the variant of `family` in `count` sub-batches, once; its bound is `seconds`."""
         if (family, count) not in self.opened:
             self.opened.append((family, count))
-            self._push(_Candidate(family, count, seconds=seconds, goal=self.budget))
+            self._push(Candidate(family, count, seconds=seconds, goal=self.budget))
 
-    def _open_next(self, candidate: _Candidate, seconds: float) -> None:
+    def _open_next(self, candidate: Candidate, seconds: float) -> None:
         """Queues the variant of the same family with the next number of sub-batches, if any."""
         family = candidate.family
         later = [count for count in family.counts if count > candidate.count]
         if later and family.splitting is not Splitting.WHOLE:
             self._open(family, later[0], seconds)
 
-    def _give_up(self, candidate: _Candidate) -> None:
+    def _give_up(self, candidate: Candidate) -> None:
         """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
         self.over.append(candidate)
         self._open_next_of_fewest(candidate)
 
-    def _open_next_of_fewest(self, candidate: _Candidate) -> None:
+    def _open_next_of_fewest(self, candidate: Candidate) -> None:
         """Queues the next number of sub-batches of a family that wants the fewest that fit."""
         if candidate.family.splitting is Splitting.FEWEST:
             seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
@@ -242,7 +205,7 @@ class _Search:
 
     # -- the stages
 
-    def _advance(self, candidate: _Candidate) -> None:
+    def _advance(self, candidate: Candidate) -> None:
         """Advances a candidate by one state, unless it cannot beat the incumbent."""
         if self.best is not None:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
@@ -261,13 +224,13 @@ class _Search:
         except (LayersError, HostMemoryError, CompileError) as error:
             self._drop(candidate, error)
 
-    def _drop(self, candidate: _Candidate, error: VmemError) -> None:
+    def _drop(self, candidate: Candidate, error: VmemError) -> None:
         name = candidate.variant.name if candidate.variant else "variant"
         self.log.add(What.DROPPED, name, why=str(error).split("\n")[0])
         self.reasons.append(error)
         self._open_next_of_fewest(candidate)
 
-    def _bound(self, candidate: _Candidate) -> None:
+    def _bound(self, candidate: Candidate) -> None:
         """Makes the variant, and bounds the seconds of its plans."""
         family, count = candidate.family, candidate.count
         variant = family.make(count)
@@ -285,7 +248,7 @@ class _Search:
                 self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
         self._push(dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget)))
 
-    def _plan(self, candidate: _Candidate) -> None:
+    def _plan(self, candidate: Candidate) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
         variant = candidate.variant
         assert variant is not None
@@ -308,29 +271,50 @@ class _Search:
             self.log.add(What.OVER, variant.name, found.plan.predicted_seconds, found.need)
             self._give_up(dataclasses.replace(candidate, estimate=found))
 
-    def _compile(self, candidate: _Candidate) -> None:
+    def _compile(self, candidate: Candidate) -> None:
         """Compiles its plan. If that needs too much, the candidate returns with a lower goal."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and candidate.estimate is not None
         spare = self._spare
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
-        known = self._attempt_with(variant, candidate.estimate.plan)
+        known = self._known(candidate)
         if spare <= 0 or len(misses) >= self.params.compiles_per_variant or known in misses:
             self._give_up(candidate)
         elif known is not None and not self._fits(known):  # compiled before for another variant
             self._again(candidate, known)
         elif (goal := self._goal_of_others(candidate)) is not None:
             self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
+        elif self._takes_proved(candidate):
+            self._push(candidate)  # which says in the log that it is pruned
         else:
             attempt = self._attempt(variant, candidate.estimate, candidate)
             if not self._fits(attempt):
                 self._again(candidate, attempt)
 
-    def _attempt_with(self, variant: Variant, plan: Plan) -> Attempt | None:
-        """The attempt of the same plan for the same form of the step, by any policy."""
-        same = lambda a: a.variant.form is variant.form and a.plan.schedule == plan.schedule
-        return next(filter(same, self.attempts), None)
+    def _takes_proved(self, candidate: Candidate) -> bool:
+        """Compiles the plan of a later group that is known to fit, if it is faster than that of
+        `candidate` by the tolerance; whether it fits again."""
+        one = self.proved
+        enough = (1 - self.params.time_tolerance) * candidate.seconds
+        if self.best is not None or one is None or one.seconds > enough:
+            return False
+        self.proved = None
+        assert one.variant is not None and one.estimate is not None
+        try:
+            return self._fits(self._attempt(one.variant, one.estimate, one))
+        except (HostMemoryError, CompileError) as error:
+            self._drop(one, error)
+            return False
+
+    def _known(self, candidate: Candidate) -> Attempt | None:
+        """The attempt that tells what the plan of `candidate` compiles to: the same plan for the same
+        form of the step, by any policy; or one alike that missed by more than such plans differ."""
+        known = next(filter(candidate.is_compiled_by, self.attempts), None)
+        if known is not None or candidate.is_proved or self.budget is None:
+            return known
+        most = self.budget / self.params.same
+        return next((a for a in self.attempts if a.need > most and candidate.is_alike(a)), None)
 
     def _try_between(self) -> None:
         """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
@@ -350,7 +334,7 @@ class _Search:
             self._open(family, (fewer + count) // 2, bound)
             self._work_off()
 
-    def _goal_of_others(self, candidate: _Candidate) -> int | None:
+    def _goal_of_others(self, candidate: Candidate) -> int | None:
         """A lower goal if its plan needs too much with the lowest excess of similar variants; else
         None."""
         of_others = [
@@ -371,7 +355,7 @@ class _Search:
         is_new = candidate.goal is None or candidate.goal > goal
         return goal if is_new and not candidate.estimate.fits(goal) else None
 
-    def _again(self, candidate: _Candidate, attempt: Attempt) -> None:
+    def _again(self, candidate: Candidate, attempt: Attempt) -> None:
         """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
         corrected costs, and after its first miss also without transfers."""
         variant, misses = candidate.variant, candidate.misses
@@ -381,7 +365,8 @@ class _Search:
             if not misses:
                 goal = self.budget
                 self._push(dataclasses.replace(candidate, variant=still, estimate=None, goal=goal))
-        variant = dataclasses.replace(variant, costs=attempt.costs)
+        if variant.form is attempt.variant.form:  # the steps of another have other numbers
+            variant = dataclasses.replace(variant, costs=attempt.costs)
         # subtract the excess over the corrected prediction, and a little more each time, since
         # freeing other values moves the peak
         step = int(len(misses) * self.params.memory_step * self.budget)
@@ -393,7 +378,7 @@ class _Search:
         self._push(dataclasses.replace(candidate, goal=goal, misses=(*misses, attempt)))
 
     def _attempt(
-        self, variant: Variant, one: Estimate, candidate: _Candidate | None = None
+        self, variant: Variant, one: Estimate, candidate: Candidate | None = None
     ) -> Attempt:
         """Compiles a plan and logs it. It may have been planned for less than the user's budget."""
         compiled, need, costs = None, one.need, variant.costs
@@ -445,12 +430,17 @@ class _Search:
             self.over.remove(candidate)
             if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
                 continue  # another plan compiled to far less than this one is expected to
-            if self._attempt_with(variant, one.plan) is not None:
+            known = self._known(candidate)
+            if known is not None and (known in candidate.misses or candidate.is_compiled_by(known)):
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
+            if self._takes_proved(
+                dataclasses.replace(candidate, seconds=one.plan.predicted_seconds)
+            ):
+                return
             try:
-                attempt = self._attempt(variant, one, candidate)
+                attempt = known or self._attempt(variant, one, candidate)
             except (HostMemoryError, CompileError) as error:
                 self._drop(candidate, error)
                 continue
@@ -458,13 +448,16 @@ class _Search:
             if self._fits(attempt):
                 return
             near = self.budget is not None and attempt.need <= self.params.near * self.budget
-            if near or attempt.costs != variant.costs:  # the compiled step corrected the costs
+            same = attempt.variant.form is variant.form
+            if near or (
+                same and attempt.costs != variant.costs
+            ):  # the compiled step corrected them
                 self._again(candidate, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
                 self.over += self._less_extreme(candidate, attempt)
 
-    def _lowest_over(self) -> _Candidate:
+    def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
         about as much the fastest, since whether one fits does not depend on so little."""
         lowest = min(self.over, key=lambda one: (not one.is_proved, one.expected))
@@ -473,7 +466,7 @@ class _Search:
         seconds = lambda one: one.estimate.plan.predicted_seconds if one.estimate else math.inf
         return min(as_low, default=lowest, key=seconds)
 
-    def _less_extreme(self, candidate: _Candidate, attempt: Attempt) -> list[_Candidate]:
+    def _less_extreme(self, candidate: Candidate, attempt: Attempt) -> list[Candidate]:
         """Plans for somewhat more than the lowest predicted peak, which compiled to far more than
         predicted. They recompute less, are predicted to need more, and compile to less."""
         variant, found = candidate.variant, []

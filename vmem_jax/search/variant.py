@@ -10,6 +10,7 @@ from typing import Any
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.program import Program
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 
@@ -57,6 +58,12 @@ class Variant:
             found = self.policy.lower_bound_seconds(self.program, self.costs, budget)
             self._bounds[budget] = found
         return self._bounds[budget]
+
+    def unhidden_seconds(self, plan: Plan) -> float:
+        """An upper bound of the predicted seconds of `plan`, which loops no stacks: no step runs
+        beside a copy."""
+        timeline = simulate_plan(self.program, plan, self.costs)
+        return timeline.seconds + sum(c.end - c.begin for both in timeline.copies for c in both)
 
     @functools.cached_property
     def _bounds(self) -> dict[int | None, float]:
