@@ -29,12 +29,12 @@ from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import compressible
 from vmem_jax.rewrite.transfers import parks
-from vmem_jax.search.attempt import Attempt, Found, need_nbytes
+from vmem_jax.search.attempt import Attempt, Compiles, Found, need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.params import SearchParams
 from vmem_jax.search.record import Record, Tried
-from vmem_jax.search.search import Compiles, search
+from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.carry import carry_contexts, with_carry
@@ -125,6 +125,7 @@ def find_plan(
             log=log,
             record=record,
             compiles=compiles,
+            may_stay=step.settings.policy.name == "auto",
         )
 
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.search.variant import Variant
+
+
+class Compiles(enum.Enum):
+    """Which plans a search compiles; the others need what the record or the prediction says.
+
+    ALL: every plan that the search may choose.
+    UNTRIED: those that the record does not have, so the one that is found may have no compiled step.
+    NONE: no plan.
+    """
+
+    ALL = enum.auto()
+    UNTRIED = enum.auto()
+    NONE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,8 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.errors import VmemError
+from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt
 from vmem_jax.search.estimate import Estimate
 from vmem_jax.search.record import Record, Tried
@@ -63,9 +65,9 @@ class Candidate:
         return same and attempt.variant.form is variant.form
 
     def is_alike(self, attempt: Attempt) -> bool:
-        """Whether `attempt` is a plan for the step with other stacks that does the same by prediction:
-        as many bytes are live at every step, and each step takes as long. Such are the stacks of the
-        step's own loops, once more."""
+        """Whether `attempt` is a plan for the step with other stacks that does the same:
+        as many bytes are predicted live at every step, and each takes as long. So are the stacks of the
+        step's own loops, chosen once more."""
         variant, one = self.variant, self.estimate
         assert variant is not None and one is not None
         same = variant.program.sub_batches == attempt.variant.program.sub_batches
@@ -76,13 +78,33 @@ class Candidate:
         mine = simulate_plan(variant.program, one.plan, variant.costs)
         return (mine.live_nbytes, mine.start) == (other.live_nbytes, other.start)
 
+    def goal_by(
+        self, missed: Iterable[tuple[Attempt, Candidate]], budget: int | None
+    ) -> int | None:
+        """A lower goal if its plan needs too much with the lowest excess of similar variants that
+        `missed` the budget; else None."""
+        of_others = [
+            attempt.excess
+            for attempt, other in missed
+            if other.family.alike and other.family is not self.family and other.count == self.count
+        ]
+        if self.is_proved or self.misses:
+            return None  # what its plan needs is known
+        if not (self.family.alike and of_others):
+            return None
+        assert budget is not None and self.estimate is not None
+        goal = budget - min(of_others)
+        is_new = self.goal is None or self.goal > goal
+        return goal if is_new and not self.estimate.fits(goal) else None
 
-def fastest_proved(
-    families: Iterable[Family], record: Record, budget: int | None
-) -> Candidate | None:
-    """The fastest plan of `families` that is known to fit, where no copy is hidden; None for none.
 
-    Its seconds are those of a step that waits for every copy.
+def proved(
+    families: Iterable[Family], record: Record, budget: int, tolerance: float
+) -> list[Candidate]:
+    """The plans of `families` that are known to fit.
+
+    Their seconds are those of a step that waits for every copy, raised by `tolerance`: a plan of
+    other families that takes longer is worse, whatever hides copies.
     """
     fitting = [tried for tried in record.all() if tried.fits(budget) and not tried.plan.looped]
     policies = {tried.plan.policy for tried in fitting}
@@ -95,9 +117,25 @@ def fastest_proved(
                 break
             if variant.policy.name not in policies:
                 break
-            found += [
-                Candidate(family, count, variant, variant.unhidden_seconds(tried.plan), tried)
-                for tried in record.candidates(variant)
-                if tried in fitting
-            ]
-    return min(found, key=lambda one: one.rank, default=None)
+            for tried in record.candidates(variant):
+                if tried in fitting:
+                    seconds = variant.unhidden_seconds(tried.plan) / (1 - tolerance)
+                    found.append(Candidate(family, count, variant, seconds, tried))
+    return found
+
+
+def stays(
+    untouched: Variant, record: Record, plain_need: int | None, budget: int, tolerance: float
+) -> list[Candidate]:
+    """The step as plain jit runs it, if it is known to fit; else nothing.
+
+    Its seconds are lowered by `tolerance`: plans are faster only if they are so by that share.
+    """
+    known: list[Estimate] = [*record.candidates(untouched)]
+    if plain_need is not None:
+        plan = untouched.policy.plan(untouched.program, untouched.costs, None)
+        assert isinstance(plan, Plan), "without a budget there is always a plan"
+        known = [Tried(plan, plain_need)]
+    family = Family((1,), lambda count: untouched, Splitting.WHOLE)
+    seconds = lambda one: (1 - tolerance) * one.plan.predicted_seconds
+    return [Candidate(family, 1, untouched, seconds(one), one) for one in known if one.fits(budget)]

@@ -22,38 +22,24 @@ programming problems", Econometrica 28 (1960).
 from __future__ import annotations
 
 import dataclasses
-import enum
 import heapq
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from absl import logging
 
 from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
-from vmem_jax.search.attempt import Attempt, Found, need_nbytes
-from vmem_jax.search.candidate import Candidate, fastest_proved
+from vmem_jax.search.attempt import Attempt, Compiles, Found, need_nbytes
+from vmem_jax.search.candidate import Candidate, proved, stays
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.record import Record, Tried
 from vmem_jax.search.variant import Family, Variant
-
-
-class Compiles(enum.Enum):
-    """Which plans a search compiles; the others need what the record or the prediction says.
-
-    ALL: every plan that the search may choose.
-    UNTRIED: those that the record does not have, so the one that is found may have no compiled step.
-    NONE: no plan.
-    """
-
-    ALL = enum.auto()
-    UNTRIED = enum.auto()
-    NONE = enum.auto()
 
 
 def search(
@@ -66,6 +52,7 @@ def search(
     log: SearchLog | None = None,
     record: Record | None = None,
     compiles: Compiles = Compiles.ALL,
+    may_stay: bool = False,
 ) -> Found:
     """The fastest plan by prediction that compiles to at most `budget` bytes.
 
@@ -76,6 +63,8 @@ def search(
       plain_need: its need in bytes, if it was compiled.
       record: what earlier searches for this program tried; what this one tries is added.
       compiles: which plans are compiled.
+      may_stay: whether the untouched step is as good as any plan that is no faster; if not, it is
+        taken only where nothing else fits.
 
     Raises:
       HostMemoryError: every plan that fits parks more in host memory than is allowed.
@@ -83,7 +72,8 @@ def search(
     """
     log = SearchLog() if log is None else log
     record = Record() if record is None else record
-    return _Search(budget, untouched, plain_need, params, log, record, compiles).run(groups)
+    given = budget, untouched, plain_need, params, log, record, compiles, may_stay
+    return _Search(*given).run(groups)
 
 
 @dataclasses.dataclass
@@ -98,7 +88,9 @@ class _Search:
       opened: the variants that were queued, as family and number of sub-batches.
       lacks: what the step lacks for each policy that was asked to do more; "" for nothing.
       best: the incumbent.
-      proved: the fastest plan of the groups behind the present one that is known to fit.
+      proved: the fastest plan that is known to fit and is in no queue yet; its seconds are those
+        that make it as good as another one.
+      has_stayed: whether the untouched step was compiled.
       is_last: nothing else is left to try, so no compile is reserved.
     """
 
@@ -109,6 +101,7 @@ class _Search:
     log: SearchLog
     record: Record
     compiles: Compiles
+    may_stay: bool
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
     failures: list[Infeasible] = dataclasses.field(default_factory=list)
@@ -119,13 +112,13 @@ class _Search:
     lacks: list[str] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
     proved: Candidate | None = None
+    has_stayed: bool = False
     is_last: bool = False
     pushed: int = 0
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
         for i, group in enumerate(groups):
-            later = itertools.chain.from_iterable(groups[i + 1 :])
-            self.proved = fastest_proved(later, self.record, self.budget)
+            self.proved = self._proved_beyond(itertools.chain.from_iterable(groups[i + 1 :]))
             for family in group:
                 self._open(family, family.counts[0], 0.0)
             self._work_off()
@@ -138,6 +131,8 @@ class _Search:
         if not planned and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         self.is_last = True
+        if self._is_far():
+            self._compile_untouched()
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
             self._compile_untouched()
@@ -169,7 +164,7 @@ class _Search:
     @property
     def _spare(self) -> int:
         """Compiles that are left; one belongs to the untouched program: it bounds the lowest peak."""
-        kept = self.best is None and self.untouched is not None
+        kept = self.best is None and self.untouched is not None and not self.has_stayed
         return self.params.max_compiles - len(self.attempts) - kept
 
     def _fits(self, attempt: Attempt) -> bool:
@@ -283,24 +278,34 @@ class _Search:
             self._give_up(candidate)
         elif known is not None and not self._fits(known):  # compiled before for another variant
             self._again(candidate, known)
-        elif (goal := self._goal_of_others(candidate)) is not None:
+        elif (goal := candidate.goal_by(self._missed(), self.budget)) is not None:
             self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
-        elif self._takes_proved(candidate):
+        elif self._takes_proved(candidate.seconds):
             self._push(candidate)  # which says in the log that it is pruned
         else:
             attempt = self._attempt(variant, candidate.estimate, candidate)
             if not self._fits(attempt):
                 self._again(candidate, attempt)
 
-    def _takes_proved(self, candidate: Candidate) -> bool:
-        """Compiles the plan of a later group that is known to fit, if it is faster than that of
-        `candidate` by the tolerance; whether it fits again."""
+    def _proved_beyond(self, later: Iterable[Family]) -> Candidate | None:
+        """The best plan that is known to fit: of `later` groups, or the untouched step."""
+        if self.budget is None:
+            return None
+        tolerance = self.params.time_tolerance
+        found = proved(later, self.record, self.budget, tolerance)
+        if self.untouched is not None and self.may_stay:
+            found += stays(self.untouched, self.record, self.plain_need, self.budget, tolerance)
+        return min(found, key=lambda one: one.seconds, default=None)
+
+    def _takes_proved(self, seconds: float) -> bool:
+        """Compiles the plan that is known to fit, if it is as good as one that takes so long; whether
+        it fits again."""
         one = self.proved
-        enough = (1 - self.params.time_tolerance) * candidate.seconds
-        if self.best is not None or one is None or one.seconds > enough:
+        if self.best is not None or one is None or one.seconds > seconds:
             return False
         self.proved = None
         assert one.variant is not None and one.estimate is not None
+        self.has_stayed |= one.variant is self.untouched
         try:
             return self._fits(self._attempt(one.variant, one.estimate, one))
         except (HostMemoryError, CompileError) as error:
@@ -315,6 +320,11 @@ class _Search:
             return known
         most = self.budget / self.params.same
         return next((a for a in self.attempts if a.need > most and candidate.is_alike(a)), None)
+
+    def _missed(self) -> list[tuple[Attempt, Candidate]]:
+        """What compiled to too much, with the candidates whose plans these are."""
+        made = self.attempts.items()
+        return [(a, other) for a, other in made if other is not None and not self._fits(a)]
 
     def _try_between(self) -> None:
         """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
@@ -333,27 +343,6 @@ class _Search:
                 return
             self._open(family, (fewer + count) // 2, bound)
             self._work_off()
-
-    def _goal_of_others(self, candidate: Candidate) -> int | None:
-        """A lower goal if its plan needs too much with the lowest excess of similar variants; else
-        None."""
-        of_others = [
-            attempt.excess
-            for attempt, other in self.attempts.items()
-            if other is not None
-            and other.family.alike
-            and other.family is not candidate.family
-            and other.count == candidate.count
-            and not self._fits(attempt)
-        ]
-        if candidate.is_proved or candidate.misses:
-            return None  # what its plan needs is known
-        if not (candidate.family.alike and of_others):
-            return None
-        assert self.budget is not None and candidate.estimate is not None
-        goal = self.budget - min(of_others)
-        is_new = candidate.goal is None or candidate.goal > goal
-        return goal if is_new and not candidate.estimate.fits(goal) else None
 
     def _again(self, candidate: Candidate, attempt: Attempt) -> None:
         """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
@@ -428,16 +417,14 @@ class _Search:
             if candidate.expected > limit or len(compiled) >= most:
                 return
             self.over.remove(candidate)
-            if any(candidate.expected >= self.params.far * a.need for a in self.attempts):
+            if candidate.expected >= self.params.far * self._least():
                 continue  # another plan compiled to far less than this one is expected to
             known = self._known(candidate)
             if known is not None and (known in candidate.misses or candidate.is_compiled_by(known)):
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
-            if self._takes_proved(
-                dataclasses.replace(candidate, seconds=one.plan.predicted_seconds)
-            ):
+            if self._takes_proved(one.plan.predicted_seconds):
                 return
             try:
                 attempt = known or self._attempt(variant, one, candidate)
@@ -456,6 +443,19 @@ class _Search:
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
                 self.over += self._less_extreme(candidate, attempt)
+
+    def _least(self) -> float:
+        """Bytes of the smallest plan that is known."""
+        known = [attempt.need for attempt in self.attempts]
+        known += [self.plain_need] if self.may_stay and self.plain_need is not None else []
+        return min(known, default=math.inf)
+
+    def _is_far(self) -> bool:
+        """Whether all plans are expected to need far more than the budget, so that the step as plain
+        jit runs it may well need less."""
+        if not self.over or self.budget is None or not self.may_stay or self.plain_need is not None:
+            return False
+        return self._lowest_over().expected > self.params.near * self.budget
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
@@ -482,12 +482,13 @@ class _Search:
 
         Its prediction does not tell: XLA fuses what is predicted as arrays, products too.
         """
-        if self.untouched is None:
+        if self.untouched is None or self.has_stayed:
             return
         least = self.untouched.program.arguments_nbytes
         least = least if self.plain_need is None else self.plain_need
         if least >= min((a.need for a in self.attempts), default=math.inf):
             return
+        self.has_stayed = True
         one = planned(self.untouched, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
         try:
