@@ -121,6 +121,7 @@ def find(
     without: Variant | None = None,
     plain_need: int | None = None,
     record: Record | None = None,
+    may_stay: bool = False,
     **params,
 ) -> Found:
     """What the search finds; a group may be a variant alone.
@@ -138,6 +139,7 @@ def find(
         params=SearchParams(**params),
         log=log,
         record=record,
+        may_stay=may_stay,
     )
 
 

@@ -41,6 +41,7 @@ from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
 from vmem_jax.techniques.loops import loop_contexts, with_loops
+from vmem_jax.techniques.settings import Settings
 from vmem_jax.techniques.sub_batches import by_size, parts_of
 
 _ALWAYS_SAID = ("offload", "sub_batches")
@@ -125,8 +126,15 @@ def find_plan(
             log=log,
             record=record,
             compiles=compiles,
-            may_stay=step.settings.policy.name == "auto",
+            may_stay=_may_stay(step.settings),
         )
+
+
+def _may_stay(settings: Settings) -> bool:
+    """Whether the step as plain jit runs it is as good as any plan that is no faster: no policy,
+    technique or number of sub-batches is asked for."""
+    wants = settings.required or settings.sub_batches is not None or "compress" in settings.named
+    return settings.policy.name == "auto" and not wants
 
 
 def budget_nbytes(step: StepContext) -> tuple[int | None, int | None]:

@@ -65,9 +65,9 @@ class Candidate:
         return same and attempt.variant.form is variant.form
 
     def is_alike(self, attempt: Attempt) -> bool:
-        """Whether `attempt` is a plan for the step with other stacks that does the same:
-        as many bytes are predicted live at every step, and each takes as long. So are the stacks of the
-        step's own loops, chosen once more."""
+        """Whether `attempt` is a plan for the step with other stacks that is predicted to be equal:
+        as many bytes are live at every step, and each takes as long. So are the stacks of the step's
+        own loops, chosen once more."""
         variant, one = self.variant, self.estimate
         assert variant is not None and one is not None
         same = variant.program.sub_batches == attempt.variant.program.sub_batches

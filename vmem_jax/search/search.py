@@ -201,7 +201,9 @@ class _Search:
     # -- the stages
 
     def _advance(self, candidate: Candidate) -> None:
-        """Advances a candidate by one state, unless it cannot beat the incumbent."""
+        """Advances a candidate by one state, unless it cannot beat the incumbent, or what is known to
+        fit."""
+        self._takes_proved(candidate.seconds)
         if self.best is not None:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
@@ -280,8 +282,6 @@ class _Search:
             self._again(candidate, known)
         elif (goal := candidate.goal_by(self._missed(), self.budget)) is not None:
             self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
-        elif self._takes_proved(candidate.seconds):
-            self._push(candidate)  # which says in the log that it is pruned
         else:
             attempt = self._attempt(variant, candidate.estimate, candidate)
             if not self._fits(attempt):
@@ -298,8 +298,8 @@ class _Search:
         return min(found, key=lambda one: one.seconds, default=None)
 
     def _takes_proved(self, seconds: float) -> bool:
-        """Compiles the plan that is known to fit, if it is as good as one that takes so long; whether
-        it fits again."""
+        """Compiles the plan that is known to fit, if it is as good as any that takes so long or
+        longer; whether it fits again."""
         one = self.proved
         if self.best is not None or one is None or one.seconds > seconds:
             return False
