@@ -451,11 +451,13 @@ class _Search:
         return min(known, default=math.inf)
 
     def _is_far(self) -> bool:
-        """Whether all plans are expected to need far more than the budget, so that the step as plain
-        jit runs it may well need less."""
-        if not self.over or self.budget is None or not self.may_stay or self.plain_need is not None:
+        """Whether all plans are expected to need far more than the budget, and than the step as plain
+        jit runs it may need."""
+        if self.untouched is None or self.plain_need is not None or not self.may_stay:
             return False
-        return self._lowest_over().expected > self.params.near * self.budget
+        near = self.params.near * (self.budget or math.inf)
+        near = max(near, self.params.far * self.untouched.program.arguments_nbytes)
+        return bool(self.over) and self._lowest_over().expected > near
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
