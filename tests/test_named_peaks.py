@@ -67,6 +67,36 @@ def test_another_search_without_the_first_ones_memory_has_the_plan_that_was_name
     assert made.plan.schedule == error.lowest_plan.schedule and len(made.attempts) == 1
 
 
+def fused(w, x):
+    """Plain jit keeps none of what is predicted as arrays."""
+    for _ in range(6):
+        x = x * 0.9 + w
+        x = x - 0.1 * x * x
+    return x.sum(0)
+
+
+FUSED = (jax.ShapeDtypeStruct((64,), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32))
+
+
+def needs(budget, **options):
+    made = vmem_jax.jit(fused, budget=budget, **options).lower(*FUSED).compile()
+    return [(attempt.plan.policy, attempt.need) for attempt in made.attempts]
+
+
+def test_where_plain_jit_has_the_lowest_peak_nothing_else_is_compiled_for_it(directory):
+    with pytest.raises(vmem_jax.BudgetError) as caught:
+        vmem_jax.jit(fused, budget=1).lower(*FUSED).compile()
+    named = caught.value.lowest_peak
+    records.forget()
+    assert needs(named) == [("keep", named)]
+
+
+def test_where_a_budget_is_all_that_plain_jit_needs_plain_jit_runs(directory):
+    assert [policy for policy, _ in needs(1.0)] == ["keep"]
+    records.forget()
+    assert "keep" not in [policy for policy, _ in needs(1.0, policy="recompute", sub_batches=4)][:1]
+
+
 def test_another_process_has_the_same_key(directory):
     error = error_at(1)
     (file,) = directory.glob("*.json")

@@ -168,6 +168,16 @@ def test_where_nothing_comes_near_the_budget_plain_is_compiled_first(may_stay):
     assert [plan.fenced for plan in compile_plan.plans] == ([False] if may_stay else [True, False])
 
 
+def test_plain_is_not_compiled_first_where_the_lowest_plan_needs_little_beside_the_arguments(heap):
+    """Plain cannot need so much less that the other one would not be compiled."""
+    low = int(1.05 * LOW)
+    heap(lambda program, plan: low)
+    compile_plan = Compiler(lambda plan: LOW)
+    one = variant(compile_plan, POLICIES["recompute"](), STILL)
+    found = find(one, budget=LOW // 4, without=untouched(compile_plan), may_stay=True, far=1.1)
+    assert found.best.need == LOW and [plan.fenced for plan in compile_plan.plans] == [True]
+
+
 def test_of_plain_that_is_compiled_first_no_second_compile_is_left():
     least = lowest_plan(POLICIES["recompute"]()).predicted_peak
     compile_plan = over(lambda plan: 0 if plan.fenced else 2 * HIGH)

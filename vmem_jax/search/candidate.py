@@ -132,7 +132,7 @@ def stays(
     Its seconds are lowered by `tolerance`: plans are faster only if they are so by that share.
     """
     known: list[Estimate] = [*record.candidates(untouched)]
-    if plain_need is not None:
+    if plain_need is not None and plain_need <= budget:
         plan = untouched.policy.plan(untouched.program, untouched.costs, None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
         known = [Tried(plan, plain_need)]
