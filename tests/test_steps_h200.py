@@ -76,30 +76,43 @@ def test_a_product_that_only_the_autotuner_configures_compiles():
     assert "__triton" in entry.best.compiled.as_text()
 
 
+def trained(filters, x, y=0.0):
+    """Layers of a convolution and a ReLU, whose filters are updated."""
+
+    def loss(filters):
+        made = x
+        for w in filters:
+            made = jax.nn.relu(
+                jax.lax.conv_general_dilated(
+                    made, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+            )
+        return jnp.mean((made - y) ** 2)
+
+    return jax.tree.map(lambda w, gradient: w - 0.1 * gradient, filters, jax.grad(loss)(filters))
+
+
+def single(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_the_heap_of_many_filters_is_predicted(kernel):
     """Those of 3x3 are 144 of 394 MiB. The library takes them transposed, and the copies lie where
     the filters were."""
-
-    def step(filters, x, y):
-        def loss(filters):
-            made = x
-            for w in filters:
-                made = jax.nn.relu(
-                    jax.lax.conv_general_dilated(
-                        made, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-                    )
-                )
-            return jnp.mean((made - y) ** 2)
-
-        updated = lambda w, gradient: w - 0.1 * gradient
-        return jax.tree.map(updated, filters, jax.grad(loss)(filters))
-
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-    filters, x = [shape(kernel, kernel, 512, 512)] * 16, shape(32, 14, 14, 512)
-    jitted = vmem_jax.jit(step, budget="100GiB", policy="exact", donate_argnums=0)
+    filters, x = [single(kernel, kernel, 512, 512)] * 16, single(32, 14, 14, 512)
+    jitted = vmem_jax.jit(trained, budget="100GiB", policy="exact", donate_argnums=0)
     [attempt] = jitted.lower(filters, x, x).compile(target="h200").attempts
     assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.05)
+
+
+def test_the_filters_of_sub_batches_are_predicted():
+    """The copy of the last one, 8 of 127 MiB, is there when the gradient before it is made."""
+    filters = [single(3, 3, 64, 256), single(5, 5, 256, 1024), single(1, 1, 1024, 2048)]
+    options = dict(policy="exact", sub_batches=16, donate_argnums=0)
+    jitted = vmem_jax.jit(trained, budget="70GiB", **options)
+    [attempt] = jitted.lower(filters, single(64, 7, 7, 64)).compile(target="h200").attempts
+    assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.02)
 
 
 def test_the_heap_of_a_plan_that_moves_is_predicted():

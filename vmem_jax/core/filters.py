@@ -7,8 +7,8 @@ into it at the end of the step: to the copies of other filters, and to whatever 
 
 A filter of one element in space is read itself backwards, where it is what it is forwards but for
 its channels. And of a filter as large as what it makes XLA takes the gradient for a convolution
-forwards, to which it adds the filter itself. In sub-batches filters are kept for all of them, and
-the copies are of one.
+forwards, to which it adds the filter itself. In sub-batches the filters and their copies are kept for
+all of them: XLA moves what does not change out of the loop.
 """
 
 from __future__ import annotations
@@ -55,13 +55,16 @@ def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
             [r], [w] = step.reads, step.writes
             reversed_[r] = tuple(dict.fromkeys((*reversed_.get(r, ()), w)))
     found, end = [], len(order) - 1
+    loop = [position for position, s in enumerate(order) if program.steps[s].is_boundary]
     for r, copies in reversed_.items():
         backwards = max(last.get(w, 0) for w in copies)
         since, until, slot = first.get(r, end), backwards, None
         if since >= until:
             continue
         nbytes = program.buffers[r].nbytes
-        if r not in ambiguous and program.sub_batches == 1:  # the update reads the copy
+        if loop and loop[0] < since < loop[1]:
+            since, until = loop
+        elif r not in ambiguous:  # the update reads the copy
             until = max(until, last[r])
             unread = (backwards if r in flat else since) + 1
             if r in program.overwritten_by and unread <= end:
