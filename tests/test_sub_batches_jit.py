@@ -25,7 +25,7 @@ from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family
-from vmem_jax.techniques.sub_batches import counts_of
+from vmem_jax.techniques.sub_batches import Parts, counts_of
 from vmem_jax.transfer.extension import describe
 
 LAYERS, ROWS, WIDTH = 6, 512, 32
@@ -343,6 +343,15 @@ def test_numbers_of_sub_batches_that_are_tried():
     assert counts_of(256) == tuple(2**n for n in range(9))
     assert counts_of(96) == (1, 2, 4, 8, 16, 32, 96)
     assert counts_of(255) == (1, 3, 5, 15, 17, 51, 85, 255) and counts_of(7) == (1, 2, 7)
+
+
+def test_numbers_between_two_have_sub_batches_of_another_size():
+    """Of 128 samples 96 sub-batches are the 64 of two samples, and 48 are 43."""
+    between = Parts((1, 2, 4), lambda count: None, samples=128).between
+    assert [between(64, 128), between(32, 64), between(43, 64)] == [0, 43, 0]
+    for fewer, more in ((1, 2), (1, 128), (2, 3), (16, 32), (32, 43)):
+        found = between(fewer, more)
+        assert not found or (fewer < found < more and -(-128 // -(-128 // found)) == found)
 
 
 def test_planning_ends_where_more_sub_batches_cannot_win():

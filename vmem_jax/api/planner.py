@@ -181,7 +181,7 @@ def _groups(
     parts = parts_of(step)
     make = lambda context, count: _variant(context, settings.policy, count)
     made = functools.cache(functools.partial(make, step))  # the others are bounded by it, too
-    own = Family(parts.counts, made, settings.splitting, between=True)
+    own = Family(parts.counts, made, settings.splitting, between=parts.between)
     if settings.splitting is Splitting.FEWEST:
         own = _by_size(step, own, settings.policy, budget)
     first = [own]
@@ -203,7 +203,7 @@ def _groups(
     first += _of_tried(step, (step, *loops), budget, tried)
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
-    at_last = Family(parts.counts, moving, settings.splitting, between=True)
+    at_last = Family(parts.counts, moving, settings.splitting, between=parts.between)
     last = [at_last] if moves_at_last else []
     if moves_at_last and settings.splitting is Splitting.FEWEST:
         last = [_by_size(step, last[0], settings.policy, budget, moves=True)]
@@ -238,9 +238,8 @@ def _of_loops(context: StepContext, moves: bool | None = None) -> Family:
     """The family of a step whose loops stack other values, planned by the chosen policy."""
     settings = context.settings
     make = functools.partial(_variant, context, settings.policy, moves=moves)
-    counts = parts_of(context).counts
-    splitting = settings.splitting
-    return Family(counts, make, splitting, alike=True, between=True)
+    parts = parts_of(context)
+    return Family(parts.counts, make, settings.splitting, alike=True, between=parts.between)
 
 
 def _of_tried(
@@ -283,10 +282,10 @@ def _formed(step: StepContext, plan: Plan) -> StepContext:
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:
     """The family of `step` planned by another policy, which may move values wherever possible."""
-    counts = parts_of(step).counts
-    counts = [n for n in counts if n == 1 or policy.splitting is not Splitting.WHOLE]
+    parts = parts_of(step)
+    counts = [n for n in parts.counts if n == 1 or policy.splitting is not Splitting.WHOLE]
     make = functools.partial(_variant, step, policy, moves=bool(step.transport))
-    return Family(counts, make, policy.splitting, between=True)
+    return Family(counts, make, policy.splitting, between=parts.between)
 
 
 def _by_size(

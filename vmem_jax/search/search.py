@@ -334,14 +334,15 @@ class _Search:
             assert won is not None, "the untouched step is compiled at last"
             family, count = won.family, won.count
             fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
-            wanted = family.between and family.splitting is Splitting.FASTEST
-            if not wanted or not fewer or count - fewer < 2:
+            wanted = fewer and family.splitting is Splitting.FASTEST
+            between = family.between(fewer, count) if wanted else 0
+            if not between:
                 return
             bound = (family.bounded_by or family.make)(fewer).lower_bound(self.budget)
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if bound >= (1 - family.must_gain) * enough:
                 return
-            self._open(family, (fewer + count) // 2, bound)
+            self._open(family, between, bound)
             self._work_off()
 
     def _again(self, candidate: Candidate, attempt: Attempt) -> None:

@@ -91,7 +91,8 @@ class Family:
         for its own.
       alike: its variants differ little from those of other such families, so that XLA takes about as
         much more for them than is predicted.
-      between: whether numbers between `counts` are tried too, if the fastest is wanted.
+      between: two numbers of sub-batches -> one between them that is tried, too, if the fastest is
+        wanted; 0 if there is none.
     """
 
     counts: Sequence[int]
@@ -100,4 +101,4 @@ class Family:
     must_gain: float = 0.0
     bounded_by: Callable[[int], Variant] | None = None
     alike: bool = False
-    between: bool = False
+    between: Callable[[int, int], int] = lambda fewer, more: 0

@@ -67,6 +67,15 @@ class Parts:
     why: str = ""
     samples: int = 0
 
+    def between(self, fewer: int, more: int) -> int:
+        """A number of sub-batches halfway between two; 0 if none has another size than theirs.
+
+        Sub-batches are as even as they can be, so 96 of 128 samples would be the same as 64.
+        """
+        size = -(-self.samples // ((fewer + more) // 2))
+        count = -(-self.samples // size)
+        return count if fewer < count < more else 0
+
 
 def parts_of(step: StepContext, count: int | None = None) -> Parts:
     """The numbers of sub-batches in which `step` may run.
