@@ -7,7 +7,8 @@
 The networks and what is picked by hand are in `step_models`. A way is one of those hand-picked
 policies; or BUDGET, POLICY, POLICY@BUDGET, each with *PARTS behind it for so many sub-batches. A
 budget is a size, a share of plain's need, or "@" and a way by hand, for what that one compiled to;
-without a budget it is what plain needs. Without a policy it is `auto`.
+without a budget it is what plain needs. Without a policy it is `auto`. "lowest" is `auto` at its
+minimum peak, compiled and not timed.
 
 All ways run in one process and take turns, block by block, on one donated state. A row has the
 median, the least and the most milliseconds a step of a way over its blocks, what the compiler says
@@ -38,6 +39,9 @@ from vmem_jax.devices.targets import target
 from vmem_jax.search.attempt import need_nbytes
 
 FLAGS = flags.FLAGS
+
+LOWEST = "lowest"
+"""The way that is `auto` at its minimum peak."""
 
 WAY = re.compile(
     r"(?:(?P<policy>[a-z]+)@?)?(?P<budget>@[a-z_]+|[\d.]+(?:[KMG]iB)?)?(?:\*(?P<parts>\d+))?"
@@ -70,6 +74,8 @@ def main(_: Any) -> None:
         try:
             if way in POLICIES or way == SEGMENTS:
                 steps[way], found = _by_hand(make(way).step, state, data)
+            elif way == LOWEST:
+                found = _lowest(given.step, state, data)
             else:
                 gib = {name: row.get("gib") for name, row in rows.items()}
                 steps[way], found = _budgeted(given.step, way, gib, state, data)
@@ -93,6 +99,18 @@ def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
         args = jax.tree.map(there, args)
     compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
     return compiled, {"gib": need_nbytes(compiled) / 2**30}
+
+
+def _lowest(step: Callable, *args: Any) -> dict[str, Any]:
+    """What the row of the step at its minimum peak says."""
+    options = {"donate_argnums": 0, "allow": FLAGS.allow, "profile": FLAGS.profile}
+    found = vmem_jax.lowest(step, *args, target=FLAGS.target, **options)
+    return {
+        "gib": found.nbytes / 2**30,
+        "predicted_ms": 1e3 * found.seconds,
+        "predicted_gib": found.plan.predicted_peak / 2**30,
+        "plan": str(found.plan),
+    }
 
 
 def _budgeted(

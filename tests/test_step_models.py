@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from vision_models import ConvNeXt, UNet
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.loop_pairs import find_pairs
+
+ROOT = Path(__file__).parent.parent
 
 WIDTHS = {"decoder": 256, "vit": 128, "vit_dropout": 128, "gpt": 128, "resnet": 8}
 """Of the networks that have loops."""
@@ -131,3 +135,12 @@ def test_ways_are_read(way, policy, budget, parts):
 @pytest.mark.parametrize("way", ["0,5", "Dots", "0.5*", "12GB"])
 def test_other_ways_are_refused(way):
     assert training_steps.WAY.fullmatch(way) is None
+
+
+def test_the_lowest_peak_is_a_row_beside_what_is_picked_by_hand(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "benchmarks/training_steps.py", f"--out={out}", "--rounds=0"]
+    sizes = "--layers=4 --width=256 --tokens=64 --batch=2 --attention=xla".split()
+    subprocess.run([*command, *sizes, "--ways=sqrt,lowest"], cwd=ROOT, check=True)
+    segments, lowest = [json.loads(line) for line in out.read_text().splitlines()]
+    assert 0 < lowest["gib"] <= segments["gib"] and lowest["predicted_ms"] > 0
