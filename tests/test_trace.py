@@ -19,7 +19,8 @@ import vmem_jax
 from vmem_jax.core.costs import Source
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, live_by_kind, simulate
+from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.stays import live_by_kind
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.transfer_schedule import schedule_transfers
 from vmem_jax.report.trace import COMPUTE, INTO, OUT, Recording, Span, chrome_trace, predicted, save

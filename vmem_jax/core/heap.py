@@ -21,7 +21,6 @@ from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import BEGIN, END, Program
 from vmem_jax.core.schedule import Do, Event, schedule
-from vmem_jax.core.simulate import staged_spans
 
 
 def heap_nbytes(
@@ -57,10 +56,7 @@ def intervals(
     for event in schedule(program, order, transfers) if events is None else events:
         heap.take(event)
     assert not heap.since, "what is never freed is resident"
-    spans, end = staged_spans(program, order, transfers), len(order) - 1
-    found = heap.found
-    found += [Interval(program.buffers[b].nbytes, i, min(j, end)) for b, (i, j) in spans.items()]
-    found += _padded_inputs(program, order)
+    found = heap.found + _padded_inputs(program, order)
     found += [each.copy for each in filters]
     left = [each.slot for each in filters if each.slot is not None]
     return elsewhere((interval for interval in found if interval.nbytes), left)
@@ -75,21 +71,20 @@ class _Heap:
     """
 
     def __init__(self, program: Program, nbytes: Sequence[int]) -> None:
-        self._program, self._nbytes = program, nbytes
+        self._program, self._nbytes, self._hosted = program, nbytes, {*program.hosted}
         self._behind: set[int] = set()  # what is read through a barrier from here on
         self._moved: set[int] = set()
         self.since: dict[int, int] = {}
         self.found: list[Interval] = []
 
     def take(self, event: Event) -> None:
-        hosted = self._program.hosted
         if event.do is Do.BARRIER:
             self._behind.update(event.buffers)
         elif event.do is Do.START:
             self._moved.update(event.buffers)
-        elif event.do is Do.GONE and event.buffers[0] not in hosted:
+        elif event.do is Do.GONE and event.buffers[0] not in self._hosted:
             self._free(event.buffers[0], event.position - 1)
-        elif event.do is Do.FETCH and event.buffers[0] not in hosted:
+        elif event.do is Do.FETCH:
             self.since[event.buffers[0]] = event.position
         elif event.do is Do.RUN:
             self._run(event)
@@ -116,6 +111,9 @@ class _Heap:
         for w in step.writes:
             if not program.is_resident[w]:
                 self.since.setdefault(w, position)
+        for b in (*step.reads, *step.writes) if self._hosted else ():
+            if b in self._hosted:
+                self.since.setdefault(b, position)
         if step.workspace:
             self.found.append(Interval(step.workspace, position, position))
 

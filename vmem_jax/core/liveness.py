@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program, Step
 from vmem_jax.core.touched import parts
 
@@ -108,3 +109,24 @@ def live_nbytes(program: Program, order: Sequence[int]) -> np.ndarray:
         taken = taken_over(program, program.steps[s], dead).values()
         live[p] -= touched.nbytes[[*taken]].sum()
     return live
+
+
+def staged_spans(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer]
+) -> dict[int, tuple[int, int]]:
+    """For each hosted buffer that is used the first and last position at which it is on the device:
+    an input from its fetch to its last read, an output until it is gone and no longer read."""
+    streamed = program.streamed_in | program.streamed_out
+    spans: dict[int, tuple[int, int]] = {}
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        for b in (*step.reads, *step.writes):
+            if b in streamed:
+                spans[b] = spans.get(b, (position, position))[0], position
+    for t in transfers:
+        if t.buffer in program.streamed_in:
+            spans[t.buffer] = t.fetch, spans[t.buffer][1]
+        elif t.buffer in program.streamed_out:
+            first, last = spans[t.buffer]
+            spans[t.buffer] = first, max(last, t.gone - 1)
+    return spans

@@ -1,7 +1,8 @@
 """schedule: what a plan does, one event after another: steps, barriers, the points of transfers.
 
-`rewrite` emits these events, and `heap` predicts the memory that they take, so that a barrier is
-derived in one place. `validate` does not read it.
+`rewrite` emits these events, `heap` predicts the memory that they take, and `stays` tells reports and
+the layout of host memory when a value is where. So each of these facts is derived in one place.
+`validate` does not read it, and `simulate`, which a search calls thousands of times, has arrays.
 
 XLA orders by data dependence alone. So what goes into a point of a transfer goes through a barrier
 together with the running values, and what comes out of our own calls goes through another: nothing
@@ -17,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from vmem_jax.core.fences import fences
-from vmem_jax.core.liveness import last_reads
+from vmem_jax.core.liveness import last_reads, staged_spans
 from vmem_jax.core.plan import Transfer, points_at
 from vmem_jax.core.program import Program
 from vmem_jax.core.spines import spines
@@ -35,7 +36,8 @@ class Do(enum.StrEnum):
     FREE = "free"
 
 
-_POINTS = (Do.START, Do.GONE, Do.FETCH, Do.BACK)
+POINTS = (Do.START, Do.GONE, Do.FETCH, Do.BACK)
+"""The points of a transfer, in their order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class Event:
       position: in the order, of the step before which it stands; of `RUN` that of its step, behind
         which the barrier of a clamp and `FREE` stand. The end of the order is one, too.
       index: the step of `RUN`, the transfer of a point; −1 else.
-      buffers: of `BARRIER` what is held, of `RUN` and `FREE` what is read there for the last time,
-        of a point the buffer that moves.
+      buffers: of `BARRIER` what is held, of `RUN` and `FREE` what is not needed on the device behind
+        its step, of a point the buffer that moves.
       transfers: of `BARRIER` those of which it holds what their last point returned, or, in front of
         `START`, the buffer that leaves.
     """
@@ -58,6 +60,23 @@ class Event:
     index: int = -1
     buffers: tuple[int, ...] = ()
     transfers: tuple[int, ...] = ()
+
+
+def actions(
+    program: Program, order: Sequence[int], transfers: Sequence[Transfer] = ()
+) -> Iterator[Event]:
+    """The events of `order` with `transfers` without barriers: what happens, whoever emits it."""
+    points, dying = points_at(program, transfers), last_reads(program, order)
+    for b, (_, last) in staged_spans(program, order, transfers).items():
+        dying[last].append(b)
+    for position in range(len(order) + 1):
+        for point, i in points.get(position, ()):
+            yield Event(POINTS[point], position, i, (transfers[i].buffer,))
+        if position < len(order):
+            dead = tuple(dying[position])
+            yield Event(Do.RUN, position, order[position], dead)
+            if dead:
+                yield Event(Do.FREE, position, buffers=dead)
 
 
 def schedule(
@@ -102,8 +121,8 @@ class _Scheduler:
         self.program, self.order, self.transfers, self.fenced = program, order, transfers, fenced
         self.as_made = as_made
         self.own = {i for i, t in enumerate(transfers) if own and t.buffer not in program.hosted}
-        self.points = points_at(program, transfers)
-        away = {p: {*looped, *self._away(p)} for p in sorted(self.points)}
+        points = points_at(program, transfers)
+        away = {p: {*looped, *self._away(p)} for p in sorted(points)}
         self.spines = spines(program, order, away)
         found = fences(program, order, body=body) if fenced else ()
         self.fences: dict[int, tuple[int, ...]] = {}
@@ -113,39 +132,38 @@ class _Scheduler:
             self.fences[fence.position] = held
 
     def events(self) -> Iterator[Event]:
-        dying = last_reads(self.program, self.order)
         made: dict[int, int] = {}  # buffer -> the position at which it was last written
-        for position, s in enumerate(self.order):
-            if held := self.fences.get(position):
+        every = actions(self.program, self.order, self.transfers)
+        for (position, do), group in itertools.groupby(every, lambda e: (e.position, e.do)):
+            if held := self.fences.pop(position, ()):
                 if self.as_made:
                     held = tuple(sorted(held, key=lambda b: made.get(b, -1)))
                 yield Event(Do.BARRIER, position, buffers=held)
-            yield from self._moves(position)
-            step, last = self.program.steps[s], tuple(dying[position])
-            if self.fenced and step.tied:
-                yield Event(Do.BARRIER, position, buffers=step.tied)
-            yield Event(Do.RUN, position, s, last)
-            made.update(dict.fromkeys(step.writes, position))
-            if self.fenced and step.compared:
-                yield Event(Do.BARRIER, position, buffers=step.compared)
-            if last:
-                yield Event(Do.FREE, position, buffers=last)
-        yield from self._moves(len(self.order))
+            if do in POINTS:
+                yield from self._moves(tuple(group))
+            elif do is Do.RUN:
+                [run] = group
+                step = self.program.steps[run.index]
+                if self.fenced and step.tied:
+                    yield Event(Do.BARRIER, position, buffers=step.tied)
+                yield run
+                made.update(dict.fromkeys(step.writes, position))
+                if self.fenced and step.compared:
+                    yield Event(Do.BARRIER, position, buffers=step.compared)
+            else:
+                yield from group
 
-    def _moves(self, position: int) -> Iterator[Event]:
-        """The points before the step at `position`, between their barriers."""
-        events = self.points.get(position, ())
-        for point, together in itertools.groupby(events, key=lambda event: event[0]):
-            moved = tuple(i for _, i in together)
-            own = tuple(i for i in moved if i in self.own)
-            # XLA's own copies have no slots that another tensor may still hold, and start where
-            # their source is made
-            yield from self._barrier(position, moved if point else own)
-            for i in moved:
-                buffers = (self.transfers[i].buffer,)
-                yield Event(_POINTS[point], position, i, buffers)
-            # behind `back`, too: its slot in host memory may be another tensor's from here on
-            yield from self._barrier(position, own)
+    def _moves(self, points: Sequence[Event]) -> Iterator[Event]:
+        """Points of one kind at one position, between their barriers."""
+        do, position = points[0].do, points[0].position
+        moved = tuple(event.index for event in points)
+        own = tuple(i for i in moved if i in self.own)
+        # XLA's own copies have no slots that another tensor may still hold, and start where their
+        # source is made
+        yield from self._barrier(position, own if do is Do.START else moved)
+        yield from points
+        # behind `back`, too: its slot in host memory may be another tensor's from here on
+        yield from self._barrier(position, own)
 
     def _barrier(self, position: int, moved: tuple[int, ...]) -> Iterator[Event]:
         if moved:

@@ -14,6 +14,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_program
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, nbytes_by_kind
+from vmem_jax.core.stays import live_during
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.workspace_reuse import BatchSizes
 
@@ -209,10 +210,9 @@ def where_peak(program: Program, timeline: Timeline) -> str:
 
 def what_holds(program: Program, timeline: Timeline) -> str:
     """For people: bytes by kind at the peak, the workspace there, and the largest buffers."""
-    order, position = timeline.order, timeline.peak_at
-    if position < 0:
+    if timeline.peak_at < 0:
         return ""
-    live = live_at(program, order, position, timeline.transfers)
+    live = live_during(program, timeline, timeline.peak_at)
     kinds = _kinds(program, timeline, live)
     largest = sorted(live, key=lambda b: -program.buffers[b].nbytes)[:3]
     names = [

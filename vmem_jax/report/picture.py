@@ -8,10 +8,11 @@ from typing import Any
 
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.liveness import lives
 from vmem_jax.core.pareto_point import ParetoPoint
 from vmem_jax.core.program import COMPRESS, Phase, Program
-from vmem_jax.core.simulate import Timeline, live_at, live_by, simulate
+from vmem_jax.core.schedule import actions
+from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.stays import live_by, live_during, stays
 from vmem_jax.errors import show_nbytes
 from vmem_jax.policy.base import where_peak
 from vmem_jax.report.explain import Explanation
@@ -138,7 +139,7 @@ def _holders(program: Program, timeline: Timeline) -> list[dict[str, Any]]:
     """The largest values at the peak, the arguments and results as one."""
     if timeline.peak_at < 0:
         return []
-    live = live_at(program, timeline.order, timeline.peak_at, timeline.transfers)
+    live = live_during(program, timeline, timeline.peak_at)
     step = program.steps[timeline.order[timeline.peak_at]]
     found = [(RESIDENT, "", program.resident_nbytes), ("workspace", step.layer, step.workspace)]
     for b in live:
@@ -209,12 +210,10 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
     runs: dict[int, int] = {}
     for s in timeline.order:
         runs[s] = runs.get(s, 0) + 1
-    found = lives(program, timeline.order)
-    stretches: dict[int, list[tuple[int, int]]] = {}
-    for b, first, last in zip(
-        found.buffer.tolist(), found.first.tolist(), found.last.tolist(), strict=True
-    ):
-        stretches.setdefault(b, []).append((first, last))
+    there: dict[int, list[tuple[float, float]]] = {}  # seconds on the device
+    for stay in stays(program, actions(program, timeline.order, timeline.transfers)):
+        span = timeline.start[stay.first], ends[stay.last]
+        there.setdefault(stay.buffer, []).append(span)
     away: dict[int, list[int]] = {}
     for i, t in enumerate(timeline.transfers):
         away.setdefault(t.buffer, []).append(i)
@@ -224,10 +223,8 @@ def _values(explanation: Explanation) -> list[dict[str, Any]]:
     for b in ids:
         made = program.producer[b]
         step = program.steps[made] if made >= 0 else None
-        own = [] if program.is_resident[b] else _without(stretches.get(b, []), timeline, b)
-        spans = [(timeline.start[p], ends[min(q, len(ends) - 1)]) for p, q in own]
-        if program.is_resident[b]:
-            spans = [(0.0, timeline.seconds)]
+        held = program.is_resident[b] and b not in program.hosted
+        spans = [(0.0, timeline.seconds)] if held else there.get(b, [])
         decision, reason = _decision(explanation, b, runs, away.get(b, []), spans)
         also: list[str] = []
         configuration = convolutions.get(made)
@@ -262,24 +259,6 @@ def _how_made(configuration: Configuration) -> str:
     return f"{how}{' takes' if parts == 1 else ', with'} {nbytes} of workspace{with_it}"
 
 
-def _without(
-    stretches: Sequence[tuple[int, int]], timeline: Timeline, b: int
-) -> list[tuple[int, int]]:
-    """`stretches` of positions without those at which `b` is in host memory."""
-    left = [*stretches]
-    for t in timeline.transfers:
-        if t.buffer != b:
-            continue
-        cut = []
-        for first, last in left:
-            if first < t.gone and t.fetch <= last:
-                cut += [(first, t.gone - 1), (t.fetch, last)]
-            else:
-                cut.append((first, last))
-        left = cut
-    return left
-
-
 def _decision(
     explanation: Explanation,
     b: int,
@@ -295,7 +274,9 @@ def _decision(
     if b in plan.looped:
         return "moved by slices", f"{buffer.slices} slices leave and return within their loops"
     if away:
-        gone = sum(timeline.copies[i][1].begin - timeline.copies[i][0].end for i in away)
+        leaves = b in program.streamed_out  # for good: it is a result in host memory
+        begins = [timeline.seconds if leaves else timeline.copies[i][1].begin for i in away]
+        gone = sum(begins) - sum(timeline.copies[i][0].end for i in away)
         waits = sum(timeline.stalls[i] for i in away)
         hides = "its copies hide under compute" if not waits else f"the step waits {_ms(waits)}"
         return "moved", f"in host memory for {_ms(max(gone, 0.0))}; {hides}"

@@ -10,7 +10,8 @@ from typing import Any
 
 from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline, live_by_kind
+from vmem_jax.core.simulate import Timeline
+from vmem_jax.core.stays import live_by_kind
 from vmem_jax.policy.base import what_holds, where_peak
 from vmem_jax.report.whole import write_whole
 
