@@ -21,11 +21,12 @@ import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.core.parked import parked
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import violations
 from vmem_jax.policy import AbstractPolicy, Auto, Infeasible
 from vmem_jax.rewrite import rewrite
-from vmem_jax.rewrite.transfers import layout_of, parked
+from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.search.log import What
 from vmem_jax.techniques import StepContext
 from vmem_jax.transfer.arena import live_arenas

@@ -17,13 +17,14 @@ from vmem_jax.capture import capture
 from vmem_jax.core import planned
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.fences import fences
+from vmem_jax.core.parked import parked
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy import Auto
 from vmem_jax.rewrite import rewrite
-from vmem_jax.rewrite.transfers import layout_of, parked
+from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer.extension import describe
 from vmem_jax.transfer.ffi import Ffi
 

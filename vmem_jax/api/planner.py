@@ -17,6 +17,7 @@ from vmem_jax.api.notices import notices
 from vmem_jax.api.records import record_of
 from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
+from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.program import Program
@@ -28,7 +29,6 @@ from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import compressible
-from vmem_jax.rewrite.transfers import parks
 from vmem_jax.search.attempt import Attempt, Compiles, Found, need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS

@@ -11,13 +11,14 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import jax_compat as compat
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.core.looped import slices_nbytes
+from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.core.tensor_cache import Traffic
 from vmem_jax.errors import DifferentiationError
 from vmem_jax.rewrite.rewrite import rewrite
-from vmem_jax.rewrite.transfers import layout_of, parks
+from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.search.attempt import Attempt
 from vmem_jax.techniques.settings import Settings
 from vmem_jax.tracing import arguments, frameworks

@@ -15,9 +15,10 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
-from vmem_jax.core.liveness import last_reads, taken_over
+from vmem_jax.core.liveness import taken_over
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Program
+from vmem_jax.core.schedule import Do, actions
 
 
 class Heuristic(enum.StrEnum):
@@ -134,13 +135,7 @@ def requests_of(
       prefetch_first: whether buffers that are fetched before a step are allocated before those that
         the step writes (its derivatives), or after them.
     """
-    dying = last_reads(program, order)
     moved = {t.buffer for t in transfers}
-    points: dict[int, tuple[list[int], list[int]]] = {}
-    for t in transfers:
-        if t.buffer not in program.hosted:
-            points.setdefault(t.gone, ([], []))[0].append(t.buffer)
-            points.setdefault(t.fetch, ([], []))[1].append(t.buffer)
     key: dict[int, int] = {}  # of the block that a live buffer has
     made: list[Request] = []
     count = 0
@@ -151,25 +146,33 @@ def requests_of(
         made.append(Allocate(count, nbytes, offloaded))
         count += 1
 
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        gone, fetched = points.get(position, ([], []))
-        made += [Free(key.pop(b)) for b in gone]
-        for prefetches in (prefetch_first, not prefetch_first):
-            if prefetches:
-                for b in fetched:
-                    allocate(b, program.buffers[b].nbytes)
-                continue
-            for r, w in taken_over(program, step, dying[position]).items():
+    waiting: list[int] = []  # what is fetched before the next step, if that comes after its writes
+    for event in actions(program, order, transfers):
+        ours = [b for b in event.buffers if b not in program.hosted]
+        if event.do is Do.GONE:
+            made += [Free(key.pop(b)) for b in ours if b not in waiting]
+            waiting = [b for b in waiting if b not in ours]
+        elif event.do is Do.FETCH and prefetch_first:
+            for b in ours:
+                allocate(b, program.buffers[b].nbytes)
+        elif event.do is Do.FETCH:
+            waiting += ours
+        elif event.do is Do.FREE:
+            made += [Free(key.pop(b)) for b in ours if b in key]
+        elif event.do is Do.RUN:
+            step = program.steps[event.index]
+            for r, w in taken_over(program, step, event.buffers).items():
                 if r in key and w not in key:
                     key[w] = key.pop(r)
             for w in step.writes:
                 if not program.is_resident[w] and w not in key:
                     allocate(w, program.buffers[w].nbytes, w in moved)
-        if step.workspace:
-            made += [Allocate(count, step.workspace), Free(count)]
-            count += 1
-        made += [Free(key.pop(b)) for b in dying[position] if b in key]
+            for b in waiting:
+                allocate(b, program.buffers[b].nbytes)
+            waiting = []
+            if step.workspace:
+                made += [Allocate(count, step.workspace), Free(count)]
+                count += 1
     return made
 
 

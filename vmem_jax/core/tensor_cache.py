@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from vmem_jax.core.looped import EXTRA
-from vmem_jax.core.plan import Plan, points_at
+from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Program
+from vmem_jax.core.schedule import POINTS, Do, actions
 
 Event = tuple[int, int, int]
-"""(point of `points_at`, slot, entry of the slot)."""
+"""(index of a point in `POINTS`, slot, entry of the slot)."""
 
 Key = tuple[int, int]
 """(slot, entry of the slot)."""
@@ -58,22 +59,22 @@ def events_of(program: Program, plan: Plan) -> Iterator[Event]:
     Slots are numbered as in the layout of the host memory: first the transfers of buffers that the
     caller does not host, then the looped stacks. What moves within a sub-batch does so in each.
     """
-    parked = [t for t in plan.transfers if t.buffer not in program.hosted]
-    slots = {t: slot for slot, t in enumerate(parked)}
-    points = points_at(program, plan.transfers)
+    moving = [i for i, t in enumerate(plan.transfers) if t.buffer not in program.hosted]
+    slots = {i: slot for slot, i in enumerate(moving)}
     writers: dict[int, list[Key]] = {}  # step -> (slot, entries) of its stacks
     readers: dict[int, list[Key]] = {}
-    for slot, b in enumerate(plan.looped, len(parked)):
+    for slot, b in enumerate(plan.looped, len(moving)):
         own = slot, program.buffers[b].slices + EXTRA
         writers.setdefault(program.producer[b], []).append(own)
         readers.setdefault(program.readers[b][0], []).append(own)
     whole: list[Event] = []
     first = last = None
-    for position, s in enumerate((*plan.order, -1)):
-        near = ((point, plan.transfers[i]) for point, i in points.get(position, ()))
-        whole += [(point, slots[t], 0) for point, t in near if t in slots]
-        if s < 0:
-            break
+    for action in actions(program, plan.order, plan.transfers):
+        if action.do in POINTS and action.index in slots:
+            whole.append((POINTS.index(action.do), slots[action.index], 0))
+        if action.do is not Do.RUN:
+            continue
+        s = action.index
         whole += [(point, *key) for key in _entries(writers.get(s, ())) for point in (0, 1)]
         whole += [(point, *key) for key in _entries(readers.get(s, ()))[::-1] for point in (2, 3)]
         if program.steps[s].is_boundary:

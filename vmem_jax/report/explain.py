@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vmem_jax.core.costs import Costs, Source
 from vmem_jax.core.packing import Interval, pack
+from vmem_jax.core.parked import parked, parked_spans
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import planned_costs, planned_program, predicted_need, simulate_plan
 from vmem_jax.core.program import COMPRESS, DECOMPRESS, Phase, Program
@@ -188,11 +189,12 @@ class Explanation:
             f"\n{len(made)} values wait compressed: {total(nbytes)} in place of {total(whole)}, for "
             f"{sum(self.costs.seconds[s] for s in both) * 1e3:.2f} ms"
         )
-        moved = [t for t in self.plan.transfers if t.buffer not in self.program.hosted]
-        if not any(t.buffer in made for t in moved):
+        moved = [t.buffer for t in parked(self.program, self.plan)]
+        if not {*moved} & {*made}:
             return said
+        spans = parked_spans(self.program, self.plan)
         pinned = lambda sizes: show_nbytes(
-            pack([Interval(sizes[t.buffer], t.start, t.back) for t in moved]).nbytes
+            pack([Interval(sizes[b], *span) for b, span in zip(moved, spans, strict=False)]).nbytes
         )
         return f"{said}; {pinned(nbytes)} are pinned for what moves, in place of {pinned(whole)}"
 

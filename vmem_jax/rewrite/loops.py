@@ -28,9 +28,9 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.core.parked import parked
 from vmem_jax.core.plan import Plan
 from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
-from vmem_jax.rewrite.transfers import parked
 from vmem_jax.transfer.ffi import Ffi, first_token
 from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 

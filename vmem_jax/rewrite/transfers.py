@@ -17,6 +17,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.core.looped import EXTRA
+from vmem_jax.core.parked import parked, parked_spans
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import BEGIN, Program
 from vmem_jax.core.schedule import Do, Event
@@ -31,35 +32,25 @@ from vmem_jax.transfer.transport import WHOLE, AbstractTransport
 def layout_of(program: Program, plan: Plan) -> Layout:
     """The layout of the host memory of `plan`.
 
-    It has one slot for each transfer, in use from `start` to `back`, except those of hosted buffers,
-    whose host memory is the caller's; then one for each looped stack, as deep as the loop is long, in
-    use from the loop that makes it. The memory of a stack is not reused, since the loop that reads it
-    gives no token. What moves in a smaller last sub-batch has slots of its own, behind all others and
-    in use after them.
+    It has the slots of `parked_spans`: one for each transfer, except those of hosted buffers, whose
+    host memory is the caller's; then one for each looped stack, as deep as the loop is long. What
+    moves in a smaller last sub-batch has slots of its own, behind all others and in use after them.
     """
+    moving, spans = parked(program, plan), parked_spans(program, plan)
     slots = [
-        Parked(program.buffers[t.buffer].nbytes, t.start, t.back) for t in parked(program, plan)
+        Parked(program.buffers[t.buffer].nbytes, *span)
+        for t, span in zip(moving, spans, strict=False)
     ]
-    for b in plan.looped:
-        buffer, first = program.buffers[b], plan.order.index(program.producer[b])
-        nbytes, depth = buffer.nbytes // buffer.slices, buffer.slices + EXTRA
-        slots.append(Parked(nbytes, first, len(plan.order), depth))
+    for b, span in zip(plan.looped, spans[len(moving) :], strict=True):
+        buffer = program.buffers[b]
+        slots.append(Parked(buffer.nbytes // buffer.slices, *span, buffer.slices + EXTRA))
     if last := program.last_nbytes:
         after = len(plan.order)
         slots += [
-            Parked(last[t.buffer], t.start + after, t.back + after) for t in parked(program, plan)
+            Parked(last[t.buffer], start + after, back + after)
+            for t, (start, back) in zip(moving, spans, strict=False)
         ]
     return Layout.of(slots)
-
-
-def parked(program: Program, plan: Plan) -> tuple[Transfer, ...]:
-    """The transfers of `plan` that need host memory of their own, in the order of their slots."""
-    return tuple(t for t in plan.transfers if t.buffer not in program.hosted)
-
-
-def parks(program: Program, plan: Plan) -> bool:
-    """Whether `plan` needs host memory of its own."""
-    return bool(parked(program, plan) or plan.looped)
 
 
 class Transfers:
@@ -114,14 +105,12 @@ class Transfers:
             Do.FETCH: self._fetch,
             Do.BACK: self._back,
         }
-        own = [t for i, t in enumerate(plan.transfers) if isinstance(self._transports[i][0], Ffi)]
-        starts = [t.start for t in own]
-        starts += [plan.order.index(program.producer[b]) for b in plan.looped]
-        self._last_start = max(starts, default=-1)
+        own = parked_spans(program, plan) if isinstance(transport, Ffi) else []
+        self._last_start = max((start for start, _ in own), default=-1)
         self.returned: tuple[Var, ...] = ()  # tokens of all that is back
         boundaries = [p for p, s in enumerate(plan.order) if program.steps[s].is_boundary]
-        self._repeats = (
-            any(boundaries[0] < t.start < boundaries[-1] for t in own) if boundaries else False
+        self._repeats = bool(boundaries) and any(
+            boundaries[0] < start < boundaries[-1] for start, _ in own[: len(moving)]
         )
         self._streamed_out = program.streamed_out
 
