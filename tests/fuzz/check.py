@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,11 @@ OVER, CRASHED, ENDED, HUNG, INVALID = "over", "crashed", "ended", "hung", "inval
 
 FINDINGS = (WRONG, OVER, CRASHED, ENDED, HUNG, UNTRUE)
 """Outcomes that must not be. The others: it fits and has plain's results; an error on purpose; no
-plan fits; and "invalid", where plain jit itself fails, so that the program says nothing."""
+plan fits; and "invalid", where plain jit itself fails, or comparing results does not end, so that
+the program says nothing."""
+
+Own = Callable[[], AbstractContextManager[None]]
+"""Entered while results are compared: what is run for that takes no time of the library's."""
 
 GIVEN = ("transport", "donate_argnums", "host_budget", "batch_argnums")
 """Arguments of `vmem_jax.jit` that stand beside `plan`."""
@@ -94,7 +99,7 @@ class Plain:
         return need_nbytes(self.compiled)
 
 
-def check(plain: Plain, options: Options, ask: bool) -> Row:
+def check(plain: Plain, options: Options, ask: bool, own: Own) -> Row:
     """What becomes of a program with some options.
 
     Args:
@@ -104,7 +109,7 @@ def check(plain: Plain, options: Options, ask: bool) -> Row:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            row = _checked(plain, options, ask)
+            row = _checked(plain, options, ask, own)
     except Exception as error:
         row = _raised(error)
         if isinstance(error, vmem_jax.LayersError) and options.jit["policy"] == "auto":
@@ -139,7 +144,7 @@ def need_nbytes(compiled: Any) -> int:
     return buffers - stats.alias_size_in_bytes
 
 
-def _checked(plain: Plain, options: Options, ask: bool) -> Row:
+def _checked(plain: Plain, options: Options, ask: bool, own: Own) -> Row:
     program, donated = plain.program, tuple(options.jit.get("donate_argnums", ()))
     donating = plain.memory(donated)
     # shares, and what is left whatever the plan, are those of a step that gives up the same arguments
@@ -175,7 +180,8 @@ def _checked(plain: Plain, options: Options, ask: bool) -> Row:
     agreed, why = "exact", ""
     for _ in range(2 if compiled.plan.moves else 1):  # again: with an arena that was used
         got = jax.block_until_ready(runs(*program.fresh()))
-        one, what = compare(program, plain.expected, got, plain.reference, plain.rounded)
+        with own():
+            one, what = compare(program, plain.expected, got, plain.reference, plain.rounded)
         agreed, why = (one, what) if _worse(one, agreed) else (agreed, why)
     # on a GPU kernels are chosen by time, and some add in any order
     untouched = not compiled.plan.fenced and jax.default_backend() == "cpu"

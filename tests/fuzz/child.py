@@ -69,10 +69,10 @@ class Child:
             with contextlib.suppress(BrokenPipeError):  # it has ended, as `_lines` will find
                 self._process.stdin.write(as_json(spec, left).encode() + b"\n")
                 self._process.stdin.flush()
-            at = PLAIN
+            at, own = PLAIN, False
             for kind, value in self._lines(until):
-                if kind == "at":
-                    at = value
+                if kind in ("at", "own"):
+                    at, own = value, kind == "own"
                 elif kind == "row":
                     yield value
                     left = [one for one in left if one[0] != value["option"]]
@@ -81,14 +81,12 @@ class Child:
                 elif kind == "late":
                     self.close()
                     return
-                elif at == PLAIN:  # that plain jit ends or hangs is no finding
-                    failed = {**value, "outcome": INVALID, "signature": ""}
-                    yield from ({"option": i, **failed} for i, _, _ in left)
-                    left = []
-                    self.close()
                 else:
-                    yield {"option": at, **value}
-                    left = [one for one in left if one[0] != at]
+                    # that plain jit ends or hangs is no finding, nor that comparing does
+                    value |= {"outcome": INVALID, "signature": ""} if at == PLAIN or own else {}
+                    stopped = [i for i, _, _ in left if at in (PLAIN, i)]
+                    yield from ({"option": i, **value} for i in stopped)
+                    left = [one for one in left if one[0] not in stopped]
                     self.close()
         self._served += 1
         if self._served >= PROGRAMS:
@@ -133,7 +131,8 @@ class Child:
         self._buffer = b""
 
     def _lines(self, until: float) -> Iterator[tuple[str, object]]:
-        """("at" | "row" | "done" | "found" | "late", value) until the job is done or has failed."""
+        """Until the job is done or has failed: ("at" | "own" | "row" | "done" | "found" | "late",
+        value)."""
         assert self._process is not None and self._process.stdout is not None
         out = self._process.stdout.fileno()
         began, used = time.monotonic(), self._seconds()

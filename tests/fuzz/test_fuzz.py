@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from . import ledger
-from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, OVER, UNTRUE
+from . import check, ledger
+from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, INVALID, OVER, UNTRUE
 from .driver import (
     Counts,
     Settings,
@@ -206,6 +206,18 @@ def test_meta_a_broken_library_is_caught(name):
     assert row["outcome"] == outcome, row
     assert row["signature"].startswith(outcome)
     assert "--spec=" in reproduce(row)
+
+
+def test_meta_a_comparison_that_does_not_end_is_no_finding():
+    """Runs that round at random are compiled for it; the library is done by then."""
+    preface = f"""
+from {check.__name__.rpartition(".")[0]} import check
+def broken(*args):
+    while True: pass
+check.compare = broken
+"""
+    row = run_one(Settings(limit=10, preface=preface), SPEC, FITS)
+    assert row["outcome"] == INVALID and not row["signature"], row
 
 
 def test_meta_a_finding_is_shrunk():

@@ -1,12 +1,13 @@
 """A process that checks programs: jobs as lines of JSON come in, rows go out.
 
 A job is {"spec", "options": [[index, options, ask], ...]}. Before each of the options a line
-{"at": index} is written, and {"at": PLAIN} before plain jit compiles, so that who started this knows
-what was at work where it ends or hangs.
+{"at": index} is written, {"at": PLAIN} before plain jit compiles, and {"own": index} before results
+are compared, so that who started this knows what was at work where it ends or hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import gc
@@ -46,8 +47,15 @@ def main() -> None:
         except Exception as error:
             failed = invalid(error)
         for index, options, ask in job["options"]:
+
+            @contextlib.contextmanager
+            def own(index=index):
+                write(own=index)
+                yield
+                write(at=index)
+
             write(at=index)
-            row = failed or check(plain, Options(**options), ask)
+            row = failed or check(plain, Options(**options), ask, own)
             write(row={"option": index, **row, "jax": jax.__version__})
         plain = failed = None
         compiled.forget()

@@ -200,7 +200,7 @@ def test_sharded_step_moves_the_shards_of_every_device():
 
         return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
 
-    kept = vmem_jax.jit(step, budget="100GiB", policy="exact").lower(w, x).compile()
+    kept = vmem_jax.jit(step, budget="20GiB", policy="exact").lower(w, x).compile()
     budgeted = vmem_jax.jit(
         step, budget=int(0.85 * kept.need_nbytes), allow=("order", "offload"), profile=False
     )
@@ -228,7 +228,7 @@ def test_scanned_layers_go_through_host_memory_slice_by_slice(wrap):
         loss = lambda w: jnp.square(jax.lax.scan(layer, x, w)[0]).mean()
         return w - jax.grad(loss)(w)
 
-    kept = vmem_jax.jit(step, budget="100GiB", policy="exact").lower(w, x).compile()
+    kept = vmem_jax.jit(step, budget="20GiB", policy="exact").lower(w, x).compile()
     budget = int(0.85 * kept.need_nbytes)
     allowed = ("order", "offload")  # without the cache, where slices would stay on the device
     budgeted = vmem_jax.jit(
