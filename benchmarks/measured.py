@@ -248,7 +248,10 @@ def loops_compiled() -> str:
         way = row["way"]
         asked = by_hand.get((model, way[1:]))
         given = f"`{way}`" if asked is None else f"`{way[1:]}`'s, {number(asked)}"
-        shares = [f"{row['predicted_gib'] / row['gib']:.3f}", str(row["compiles"])]
+        if way == "lowest":
+            beside = (f"`{hand}` {number(by_hand[model, hand])}" for hand in ("checkpoint", "sqrt"))
+            given = f"lowest{', nothing moved' if 'allow' in row else ''} ({', '.join(beside)})"
+        shares = [f"{row['predicted_gib'] / row['gib']:.3f}", str(row.get("compiles", ""))]
         lines.append([model, given, number(row["gib"]), *shares, f"{row['predicted_ms']:.0f}"])
     header = [
         "model (batch)",
