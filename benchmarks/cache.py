@@ -20,8 +20,8 @@ from absl import app, flags
 from variants import initial_states
 
 import vmem_jax
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.models import job
-from vmem_jax.search.attempt import need_nbytes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "vgg116", "Model of vmem_jax.models.")

@@ -35,8 +35,8 @@ from step_models import BATCHES, MODELS, POLICIES, SEGMENTS
 from traces import traced
 
 import vmem_jax
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.devices.targets import target
-from vmem_jax.search.attempt import need_nbytes
 
 FLAGS = flags.FLAGS
 

@@ -13,7 +13,7 @@ from test_jit import batch, params, plain_need, step
 
 import vmem_jax
 from vmem_jax import BudgetError, Plan, PlanError
-from vmem_jax.search.attempt import need_nbytes
+from vmem_jax.core.need import need_nbytes
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 import vmem_jax
 from vmem_jax.compiler.compile import LONG, left_out, with_ours
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.jax_compat import FENCE_OPTIONS, SIZED_OPTIONS
-from vmem_jax.search.attempt import need_nbytes
 
 PASSES = "xla_disable_hlo_passes"
 FENCED = FENCE_OPTIONS["cpu"][PASSES]

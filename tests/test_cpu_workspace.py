@@ -14,8 +14,8 @@ from jax import lax
 
 import vmem_jax
 from vmem_jax.capture import capture
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.jax_compat import FENCE_OPTIONS
-from vmem_jax.search.attempt import need_nbytes
 
 LAST, FIRST = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
 SHAPES = {LAST: ((16, 24, 24, 32), (3, 3, 32, 32)), FIRST: ((16, 32, 24, 24), (32, 32, 3, 3))}

@@ -15,6 +15,7 @@ from processes import in_subprocess
 
 import vmem_jax
 from vmem_jax import BudgetError, DifferentiationError, Plan, PlanError
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import keep_plan
 from vmem_jax.transfer.extension import describe
 
@@ -43,7 +44,7 @@ def step(params, x):
 
 
 def need(compiled):
-    return vmem_jax.search.attempt.need_nbytes(compiled)
+    return need_nbytes(compiled)
 
 
 def plain_need(fun=step, *args):

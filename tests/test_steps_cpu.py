@@ -9,7 +9,7 @@ import pytest
 from steps import CASES, Case, arrays_of
 
 import vmem_jax
-from vmem_jax.search.attempt import need_nbytes
+from vmem_jax.core.need import need_nbytes
 
 # In bfloat16 one family for each way to use it; tests/test_steps_h200.py compiles more of them in it.
 IN_BFLOAT16 = ("vgg", "mixed")

@@ -17,12 +17,12 @@ from steps import arrays_of, normal
 import vmem_jax
 from vmem_jax import VDNN, BudgetError, Plan, PlanError
 from vmem_jax.core.liveness import least_nbytes
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy import AbstractPolicy, Auto, Infeasible, MoDNN
 from vmem_jax.policy.base import Splitting
-from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family
 from vmem_jax.techniques.sub_batches import Parts, counts_of

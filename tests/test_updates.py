@@ -16,7 +16,7 @@ from processes import in_subprocess
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.search.attempt import need_nbytes
+from vmem_jax.core.need import need_nbytes
 
 LAYERS, WIDTH, ROWS = 16, 64, 4
 STACK = 4 * LAYERS * WIDTH * WIDTH

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import vmem_jax
-from vmem_jax.search.search import need_nbytes
+from vmem_jax.core.need import need_nbytes
 
 HEADS, ROWS, HIDDEN, WIDTH = 5, 2048, 256, 32
 LARGE = 4 * ROWS * HIDDEN

@@ -24,9 +24,9 @@ from vmem_jax.conv.pick import by_xla, choose
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import XLA, Configuration, Micro, Pass
 from vmem_jax.core.costs import Source, analytic
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.policy.ucudnn import allowed
 from vmem_jax.policy.workspace_reuse import BatchSizes
-from vmem_jax.search.attempt import need_nbytes
 
 MIB = 2**20
 MEANS = ("order", "recompute", "workspace")

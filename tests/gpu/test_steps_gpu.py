@@ -17,8 +17,8 @@ from steps import CASES
 from test_steps_cpu import TOLERANCE, plain, run
 
 import vmem_jax
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.models import job
-from vmem_jax.search.attempt import need_nbytes
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from vmem_jax.cli.options import (
     positive,
     progress_of,
 )
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.errors import show_nbytes
-from vmem_jax.search.attempt import need_nbytes
 
 
 def add_train(commands: Subparsers) -> None:

@@ -13,8 +13,8 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.errors import show_nbytes
-from vmem_jax.search.attempt import need_nbytes
 
 
 def densities(

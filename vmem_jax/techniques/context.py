@@ -12,6 +12,7 @@ from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
 from vmem_jax.core.machine import Machine
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
 from vmem_jax.devices.device import devices_of
@@ -22,7 +23,6 @@ from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import sites
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.transfers import layout_of
-from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.techniques.settings import Settings
 from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer.compression import Store
