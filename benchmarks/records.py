@@ -43,7 +43,7 @@ class Record:
       plain_seconds: the median of plain jit's blocks, which took turns with these in one process;
         None where it did not run.
       compile_seconds: from call to proved step, planning and all compiles.
-      plan_seconds: planning alone, all attempts.
+      plan_seconds: CPU seconds of the policy, for all plans.
       compiles: how often the step was compiled.
       transfers: buffers that wait in host memory.
       moved_nbytes: their bytes, in each direction.

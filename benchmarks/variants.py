@@ -13,17 +13,18 @@ from urllib.parse import parse_qsl
 import jax
 import jax.numpy as jnp
 from absl import logging
+from decisions import counting
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.simulate import Timeline
 from vmem_jax.devices.device import total_nbytes
 from vmem_jax.errors import LayersError, SubBatchError, WorkspaceError, parse_size, show_nbytes
 from vmem_jax.jax_compat import DESCRIBED_OPTIONS
 from vmem_jax.models import Job
 from vmem_jax.policy import AbstractPolicy
-from vmem_jax.search.attempt import need_nbytes
 
 WRAPPED = ("checkpoint", "offload")
 """Variants without a budget: the step as JAX's own users would write it, by `job(wrap=...)`."""
@@ -274,8 +275,9 @@ def _compiled(
         density=place.density,
         donate_argnums=0,
     )
-    compiled = step.lower(*place.arguments(work, techniques)).compile(place.target)
-    return step, facts_of(compiled, nbytes)
+    with counting() as counters:
+        compiled = step.lower(*place.arguments(work, techniques)).compile(place.target)
+    return step, {**facts_of(compiled, nbytes), "plan_seconds": counters["plan"].seconds}
 
 
 def policy_of(text: str) -> str | AbstractPolicy:
@@ -318,7 +320,6 @@ def facts_of(compiled: Any, nbytes: int) -> dict[str, Any]:
         "moved_nbytes": compiled.moved_nbytes,
         "pinned_nbytes": compiled.pinned_nbytes,
         "predicted_seconds": compiled.plan.predicted_seconds,
-        "plan_seconds": sum(a.plan_seconds for a in attempts),
     }
 
 
