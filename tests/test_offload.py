@@ -292,7 +292,7 @@ def test_every_call_is_fenced_on_both_sides():
     """Behind `fetch_done` too: the place in the arena may be another tensor's from there on."""
     entry = offloading()._entry_for((params(), batch()), {}, None)
     best = entry.best
-    equations = compat.open_jaxpr(rewrite(entry.traced.captured, best.plan, best.transport)).eqns
+    equations = compat.open_jaxpr(rewrite(entry.traced.captured, best.plan, entry.transport)).eqns
     fences = [e for e in equations if e.primitive.name == "optimization_barrier"]
     calls = [e for e in equations if e.primitive.name == "ffi_call"]
     assert len(calls) == 4 * len(best.plan.transfers)

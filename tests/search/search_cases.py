@@ -15,10 +15,9 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
-from vmem_jax.search.attempt import Found
+from vmem_jax.search.attempt import Found, Record
 from vmem_jax.search.log import SearchLog
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.record import Record
 from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family, Variant
 
@@ -97,7 +96,9 @@ def variant(
     name: str = "auto",
     **changes,
 ) -> Variant:
-    return Variant(name, PROGRAM, policy or auto(), costs, compile_plan or Compiler(), **changes)
+    compiles = compile_plan or Compiler()
+    origin = changes.pop("origin", compiles)
+    return Variant(name, PROGRAM, policy or auto(), costs, compiles, origin, **changes)
 
 
 def family(one: Variant, **changes) -> Family:

@@ -29,8 +29,8 @@ from vmem_jax import POLICIES
 from vmem_jax.core.costs import Link
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.policy import Keep
+from vmem_jax.search.attempt import Record, Tried
 from vmem_jax.search.log import SearchLog, What
-from vmem_jax.search.record import Record, Tried
 
 SLOW = dataclasses.replace(STILL, seconds=tuple(3 * s for s in STILL.seconds))
 """Of a step that takes three times as long."""

@@ -24,7 +24,7 @@ from vmem_jax import POLICIES
 from vmem_jax.api.failure import budget_error
 from vmem_jax.api.records import forget, record_of
 from vmem_jax.policy.base import Infeasible
-from vmem_jax.search.record import Record, Tried
+from vmem_jax.search.attempt import Record, Tried
 
 
 @pytest.fixture(autouse=True)

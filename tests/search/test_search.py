@@ -29,6 +29,7 @@ from search_cases import (
 from vmem_jax import POLICIES
 from vmem_jax.api.failure import budget_error
 from vmem_jax.core.convolution import XLA, Configuration, Micro
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.planned import predicted_need, simulate_plan
 from vmem_jax.core.program import Kind
 from vmem_jax.core.simulate import simulate
@@ -38,7 +39,6 @@ from vmem_jax.policy.base import Infeasible, finish
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.drop_order import order_with_drops
 from vmem_jax.policy.recomputation import Recomputation
-from vmem_jax.search.attempt import need_nbytes
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import SearchParams
 from vmem_jax.search.variant import Variant
@@ -369,7 +369,7 @@ def test_an_error_names_no_more_than_plain_needs_however_much_that_is_predicted_
     """XLA fuses what is predicted as arrays: small products compiled to a fifth of the prediction."""
     plain, program = HIGH // 2, chain(60, 4)
     compile_plan = over(lambda plan_: plain + plan_.fenced - plan_.predicted_peak)
-    without = Variant("keep", program, Keep(), unit_costs(program), compile_plan)
+    without = Variant("keep", program, Keep(), unit_costs(program), compile_plan, compile_plan)
     assert simulate(program, range(len(program.steps)), without.costs).peak > 5 * plain
     found = find(variant(compile_plan, auto(STAYING)), budget=plain - 1, without=without)
     assert not found.fits
@@ -390,7 +390,7 @@ def test_constants_do_not_keep_the_untouched_program_from_being_compiled():
     constant = dataclasses.replace(first, nbytes=2 * HIGH, kind=Kind.CONSTANT)
     program = dataclasses.replace(PROGRAM, buffers=(constant, *others))
     compile_plan = over(lambda plan: HIGH - plan.fenced - plan.predicted_peak)
-    without = Variant("keep", program, Keep(), unit_costs(program), compile_plan)
+    without = Variant("keep", program, Keep(), unit_costs(program), compile_plan, compile_plan)
     above = variant(over(lambda plan: HIGH + 9 - plan.predicted_peak), auto(STAYING))
     found = find(above, budget=LOW, without=without)
     assert not found.fits and not found.best.plan.fenced and found.best.need == HIGH

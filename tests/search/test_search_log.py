@@ -35,7 +35,7 @@ def test_what_is_planned_and_compiled_is_in_the_log(compile_plan, whats):
         attempt.need for attempt in found.attempts
     ]
     assert log.lines[-1].seconds == found.best.plan.predicted_seconds
-    assert log.compiles == len(found.attempts) and log.plans >= whats.count(What.PLANNED)
+    assert log.plans >= whats.count(What.PLANNED)
 
 
 def test_what_is_not_predicted_to_fit_is_in_the_log():
@@ -73,4 +73,4 @@ def test_techniques_that_are_skipped():
     log = SearchLog()
     log.add(What.SKIPPED, "offload", why="it is a test")
     log.add(What.PLANNED, "auto", 1.0, 1)
-    assert log.skipped == {"offload": "it is a test"} and log.compiles == 0
+    assert log.skipped == {"offload": "it is a test"}

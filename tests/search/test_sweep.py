@@ -10,8 +10,7 @@ from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
 
 from vmem_jax.api.sweep import front, sweep
 from vmem_jax.core.plan import Plan
-from vmem_jax.search.attempt import Attempt, Found
-from vmem_jax.search.record import Record
+from vmem_jax.search.attempt import Attempt, Found, Record
 from vmem_jax.search.search import Compiles, search
 
 

@@ -14,6 +14,7 @@ from vmem_jax.policy import AbstractPolicy
 from vmem_jax.search.attempt import Attempt
 from vmem_jax.search.log import SearchLog
 from vmem_jax.tracing.traced import TracedStep
+from vmem_jax.transfer.transport import AbstractTransport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +50,8 @@ class CompiledStep:
     @property
     def best(self) -> Attempt:
         return self.attempts[-1]
+
+    @property
+    def transport(self) -> AbstractTransport | None:
+        """What moves the plan's values; None if it moves none."""
+        return getattr(self.best.compiled, "transport", None)

@@ -240,7 +240,7 @@ class BudgetedStep:
         traced = entry.traced
         if tracers:  # the rewritten equations go into the outer jit, whose compiler does the rest
             best = entry.best
-            outs = jaxpr_as_fun(rewrite(traced.captured, best.plan, best.transport))(*leaves)
+            outs = jaxpr_as_fun(rewrite(traced.captured, best.plan, entry.transport))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
         out = run(entry, call, leaves, args, kwargs)
         if entry.tuner is None and traced.whole is not None:

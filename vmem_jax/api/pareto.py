@@ -10,8 +10,7 @@ from vmem_jax.api.jit import BudgetedStep, jit
 from vmem_jax.api.planner import PARAMS, checked_log, find_plan
 from vmem_jax.api.sweep import point_of, sweep
 from vmem_jax.core.pareto_point import ParetoPoint
-from vmem_jax.search.attempt import Compiles, Found
-from vmem_jax.search.record import Record
+from vmem_jax.search.attempt import Compiles, Found, Record
 from vmem_jax.techniques import StepContext
 
 UNLIMITED = 2**62

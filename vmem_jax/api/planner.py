@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from absl import logging
 
@@ -17,10 +17,10 @@ from vmem_jax.api.notices import notices
 from vmem_jax.api.records import record_of
 from vmem_jax.conv.candidates import learner
 from vmem_jax.conv.verify import try_configurations
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.parked import parks
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, form_of
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.core.program import Program
 from vmem_jax.core.validate import check_made_for
 from vmem_jax.devices.device import limit_nbytes
 from vmem_jax.errors import PlanError, TechniqueError, VmemError, show_nbytes
@@ -29,11 +29,10 @@ from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import compressible
-from vmem_jax.search.attempt import Attempt, Compiles, Found, need_nbytes
+from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.record import Record, Tried
 from vmem_jax.search.search import search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
@@ -250,23 +249,18 @@ def _of_tried(
 ) -> list[Family]:
     """The families of `tried` plans that fit, but whose loops stack what no other of `forms` does:
     which forms there are depends on the budget, and an earlier search had another one."""
-    stacks = {_stacks(form.traced.captured.program) for form in forms}
+    stacks = {form_of(form.traced.captured.program) for form in forms}
     found = []
     for one in tried:
         fits, plan = budget is None or one.need <= budget, one.plan
-        if fits and plan.kept is not None and _stacks(plan) not in stacks:
-            stacks.add(_stacks(plan))
+        if fits and plan.kept is not None and form_of(plan) not in stacks:
+            stacks.add(form_of(plan))
             form = _formed(step, plan)
             make = functools.partial(_variant, form, step.settings.policy)
-            alike = [other.plan for other in tried if _stacks(other.plan) == _stacks(plan)]
+            alike = [other.plan for other in tried if form_of(other.plan) == form_of(plan)]
             counts = sorted({p.sub_batches for p in alike if p.sub_batch_size is None})
             found.append(Family(counts, make, alike=True))
     return found
-
-
-def _stacks(one: Program | Plan) -> Hashable:
-    """What distinguishes forms of a step whose loops stack other values."""
-    return one.kept, one.segments, one.logit_chunks, one.carried
 
 
 def _formed(step: StepContext, plan: Plan) -> StepContext:
@@ -350,7 +344,7 @@ def _new_variant(
         name += f", {len(program.carried)} convolutions with what stands around them"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
-    variant = Variant(name, program, form.policy, form.costs, compiles, origin=traced)
+    variant = Variant(name, program, form.policy, form.costs, compiles, traced)
     return dataclasses.replace(variant, learn=learn) if form.convolves else variant
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Hashable
 
 from vmem_jax.core.program import Program
-from vmem_jax.search.record import Record
+from vmem_jax.search.attempt import Record
 
 _PROGRAMS = 32
 """Programs that are remembered; the least recently used one is forgotten first."""

@@ -62,7 +62,7 @@ class Lowered:
     def as_text(self) -> str:
         """The StableHLO of the planned step."""
         entry = self._planned(None)
-        jaxpr = rewrite(entry.traced.captured, entry.best.plan, entry.best.transport)
+        jaxpr = rewrite(entry.traced.captured, entry.best.plan, entry.transport)
         return jax.jit(jaxpr_as_fun(jaxpr)).lower(*entry.traced.avals).as_text()
 
 
@@ -128,7 +128,7 @@ class Compiled:
 
         None where nothing is moved, or by XLA's own copies (`transport="memory_kinds"`).
         """
-        transport = self._entry.best.transport
+        transport = self._entry.transport
         return None if transport is None else transport.arena
 
     @property
@@ -140,7 +140,7 @@ class Compiled:
     @property
     def transport(self) -> str | None:
         """The name of the plan's transport, "ffi" or "memory_kinds"; None without transfers."""
-        transport = self._entry.best.transport
+        transport = self._entry.transport
         return None if transport is None else transport.name
 
     @property

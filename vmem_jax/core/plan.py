@@ -60,6 +60,12 @@ def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list
     return {p: [(point, i) for _, point, i in sorted(events)] for p, events in at.items()}
 
 
+def form_of(one: Program | Plan) -> Hashable:
+    """What distinguishes the forms of a step, but for sub-batches and compression: programs of
+    several forms may be equal, of other jaxprs."""
+    return one.kept, one.segments, one.logit_chunks, one.carried
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The schedule of one Program.

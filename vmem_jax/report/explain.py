@@ -26,7 +26,7 @@ from vmem_jax.policy.bound import Bound, lower_bound
 from vmem_jax.report.convolutions import steps_table
 from vmem_jax.report.trace import Recording, chrome_trace, predicted
 from vmem_jax.report.xspace import save_trace
-from vmem_jax.search.log import SearchLog
+from vmem_jax.search.log import SearchLog, What
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Explanation:
         """The effort of the search: plans and compiles, plain jit's included if it was compiled."""
         if self.log is None:
             return "no search"
-        plans, compiles = self.log.plans, self.log.compiles
+        plans, compiles = self.log.plans, len(self.log.of(What.COMPILED, What.MISSED))
         return f"{plans} plan{'s' * (plans != 1)} and {compiles} compile{'s' * (compiles != 1)}"
 
     def _skipped(self) -> str:

@@ -1,15 +1,27 @@
-"""attempt: a plan that was compiled, and what a search found."""
+"""attempt: plans that were compiled: those of one search, and a record of all for later searches.
+
+Every plan that was compiled is a candidate for each budget that it fits. So the minimum peak that an
+error names is met when it is asked for, and a larger budget never gives a slower plan.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import threading
 from typing import Any
 
 from vmem_jax.core.costs import Costs
-from vmem_jax.core.plan import Plan
+from vmem_jax.core.plan import Plan, form_of
+from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.policy.base import Infeasible
+from vmem_jax.search.estimate import Estimate
 from vmem_jax.search.variant import Variant
+
+_PLANS = 32
+"""Plans of each program: the one with the lowest need and the latest ones. A sweep compiles about as
+many."""
 
 
 class Compiles(enum.Enum):
@@ -36,8 +48,6 @@ class Attempt:
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
       predicted_need: the prediction of `need`, with XLA's heap.
       costs: the costs that the plan was made from, corrected by what the compiled step shows.
-      plan_seconds: the seconds that planning took.
-      excess: `need` minus the prediction with `costs`, in bytes; at least 0.
     """
 
     variant: Variant
@@ -46,13 +56,12 @@ class Attempt:
     need: int
     predicted_need: int
     costs: Costs
-    plan_seconds: float = 0.0
-    excess: int = 0
 
-    @property
-    def transport(self) -> Any:
-        """The `AbstractTransport` of the plan's transfers; None if it has none."""
-        return getattr(self.compiled, "transport", None)
+    @functools.cached_property
+    def excess(self) -> int:
+        """`need` minus the prediction with `costs`, in bytes; at least 0."""
+        known = predicted_need(self.variant.program, restated(self.plan, self.costs))
+        return max(self.need - known, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +82,61 @@ class Found:
     failure: Infeasible | None = None
 
 
-def need_nbytes(compiled: Any) -> int:
-    """Bytes of device memory that a compiled step needs.
+@dataclasses.dataclass(frozen=True)
+class Tried(Estimate):
+    """A plan that was compiled, without a budget. In the record of searches that compile nothing its
+    need is the prediction.
 
-    `peak_memory_in_bytes` is not used: on some backends it counts host buffers, and on the CPU it
-    omits the temporaries.
+    Attributes:
+      costs: those that the plan was made from; None if another process made it.
+      learned: the same, corrected by what the compiled step shows.
     """
-    stats = compiled.memory_analysis()
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
+
+    costs: Costs | None = None
+    learned: Costs | None = None
+
+    def corrected(self, costs: Costs) -> Costs:
+        """`costs`, corrected by what the compiled step shows of a plan that they made."""
+        return costs if self.learned is None or self.costs != costs else self.learned
+
+    def is_of(self, variant: Variant) -> bool:
+        """Whether its plan is one for the program of `variant`."""
+        plan, program = self.plan, variant.program
+        same = plan.program == program.fingerprint and plan.compressed == program.compressed
+        return same and form_of(plan) == form_of(program)
+
+
+class Record:
+    """What was tried for one program; threads may share it."""
+
+    def __init__(self) -> None:
+        self._tried: dict[Plan, Tried] = {}
+        self._lock = threading.Lock()
+
+    def add(self, tried: Tried) -> None:
+        """Adds a plan, or what it needs now."""
+        with self._lock:
+            self._tried[tried.plan] = tried
+            if len(self._tried) > _PLANS:
+                lowest = min(self._tried.values(), key=lambda one: one.need)
+                del self._tried[next(p for p in self._tried if p is not lowest.plan)]
+
+    def all(self) -> list[Tried]:
+        """All that was tried, the latest last."""
+        with self._lock:
+            return [*self._tried.values()]
+
+    def candidates(self, variant: Variant) -> list[Tried]:
+        """The plans that `variant` may have: of its policy, with transfers only over a link."""
+        can_move = variant.costs.link is not None
+        return [
+            tried
+            for tried in self.all()
+            if tried.is_of(variant) and tried.plan.policy == variant.policy.name
+            if can_move or not tried.plan.moves
+        ]
+
+    def of_schedule(self, variant: Variant, plan: Plan) -> Tried | None:
+        """The plan that does the same as `plan` of `variant`, by any policy."""
+        alike = (t for t in self.all() if t.is_of(variant) and t.plan.schedule == plan.schedule)
+        return next(alike, None)

@@ -10,9 +10,8 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.errors import VmemError
 from vmem_jax.policy.base import Splitting
-from vmem_jax.search.attempt import Attempt
+from vmem_jax.search.attempt import Attempt, Record, Tried
 from vmem_jax.search.estimate import Estimate
-from vmem_jax.search.record import Record, Tried
 from vmem_jax.search.variant import Family, Variant
 
 
@@ -62,7 +61,7 @@ class Candidate:
         variant, one = self.variant, self.estimate
         assert variant is not None and one is not None
         same = attempt.plan.schedule == one.plan.schedule
-        return same and attempt.variant.form is variant.form
+        return same and attempt.variant.origin is variant.origin
 
     def is_alike(self, attempt: Attempt) -> bool:
         """Whether `attempt` is a plan for the step with other stacks that is predicted to be equal:
@@ -137,5 +136,5 @@ def stays(
         assert isinstance(plan, Plan), "without a budget there is always a plan"
         known = [Tried(plan, plain_need)]
     family = Family((1,), lambda count: untouched, Splitting.WHOLE)
-    seconds = lambda one: (1 - tolerance) * one.plan.predicted_seconds
+    seconds = lambda one: (1 - tolerance) * one.seconds
     return [Candidate(family, 1, untouched, seconds(one), one) for one in known if one.fits(budget)]

@@ -7,7 +7,6 @@ between plans (`core.heap`). So the policy plans again for less until the heap i
 from __future__ import annotations
 
 import dataclasses
-import time
 
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
@@ -24,14 +23,17 @@ class Estimate:
     Attributes:
       plan: its `budget` is the goal of the policy, at or below the budget that it must fit.
       need: predicted bytes, with XLA's heap.
-      seconds: the seconds that planning took.
       lacks: what the step lacks for the policy to do more; "" for nothing.
     """
 
     plan: Plan
     need: int
-    seconds: float = 0.0
     lacks: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self.plan.predicted_seconds
 
     @property
     def excess(self) -> int:
@@ -45,13 +47,11 @@ class Estimate:
 
 def planned(variant: Variant, goal: int | None, log: SearchLog) -> Estimate | Infeasible:
     """The policy's plan for `goal` live bytes, with its need on the heap; or why there is none."""
-    start = time.perf_counter()
     plan = variant.policy.plan(variant.program, variant.costs, goal)
     log.plans += 1
     if isinstance(plan, Infeasible):
         return plan
-    need = predicted_need(variant.program, plan)
-    return Estimate(plan, need, time.perf_counter() - start)
+    return Estimate(plan, predicted_need(variant.program, plan))
 
 
 def estimate(
@@ -101,14 +101,9 @@ def estimate(
             if is_lowest:
                 break  # nothing lower can be planned
             target = max(goal - one.excess, floor)
-        elif fails is None or _seconds(fits[1]) <= tolerance * _seconds(fails[1]):
+        elif fails is None or fits[1].seconds <= tolerance * fails[1].seconds:
             break
         else:
             target = (fits[0] + fails[0]) // 2
     fitting = [one for one in found if one.fits(goal)]
-    best = min(fitting, key=_seconds) if fitting else min(found, key=lambda one: one.need)
-    return dataclasses.replace(best, seconds=sum(one.seconds for one in found))
-
-
-def _seconds(one: Estimate) -> float:
-    return one.plan.predicted_seconds
+    return min(fitting or found, key=lambda one: one.seconds if fitting else one.need)

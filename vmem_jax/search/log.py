@@ -80,11 +80,6 @@ class SearchLog:
         return [line for line in self.lines if line.what in whats]
 
     @property
-    def compiles(self) -> int:
-        """Plans that were compiled."""
-        return len(self.of(What.COMPILED, What.MISSED))
-
-    @property
     def skipped(self) -> dict[str, str]:
         """Techniques that are allowed and not used by any variant, and why."""
         return {line.variant: line.why for line in self.of(What.SKIPPED)}

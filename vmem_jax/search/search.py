@@ -27,18 +27,18 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from absl import logging
 
-from vmem_jax.core.planned import predicted_need, restated
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
-from vmem_jax.search.attempt import Attempt, Compiles, Found, need_nbytes
+from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
 from vmem_jax.search.candidate import Candidate, proved, stays
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
-from vmem_jax.search.record import Record, Tried
 from vmem_jax.search.variant import Family, Variant
 
 
@@ -70,8 +70,7 @@ def search(
       HostMemoryError: every plan that fits parks more in host memory than is allowed.
       VmemError: nothing could be planned or compiled; the first reason.
     """
-    log = SearchLog() if log is None else log
-    record = Record() if record is None else record
+    log, record = log or SearchLog(), record or Record()
     given = budget, untouched, plain_need, params, log, record, compiles, may_stay
     return _Search(*given).run(groups)
 
@@ -83,7 +82,7 @@ class _Search:
     Attributes:
       queue: (rank, order of arrival, candidate).
       over: candidates with the lowest plan that is known, which does not fit.
-      attempts: what was compiled, each with its candidate; the untouched step is none.
+      attempts: what was compiled, each with its candidate.
       known: plans that earlier searches compiled to more than the budget.
       opened: the variants that were queued, as family and number of sub-batches.
       lacks: what the step lacks for each policy that was asked to do more; "" for nothing.
@@ -106,7 +105,7 @@ class _Search:
     over: list[Candidate] = dataclasses.field(default_factory=list)
     failures: list[Infeasible] = dataclasses.field(default_factory=list)
     reasons: list[VmemError] = dataclasses.field(default_factory=list)
-    attempts: dict[Attempt, Candidate | None] = dataclasses.field(default_factory=dict)
+    attempts: dict[Attempt, Candidate] = dataclasses.field(default_factory=dict)
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
     lacks: list[str] = dataclasses.field(default_factory=list)
@@ -170,8 +169,10 @@ class _Search:
     def _fits(self, attempt: Attempt) -> bool:
         return self.budget is None or attempt.need <= self.budget
 
-    def _push(self, candidate: Candidate) -> None:
+    def _push(self, candidate: Candidate, **changes: Any) -> None:
+        """Queues a candidate with these fields changed."""
         self.pushed += 1
+        candidate = dataclasses.replace(candidate, **changes)
         heapq.heappush(self.queue, (candidate.rank, self.pushed, candidate))
 
     def _open(self, family: Family, count: int, seconds: float) -> None:
@@ -180,23 +181,22 @@ class _Search:
             self.opened.append((family, count))
             self._push(Candidate(family, count, seconds=seconds, goal=self.budget))
 
-    def _open_next(self, candidate: Candidate, seconds: float) -> None:
-        """Queues the variant of the same family with the next number of sub-batches, if any."""
+    def _open_next(self, candidate: Candidate, wanted: Splitting, seconds: float) -> None:
+        """Queues the next number of sub-batches of a family that wants the one that is `wanted`."""
         family = candidate.family
         later = [count for count in family.counts if count > candidate.count]
-        if later and family.splitting is not Splitting.WHOLE:
+        if later and family.splitting is wanted:
             self._open(family, later[0], seconds)
+
+    def _failed(self, candidate: Candidate) -> None:
+        """It does not fit: a family that wants the fewest sub-batches tries the next number."""
+        seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
+        self._open_next(candidate, Splitting.FEWEST, seconds)
 
     def _give_up(self, candidate: Candidate) -> None:
         """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
         self.over.append(candidate)
-        self._open_next_of_fewest(candidate)
-
-    def _open_next_of_fewest(self, candidate: Candidate) -> None:
-        """Queues the next number of sub-batches of a family that wants the fewest that fit."""
-        if candidate.family.splitting is Splitting.FEWEST:
-            seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
-            self._open_next(candidate, seconds)
+        self._failed(candidate)
 
     # -- the stages
 
@@ -225,7 +225,7 @@ class _Search:
         name = candidate.variant.name if candidate.variant else "variant"
         self.log.add(What.DROPPED, name, why=str(error).split("\n")[0])
         self.reasons.append(error)
-        self._open_next_of_fewest(candidate)
+        self._failed(candidate)
 
     def _bound(self, candidate: Candidate) -> None:
         """Makes the variant, and bounds the seconds of its plans."""
@@ -233,39 +233,34 @@ class _Search:
         variant = family.make(count)
         bounding = family.bounded_by(count) if family.bounded_by else variant
         free = bounding.lower_bound()  # whatever memory it takes
-        if family.splitting is not Splitting.FEWEST:
-            self._open_next(candidate, free)
+        self._open_next(candidate, Splitting.FASTEST, free)
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
         for tried in self.record.candidates(variant):
             if tried.fits(self.budget):
-                seconds = tried.plan.predicted_seconds
-                self._push(dataclasses.replace(candidate, estimate=tried, seconds=seconds))
+                self._push(candidate, estimate=tried, seconds=tried.seconds)
             else:
                 need = tried.need
                 self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
-        self._push(dataclasses.replace(candidate, seconds=bounding.lower_bound(self.budget)))
+        self._push(candidate, seconds=bounding.lower_bound(self.budget))
 
     def _plan(self, candidate: Candidate) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
         variant = candidate.variant
         assert variant is not None
-        before = None
-        if candidate.misses:
-            missed = candidate.misses[-1]
-            before = Estimate(missed.plan, missed.predicted_need)
+        missed = candidate.misses[-1] if candidate.misses else None
+        before = Estimate(missed.plan, missed.predicted_need) if missed else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
         self.lacks.append(found.lacks)
         if isinstance(found, Infeasible):
             self.log.add(What.OVER, variant.name, nbytes=found.minimum_peak)
             self.failures.append(found)
-            self._open_next_of_fewest(candidate)
+            self._failed(candidate)
         elif found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
             # nothing reaches the lowered goal, but the heap may lose less with this plan
-            seconds = found.plan.predicted_seconds
-            self.log.add(What.PLANNED, variant.name, seconds, found.need)
-            self._push(dataclasses.replace(candidate, estimate=found, seconds=seconds))
+            self.log.add(What.PLANNED, variant.name, found.seconds, found.need)
+            self._push(candidate, estimate=found, seconds=found.seconds)
         else:
-            self.log.add(What.OVER, variant.name, found.plan.predicted_seconds, found.need)
+            self.log.add(What.OVER, variant.name, found.seconds, found.need)
             self._give_up(dataclasses.replace(candidate, estimate=found))
 
     def _compile(self, candidate: Candidate) -> None:
@@ -281,10 +276,10 @@ class _Search:
         elif known is not None and not self._fits(known):  # compiled before for another variant
             self._again(candidate, known)
         elif (goal := candidate.goal_by(self._missed(), self.budget)) is not None:
-            self._push(dataclasses.replace(candidate, estimate=None, goal=goal))
+            self._push(candidate, estimate=None, goal=goal)
         else:
-            attempt = self._attempt(variant, candidate.estimate, candidate)
-            if not self._fits(attempt):
+            attempt = self._attempt(candidate)
+            if attempt is not None and not self._fits(attempt):
                 self._again(candidate, attempt)
 
     def _proved_beyond(self, later: Iterable[Family]) -> Candidate | None:
@@ -304,13 +299,9 @@ class _Search:
         if self.best is not None or one is None or one.seconds > seconds:
             return False
         self.proved = None
-        assert one.variant is not None and one.estimate is not None
         self.has_stayed |= one.variant is self.untouched
-        try:
-            return self._fits(self._attempt(one.variant, one.estimate, one))
-        except (HostMemoryError, CompileError) as error:
-            self._drop(one, error)
-            return False
+        attempt = self._attempt(one)
+        return attempt is not None and self._fits(attempt)
 
     def _known(self, candidate: Candidate) -> Attempt | None:
         """The attempt that tells what the plan of `candidate` compiles to: the same plan for the same
@@ -323,15 +314,13 @@ class _Search:
 
     def _missed(self) -> list[tuple[Attempt, Candidate]]:
         """What compiled to too much, with the candidates whose plans these are."""
-        made = self.attempts.items()
-        return [(a, other) for a, other in made if other is not None and not self._fits(a)]
+        return [(a, other) for a, other in self.attempts.items() if not self._fits(a)]
 
     def _try_between(self) -> None:
         """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
         was tried, by bisection, as long as its bound leaves enough to gain."""
         while self.best is not None and self._spare > 0:
             won = self.attempts[self.best]
-            assert won is not None, "the untouched step is compiled at last"
             family, count = won.family, won.count
             fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
             wanted = fewer and family.splitting is Splitting.FASTEST
@@ -350,12 +339,11 @@ class _Search:
         corrected costs, and after its first miss also without transfers."""
         variant, misses = candidate.variant, candidate.misses
         assert variant is not None and self.budget is not None, "without a budget everything fits"
-        if variant.program.sub_batches == 1 and (attempt.plan.moves or attempt.plan.divided):
+        changed = attempt.plan.moves or attempt.plan.divided
+        if changed and not misses and variant.program.sub_batches == 1:
             still = variant.without_transfers
-            if not misses:
-                goal = self.budget
-                self._push(dataclasses.replace(candidate, variant=still, estimate=None, goal=goal))
-        if variant.form is attempt.variant.form:  # the steps of another have other numbers
+            self._push(candidate, variant=still, estimate=None, goal=self.budget)
+        if variant.origin is attempt.variant.origin:  # the steps of another have other numbers
             variant = dataclasses.replace(variant, costs=attempt.costs)
         # subtract the excess over the corrected prediction, and a little more each time, since
         # freeing other values moves the peak
@@ -364,41 +352,40 @@ class _Search:
         if attempt.need <= attempt.predicted_need and candidate.goal is not None:
             # the peak is not where it is predicted, so only what is missing says what to take off
             goal = min(goal, candidate.goal - (attempt.need - self.budget))
-        candidate = dataclasses.replace(candidate, variant=variant, estimate=None)
-        self._push(dataclasses.replace(candidate, goal=goal, misses=(*misses, attempt)))
+        misses = *misses, attempt
+        self._push(candidate, variant=variant, estimate=None, goal=goal, misses=misses)
 
-    def _attempt(
-        self, variant: Variant, one: Estimate, candidate: Candidate | None = None
-    ) -> Attempt:
-        """Compiles a plan and logs it. It may have been planned for less than the user's budget."""
+    def _attempt(self, candidate: Candidate) -> Attempt | None:
+        """Compiles its plan and logs that; None if it does not compile or run here. It may have been
+        planned for less than the user's budget."""
+        variant, one = candidate.variant, candidate.estimate
+        assert variant is not None and one is not None
         compiled, need, costs = None, one.need, variant.costs
-        tried = None
-        if self.compiles is not Compiles.ALL:
-            tried = self.record.of_schedule(variant, one.plan)
-        if tried is not None:
+        known = self.compiles is not Compiles.ALL
+        if known and (tried := self.record.of_schedule(variant, one.plan)) is not None:
             need, costs = tried.need, tried.corrected(costs)
         elif self.compiles is not Compiles.NONE:
             start = time.perf_counter()
-            compiled = variant.compile_plan(one.plan)
+            try:
+                compiled = variant.compile_plan(one.plan)
+            except (HostMemoryError, CompileError) as error:
+                self._drop(candidate, error)
+                return None
             need, costs = need_nbytes(compiled), variant.learn(variant.costs, compiled)
             logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
         unbound = dataclasses.replace(one.plan, budget=None)
         self.record.add(Tried(unbound, need, costs=variant.costs, learned=costs))
         plan = dataclasses.replace(one.plan, budget=self.budget)
-        known = predicted_need(variant.program, restated(one.plan, costs))
-        excess = max(need - known, 0)
-        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.seconds, excess)
+        attempt = Attempt(variant, plan, compiled, need, one.need, costs)
         self.attempts[attempt] = candidate
-        seconds = one.plan.predicted_seconds
         if self._fits(attempt):
-            self.log.add(What.COMPILED, variant.name, seconds, need)
-            if self.best is None or seconds < self.best.plan.predicted_seconds:
+            self.log.add(What.COMPILED, variant.name, one.seconds, need)
+            if self.best is None or one.seconds < self.best.plan.predicted_seconds:
                 self.best = attempt
         else:
-            why = (
-                f"{show_nbytes(one.need)} were predicted, {show_nbytes(self.budget or 0)} are there"
-            )
-            self.log.add(What.MISSED, variant.name, seconds, need, why)
+            there = show_nbytes(self.budget or 0)
+            why = f"{show_nbytes(one.need)} were predicted, {there} are there"
+            self.log.add(What.MISSED, variant.name, one.seconds, need, why)
         return attempt
 
     # -- if nothing is predicted to fit
@@ -425,21 +412,18 @@ class _Search:
                 continue
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
-            if self._takes_proved(one.plan.predicted_seconds):
+            if self._takes_proved(one.seconds):
                 return
-            try:
-                attempt = known or self._attempt(variant, one, candidate)
-            except (HostMemoryError, CompileError) as error:
-                self._drop(candidate, error)
+            attempt = known or self._attempt(candidate)
+            if attempt is None:
                 continue
             compiled.append(attempt)
             if self._fits(attempt):
                 return
             near = self.budget is not None and attempt.need <= self.params.near * self.budget
-            same = attempt.variant.form is variant.form
-            if near or (
-                same and attempt.costs != variant.costs
-            ):  # the compiled step corrected them
+            same = attempt.variant.origin is variant.origin
+            is_corrected = same and attempt.costs != variant.costs  # by the compiled step
+            if near or is_corrected:
                 self._again(candidate, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
@@ -466,35 +450,32 @@ class _Search:
         lowest = min(self.over, key=lambda one: (not one.is_proved, one.expected))
         limit = min(lowest.expected / self.params.same, self.budget or math.inf)
         as_low = [one for one in self.over if one.expected <= limit and not lowest.is_proved]
-        seconds = lambda one: one.estimate.plan.predicted_seconds if one.estimate else math.inf
+        seconds = lambda one: one.estimate.seconds if one.estimate else math.inf
         return min(as_low, default=lowest, key=seconds)
 
     def _less_extreme(self, candidate: Candidate, attempt: Attempt) -> list[Candidate]:
         """Plans for somewhat more than the lowest predicted peak, which compiled to far more than
         predicted. They recompute less, are predicted to need more, and compile to less."""
-        variant, found = candidate.variant, []
+        variant = candidate.variant
         assert variant is not None
-        for factor in self.params.less_extreme:
-            one = planned(variant, int(factor * attempt.plan.predicted_peak), self.log)
-            if not isinstance(one, Infeasible) and one.need < attempt.need:
-                found.append(dataclasses.replace(candidate, estimate=one))
-        return found
+        peaks = (int(factor * attempt.plan.predicted_peak) for factor in self.params.less_extreme)
+        found = [planned(variant, peak, self.log) for peak in peaks]
+        lower = (o for o in found if isinstance(o, Estimate) and o.need < attempt.need)
+        return [dataclasses.replace(candidate, estimate=one) for one in lower]
 
     def _compile_untouched(self) -> None:
         """Compiles the step as plain jit runs it, unless it is known to need more than another plan.
 
         Its prediction does not tell: XLA fuses what is predicted as arrays, products too.
         """
-        if self.untouched is None or self.has_stayed:
+        untouched = self.untouched
+        if untouched is None or self.has_stayed:
             return
-        least = self.untouched.program.arguments_nbytes
-        least = least if self.plain_need is None else self.plain_need
+        least = self.plain_need or untouched.program.arguments_nbytes
         if least >= min((a.need for a in self.attempts), default=math.inf):
             return
         self.has_stayed = True
-        one = planned(self.untouched, None, self.log)
+        one = planned(untouched, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
-        try:
-            self._attempt(self.untouched, one)
-        except CompileError as error:
-            self.reasons.append(error)
+        family = Family((1,), lambda count: untouched, Splitting.WHOLE)
+        self._attempt(Candidate(family, 1, untouched, estimate=one))

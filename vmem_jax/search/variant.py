@@ -15,12 +15,6 @@ from vmem_jax.core.program import Program
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 
 
-def nothing_learned(costs: Costs, compiled: Any) -> Costs:
-    """`costs`, of a step that shows nothing more when it is compiled."""
-    del compiled
-    return costs
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
     """One form of a step, with the functions that plan and compile it.
@@ -29,9 +23,9 @@ class Variant:
       name: for people, "auto in 4 sub-batches".
       program, policy, costs: the arguments of planning.
       compile_plan: Plan -> compiled step.
+      origin: the traced step of this form, which plans of several policies may be made for.
       learn: (costs, compiled step) -> costs, corrected by the workspaces of XLA's own convolutions
         that the compiled step shows.
-      origin: the traced step of this form.
     """
 
     name: str
@@ -39,13 +33,8 @@ class Variant:
     policy: AbstractPolicy
     costs: Costs
     compile_plan: Callable[[Plan], Any]
-    learn: Callable[[Costs, Any], Costs] = nothing_learned
-    origin: Any = None
-
-    @property
-    def form(self) -> Any:
-        """What plans of several policies are made for: the traced step, else what compiles it."""
-        return self.compile_plan if self.origin is None else self.origin
+    origin: Any
+    learn: Callable[[Costs, Any], Costs] = lambda costs, compiled: costs
 
     def lower_bound(self, budget: int | None = None) -> float:
         """A lower bound of the seconds of its plans within `budget` bytes.
@@ -54,10 +43,7 @@ class Variant:
         """
         if budget is not None and least_nbytes(self.program) > budget:
             budget = None
-        if budget not in self._bounds:  # a linear program, which several families ask for
-            found = self.policy.lower_bound_seconds(self.program, self.costs, budget)
-            self._bounds[budget] = found
-        return self._bounds[budget]
+        return self._bound(budget)
 
     def unhidden_seconds(self, plan: Plan) -> float:
         """An upper bound of the predicted seconds of `plan`, which loops no stacks: no step runs
@@ -66,10 +52,11 @@ class Variant:
         return timeline.seconds + sum(c.end - c.begin for both in timeline.copies for c in both)
 
     @functools.cached_property
-    def _bounds(self) -> dict[int | None, float]:
-        return {}
+    def _bound(self) -> Callable[[int | None], float]:
+        bound = functools.partial(self.policy.lower_bound_seconds, self.program, self.costs)
+        return functools.cache(bound)  # a linear program, which several families ask for
 
-    @functools.cached_property
+    @property
     def without_transfers(self) -> Variant:
         """This variant without transfers and with XLA's own convolutions."""
         own = {s: configurations[:1] for s, configurations in self.costs.convolutions.items()}
