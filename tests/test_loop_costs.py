@@ -33,7 +33,7 @@ def loop_of(program):
 
 
 def test_a_loop_takes_what_its_layers_take_unrolled():
-    """Rather more: it cuts slices out of stacks, and stacks what JAX names."""
+    """Rather more: it stacks what JAX names, and updates where it cannot fuse as much."""
     seconds = []
     for scanned in (True, False):
         model = Decoder(layers=6, scanned=scanned)
@@ -43,7 +43,7 @@ def test_a_loop_takes_what_its_layers_take_unrolled():
         tokens = jax.ShapeDtypeStruct((8, 513), jnp.int32)
         closed = jax.jit(train_step(model, optimiser)).trace(state, tokens).jaxpr
         seconds.append(sum(analytic(capture(closed).program, MACHINE).seconds))
-    assert 1 < seconds[0] / seconds[1] < 1.5
+    assert 1 < seconds[0] / seconds[1] < 1.35
 
 
 def test_the_seconds_of_a_loop_grow_with_its_iterations():
@@ -52,6 +52,20 @@ def test_the_seconds_of_a_loop_grow_with_its_iterations():
         return MACHINE.seconds(loop_of(program_of(step, (length, 256, 256), (4096, 256))))
 
     assert seconds(32) == pytest.approx(2 * seconds(16), rel=0.01)
+
+
+def test_of_its_own_a_loop_moves_what_it_stacks_and_copies_there_or_carries():
+    """The slices that an iteration reads are operands of its steps, and a fused kernel writes its
+    result into the stack; XLA copies what a library made."""
+
+    def nbytes(body):
+        step = lambda ws, x: lax.scan(body, x, ws)
+        return loop_of(program_of(step, (LAYERS, 512, 512), (512, 512))).nbytes
+
+    assert nbytes(lambda y, w: (jnp.sin(y @ w), None)) == 0
+    assert nbytes(lambda y, w: (y, jnp.sin(w))) == LAYERS * MIB
+    assert nbytes(lambda y, w: (y, y @ w)) == 2 * LAYERS * MIB
+    assert nbytes(lambda y, w: (y @ w, None)) == 2 * LAYERS * MIB
 
 
 def test_a_slice_that_is_read_and_written_is_all_that_is_touched_of_a_stack():

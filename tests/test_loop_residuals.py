@@ -384,7 +384,11 @@ def brute_force(loop: PairedLoop, limit: int) -> float:
         for b in kept:
             if program.producer[b] in again:
                 seconds += MACHINE.seconds(program.steps[program.producer[b]])
-        best = min(best, loop.length * seconds + PARAMS.stack_passes * size / MACHINE.bandwidth)
+        for b in kept:
+            by = program.producer[b]
+            passes = 1 if by >= 0 and program.steps[by].fusible else PARAMS.stack_passes
+            seconds += passes * program.buffers[b].nbytes / MACHINE.bandwidth
+        best = min(best, loop.length * seconds)
     return best
 
 

@@ -13,7 +13,7 @@ from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
-from vmem_jax.capture.kernel_steps import StepMaker
+from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
@@ -284,7 +284,7 @@ def _captured(
 
     made = StepMaker(eqns, kernels, index, shards, given.platform)
     body_of = lambda kernel: _body(eqns[kernel.root], shards, given.platform)
-    steps = [made.step(k, phase, body_of(k)) for k, phase in zip(kernels, phases, strict=True)]
+    steps = [made.step(k, phase, *body_of(k)) for k, phase in zip(kernels, phases, strict=True)]
     if given.platform == "cpu":
         size = lambda atom: (
             nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
@@ -422,6 +422,23 @@ def capture_body(
     return _captured(body, body, (), Inputs(platform=platform), None, None, shards, is_body=True)
 
 
-def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> Program | None:
-    """An iteration of `eqn`, if that is a scan."""
-    return capture_body(eqn, shards, platform).program if eqn.primitive.name == "scan" else None
+def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Program | None, int]:
+    """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies of results of
+    its iterations.
+
+    A fused kernel writes its result into the stack. XLA copies there what a library made, and to
+    where it is carried.
+    """
+    if eqn.primitive.name != "scan":
+        return None, 0
+    body = capture_body(eqn, shards, platform)
+    program, libraries = body.program, libraries_of(platform)
+    made = {b for step in program.steps if step.op in libraries for b in step.writes}
+    index = {v: b for b, v in enumerate(body.variables)}
+    _, carry = compat.scan_counts(eqn)
+    copied = 0
+    for n, a in enumerate(compat.open_jaxpr(body.flat).outvars):
+        if isinstance(a, Var) and index[a] in made:
+            passes = 2 if n < carry else 1  # the stack's own is the loop's
+            copied += passes * program.buffers[index[a]].nbytes
+    return program, eqn.params["length"] * copied

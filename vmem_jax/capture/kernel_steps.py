@@ -35,6 +35,11 @@ _ON_GPU = _ON_CPU | {
 reuses the memory of no such element for what reads it."""
 
 
+def libraries_of(platform: str) -> frozenset[str]:
+    """The operations that a library computes where XLA compiles for `platform`."""
+    return _ON_CPU if platform == "cpu" else _ON_GPU
+
+
 class StepMaker:
     """Makes the steps of one Program.
 
@@ -56,7 +61,7 @@ class StepMaker:
     ) -> None:
         self.eqns, self.index, self.shards = eqns, index, shards
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        libraries = _ON_CPU if platform == "cpu" else _ON_GPU
+        libraries = libraries_of(platform)
         # the library returns what it makes in a tuple, whatever is fused behind: XLA writes over no
         # part of one
         self.from_library = {
@@ -70,8 +75,15 @@ class StepMaker:
         masks = [eqn for eqn in eqns if eqn.primitive.name in COMPARISONS]
         self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
 
-    def step(self, kernel: Kernel, phase: Phase, body: Program | None) -> Step:
-        """The step of `kernel`; `body` is an iteration of it, if it is a loop."""
+    def step(
+        self, kernel: Kernel, phase: Phase, body: Program | None, copied_nbytes: int = 0
+    ) -> Step:
+        """The step of `kernel`.
+
+        Args:
+          body: an iteration of it, if it is a loop.
+          copied_nbytes: memory traffic of copying results of its iterations.
+        """
         eqns, index, shards, maker = self.eqns, self.index, self.shards, self.maker
         root = eqns[kernel.root]
         matched = match(root, maker) if shards.device_count == 1 else None
@@ -133,7 +145,7 @@ class StepMaker:
             flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
-            nbytes=0 if boundary else touched_nbytes(kernel, eqns, size),
+            nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
             workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
             in_place=tuple(in_place),

@@ -2,7 +2,7 @@
 
 All of its operands and results, but for what it does not touch: of an operand that it cuts a slice
 out of the rest, of a result that is an operand with another slice in it the rest, and all that only
-goes through a barrier.
+goes through a barrier. A loop writes its stacks beside what its iterations move.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ def touched_nbytes(kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var
     root = eqns[kernel.root]
     if root.primitive.name == "optimization_barrier":
         return 0
-    if root.primitive.name == "scan":  # its body has the rest
+    if root.primitive.name == "scan":  # its body has the rest, and reads slices where they are
         _, carry = compat.scan_counts(root)
-        stacks = [*root.invars[sum(compat.scan_counts(root)) :], *root.outvars[carry:]]
-        return sum(size(v) for v in stacks if isinstance(v, Var))
+        return sum(map(size, root.outvars[carry:]))
     own = [eqns[i] for i in kernel.equations]
     read = sum(_read(v, own, size) for v in kernel.reads)
     return read + sum(_written(v, own, size) for v in kernel.writes)

@@ -62,7 +62,7 @@ class Machine:
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
         each run of the step. A loop takes the seconds of its body's steps in all iterations, and of
-        reading and writing slices of stacks."""
+        its own traffic, which is that of stacking results."""
         if step.body:
             inside = step.length * sum(map(self.seconds, step.body))
             return step.times * (inside + step.nbytes / self.bandwidth)

@@ -53,6 +53,14 @@ class PairedLoop:
         return self.carried | {b for s in steps for b in self.program.steps[s].writes}
 
     @functools.cached_property
+    def copied(self) -> frozenset[int]:
+        """Those of `keepable` that are copied to their stacks: what a library makes, and what is
+        carried in. A fused kernel writes its result there."""
+        program = self.program
+        by = program.producer
+        return frozenset(b for b in self.keepable if by[b] < 0 or not program.steps[by[b]].fusible)
+
+    @functools.cached_property
     def wanted(self) -> frozenset[int]:
         """The values that the second loop needs and that do not depend on what only it has."""
         program = self.program

@@ -180,8 +180,9 @@ class _Model:
         early += sorted(loop.carried)
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
         keep, part = dict[int, int](), dict[int, int]()
-        passes = loop.times * PARAMS.stack_passes
-        stacking = lambda b: passes * program.buffers[b].nbytes / self.machine.bandwidth
+        passes = lambda b: PARAMS.stack_passes if b in loop.copied else 1
+        second = loop.times / self.machine.bandwidth
+        stacking = lambda b: second * passes(b) * program.buffers[b].nbytes
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
             # it is there for the backward loop alone, and made once anyway
