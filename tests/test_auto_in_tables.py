@@ -48,8 +48,8 @@ CORE = budgets(case for table in TABLES for case in table.core)
 
 
 APART = 0.1
-"""Share by which budgets differ that are no longer the same: a share of plain's need is of another need
-where cuDNN's kernels, which are timed anew in each process, take other workspaces."""
+"""Share by which budgets differ that are no longer the same: a share of plain's need is of another
+need where cuDNN's kernels, which are timed anew in each process, take other workspaces."""
 
 
 def pairs(rows: Mapping[Case, Record]) -> Iterator[tuple[str, Record, Record]]:
