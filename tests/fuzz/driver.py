@@ -111,7 +111,7 @@ def run(
         if number == 0 and settings.processes >= FULL_FROM:
             mine = dataclasses.replace(settings, codegen="full")
         there = {**mine.environment, **(environment or {})}
-        cores = cores_of(number, sorted(os.sched_getaffinity(0)))
+        cores = cores_of(number, settings.processes, sorted(os.sched_getaffinity(0)))
         child = Child(there, settings.limit, settings.preface, cores)
         try:
             while time.monotonic() < until:
@@ -164,9 +164,11 @@ def described(seed: int, spec: Spec, options: Options, settings: Settings) -> Ro
     return {**made, "codegen": settings.codegen}
 
 
-def cores_of(number: int, cores: Sequence[int]) -> list[int]:
-    """The cores on which process `number` runs: `CORES` of them, next to each other."""
-    return [cores[(number + i) % len(cores)] for i in range(min(CORES, len(cores)))]
+def cores_of(number: int, processes: int, cores: Sequence[int]) -> list[int]:
+    """The cores on which process `number` of `processes` runs: `CORES` of them, next to each other,
+    shared with as few other processes as can be."""
+    first = number * len(cores) // processes
+    return [cores[(first + i) % len(cores)] for i in range(min(CORES, len(cores)))]
 
 
 def seeds_from(first: int) -> Iterable[int]:

@@ -286,8 +286,10 @@ def test_leaving_out_code_generation_changes_no_peak():
 
 
 def test_processes_get_cores_of_their_own():
-    assert [cores_of(i, range(32)) for i in (0, 30)] == [[0, 1, 2, 3], [30, 31, 0, 1]]
-    assert cores_of(1, [4, 7]) == [7, 4]
+    eight = [core for i in range(8) for core in cores_of(i, 8, range(32))]
+    assert sorted(eight) == [*range(32)]
+    assert [cores_of(i, 8, range(16)) for i in (0, 7)] == [[0, 1, 2, 3], [14, 15, 0, 1]]
+    assert cores_of(1, 2, [4, 7]) == [7, 4]
 
 
 def test_distance_sees_nan_and_infinities():
