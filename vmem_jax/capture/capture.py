@@ -433,7 +433,12 @@ def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Program 
         return None, 0
     body = capture_body(eqn, shards, platform)
     program, libraries = body.program, libraries_of(platform)
-    made = {b for step in program.steps if step.op in libraries for b in step.writes}
+    made = set[int]()
+    for step in program.steps:
+        if step.op in libraries:
+            made.update(step.writes)
+        elif step.op == "optimization_barrier":
+            made.update(w for r, w in zip(step.reads, step.writes, strict=False) if r in made)
     index = {v: b for b, v in enumerate(body.variables)}
     _, carry = compat.scan_counts(eqn)
     copied = 0

@@ -18,10 +18,12 @@ from vmem_jax.core.program import Phase
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 from vmem_jax.policy.exact import Exact
 from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.rewrite.stacked import copied_to_stacks
 
 
 def with_ordered_bodies(flat: ClosedJaxpr, platform: str = "") -> ClosedJaxpr:
-    """`flat` with the bodies of its backward loops, and of those in them, ordered and fenced.
+    """`flat` with the bodies of its backward loops, and of those in them, ordered and fenced. On a
+    GPU the others compute what they stack once (`stacked`).
 
     Args:
       platform: as `capture` has it.
@@ -38,7 +40,10 @@ def _ordered(eqn: JaxprEqn, platform: str) -> JaxprEqn:
     captured = capture_body(inner, platform=platform)
     program = captured.program
     if not any(step.phase is Phase.BACKWARD for step in program.steps):
-        return eqn
+        if platform != "gpu":
+            return eqn
+        body = copied_to_stacks(captured, compat.scan_counts(eqn)[1])
+        return eqn.replace(params={**eqn.params, "jaxpr": body})
     plan = Exact().plan(program, Costs("", (0.0,) * len(program.steps)), None)
     assert isinstance(plan, Plan), "without a budget there is always a plan"
     body = rewrite(captured, plan, body=True)
