@@ -23,6 +23,9 @@ VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 # JAX 0.11 merged ClosedJaxpr into Jaxpr: a jaxpr carries its constants. Before, they are two.
 _MERGED = jexc.ClosedJaxpr is _core.Jaxpr
 
+# XLA:CPU of JAX 0.10 moves the casts of what a loop reads in half precision out of the loop.
+CASTS_STACKS_ON_CPU = VERSION < (0, 11)
+
 Var = jexc.Var
 Literal = jexc.Literal
 if TYPE_CHECKING:  # JAX types these too loosely for a checker, and merged them in 0.11

@@ -8,7 +8,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch
-from vmem_jax.capture.cpu import cpu_workspace
+from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, is_half
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
@@ -22,6 +22,7 @@ from vmem_jax.capture.primitives import is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.updates import Stacked, updated_in_loops
+from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
@@ -283,14 +284,21 @@ def _captured(
         buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
 
     made = StepMaker(eqns, kernels, index, shards, given.platform)
-    body_of = lambda kernel: _body(eqns[kernel.root], shards, given.platform)
-    steps = [made.step(k, phase, *body_of(k)) for k, phase in zip(kernels, phases, strict=True)]
+    bodies = [_body(eqns[kernel.root], shards, given.platform) for kernel in kernels]
+    steps = [
+        made.step(kernel, phase, *((None, 0) if body is None else (body.program, copied)))
+        for kernel, phase, (body, copied) in zip(kernels, phases, bodies, strict=True)
+    ]
     if given.platform == "cpu":
         size = lambda atom: (
             nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
         )
         looped = is_body or sub_batches is not None
         beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
+        stays = _read_by_others(kernels, inputs, opened.outvars)
+        for k, (body, _) in enumerate(bodies):
+            if body is not None:
+                beside[k] += casts_nbytes(eqns[kernels[k].root], size, stays) + _in_float32(body)
         padded = [0 if s.convolution is None else s.convolution.padded_nbytes for s in steps]
         steps = [  # XLA:CPU pads nothing in memory
             dataclasses.replace(step, workspace=step.workspace + more - less)
@@ -422,7 +430,28 @@ def capture_body(
     return _captured(body, body, (), Inputs(platform=platform), None, None, shards, is_body=True)
 
 
-def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Program | None, int]:
+def _read_by_others(
+    kernels: Sequence[Kernel], inputs: Sequence[Var], outputs: Sequence[Any]
+) -> Callable[[Any], bool]:
+    """Whether a value is there after a kernel that reads it."""
+    count: dict[Any, int] = dict.fromkeys(inputs, 1)
+    for a in (*(v for kernel in kernels for v in kernel.reads), *outputs):
+        if isinstance(a, Var):
+            count[a] = count.get(a, 0) + 1
+    return lambda a: count.get(a, 0) > 1
+
+
+def _in_float32(body: Captured) -> int:
+    """Bytes that the iteration `body` takes more where halves are computed in float32."""
+    buffers = tuple(
+        dataclasses.replace(buffer, nbytes=2 * buffer.nbytes) if is_half(v) else buffer
+        for buffer, v in zip(body.program.buffers, body.variables, strict=True)
+    )
+    wider = dataclasses.replace(body.program, buffers=buffers)
+    return body_nbytes(wider) - body_nbytes(body.program)
+
+
+def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Captured | None, int]:
     """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies of results of
     its iterations.
 
@@ -446,4 +475,4 @@ def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Program 
         if isinstance(a, Var) and index[a] in made:
             passes = 2 if n < carry else 1  # the stack's own is the loop's
             copied += passes * program.buffers[index[a]].nbytes
-    return program, eqn.params["length"] * copied
+    return body, eqn.params["length"] * copied

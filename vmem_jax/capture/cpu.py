@@ -7,6 +7,10 @@ of a gradient to a kernel, in which samples and channels have changed places, an
 channels first. In the body of a loop it does not, and convolves as they stand. Halves are cast to
 float32, in loops too.
 
+XLA:CPU computes in float32. The cast of a slice of a stack in half precision is the slice of a cast
+stack, which no iteration changes, so XLA of JAX 0.10 casts the stack as a whole before the loop, and
+whatever else in half precision is the same in every iteration.
+
 JAX makes threefry bits on the CPU by a loop over rounds, on two arrays of words. XLA holds both as
 the loop reads and as it writes them: four words of 32 bits for each word that is asked for.
 """
@@ -16,11 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vmem_jax.jax_compat import Atom, JaxprEqn
+from vmem_jax import jax_compat as compat
+from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 
 _CAST = {"bfloat16": 2, "float16": 2}
 """How many times as large what is cast to float32 is."""
 
+
+_FLOAT32 = 2
+"""The same of what is in half precision."""
 
 _WORDS_NBYTES = 4 * 4
 """Of threefry, for each word. Measured at 9 MiB of words: 27.0 MiB beside the result."""
@@ -42,6 +50,26 @@ def cpu_workspace(eqn: JaxprEqn, size: Callable[[Atom], int], *, looped: bool) -
         words = size(out) // out.aval.dtype.itemsize
         return max(_WORDS_NBYTES * words - sum(map(size, eqn.outvars)), 0)
     return 0
+
+
+def casts_nbytes(eqn: JaxprEqn, size: Callable[[Atom], int], stays: Callable[[Atom], bool]) -> int:
+    """Bytes by which the float32 copies of what the loop `eqn` reads exceed what they are made of.
+
+    Args:
+      size: bytes of an operand.
+      stays: whether an operand is read by others, too, so that it is there beside its copy.
+    """
+    if not compat.CASTS_STACKS_ON_CPU:
+        return 0
+    consts, carry = compat.scan_counts(eqn)
+    same = [*eqn.invars[:consts], *eqn.invars[consts + carry :]]
+    halves = {a for a in same if isinstance(a, Var) and is_half(a)}
+    return sum((_FLOAT32 if stays(a) else _FLOAT32 - 1) * size(a) for a in halves)
+
+
+def is_half(atom: Any) -> bool:
+    """Whether XLA:CPU casts `atom` to float32 to compute with it."""
+    return getattr(atom.aval, "dtype", None) is not None and atom.aval.dtype.name in _CAST
 
 
 def _copies_nbytes(eqn: JaxprEqn, size: Callable[[Atom], int], *, looped: bool) -> int:
