@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .check import BUDGET, FINDINGS, FIT, INVALID, REFUSED, UNTRUE, Row
+from .check import BUDGET, FINDINGS, FIT, HUNG, INVALID, REFUSED, UNTRUE, Row
 from .child import Child
 from .known import KNOWN
 from .layers import Draw
@@ -101,10 +101,15 @@ def run(
 ) -> None:
     """Checks the programs of `seeds` until there are none left, or `seconds` have passed.
 
+    What takes too long beside other processes, which share the cores and the GPU, is run once more
+    alone when these have ended. Its row is that of the second run, with what the first one took as
+    "slow".
+
     Args:
       report: is called with every row, by one thread at a time.
     """
     until, lock, left = time.monotonic() + seconds, threading.Lock(), iter(seeds)
+    slow: list[tuple[Row, Spec, tuple[int, Options, bool], Settings]] = []
 
     def work(number: int) -> None:
         mine = settings
@@ -121,9 +126,13 @@ def run(
                     return
                 options = options_of(seed, settings)
                 for row in child.rows(spec := draw_spec(seed), options, until):
-                    row = {**described(seed, spec, options[row["option"]][1], mine), **row}
+                    one = options[row["option"]]
+                    row = {**described(seed, spec, one[1], mine), **row}
                     with lock:
-                        report(row)
+                        if row["outcome"] == HUNG and settings.processes > 1:
+                            slow.append((row, spec, one, dataclasses.replace(mine, processes=1)))
+                        else:
+                            report(row)
         finally:
             child.close()
 
@@ -132,6 +141,13 @@ def run(
         thread.start()
     for thread in threads:
         thread.join()
+    for row, spec, one, alone in slow:
+        child = Child({**alone.environment, **(environment or {})}, alone.limit, alone.preface)
+        try:
+            [again] = child.rows(spec, [one])
+        finally:
+            child.close()
+        report({**row, "signature": "", **again, "slow": row["detail"]})
 
 
 @contextlib.contextmanager
@@ -182,13 +198,14 @@ class Counts:
     Attributes:
       possible: those with a plan or a BudgetError whose budget has room for what no plan frees.
       possible_fit: those of them that fit.
+      slow: those that took too long beside other processes, and were run again.
     """
 
     def __init__(self) -> None:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.agreed: collections.Counter[str] = collections.Counter()
         self.signatures: collections.Counter[str] = collections.Counter()
-        self.asked = self.true = self.possible = self.possible_fit = 0
+        self.asked = self.true = self.possible = self.possible_fit = self.slow = 0
         self.steps: set[int] = set()
         self.first: dict[str, Row] = {}
 
@@ -204,6 +221,7 @@ class Counts:
         if row.get("possible"):
             self.possible += 1
             self.possible_fit += row["outcome"] == FIT
+        self.slow += "slow" in row
         if row.get("asked"):
             self.asked += 1
             self.true += row["outcome"] == BUDGET
@@ -232,6 +250,7 @@ class Counts:
             "lowest_true": self.true,
             "refused": n[REFUSED],
             **{kind: n[kind] for kind in FINDINGS},
+            "slow": self.slow,
             "invalid": n[INVALID],
             "share_that_fits": round(self.possible_fit / max(self.possible, 1), 3),
             "findings": dict(self.signatures),

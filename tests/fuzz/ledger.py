@@ -45,6 +45,7 @@ def row_of(counts: Counts, settings: Settings, seconds: float, commit: str = "")
         "lowest_met": counts.true,
         "lowest_asked": counts.asked,
         **{name: counts.outcomes[name] for name in COUNTED},
+        "slow": counts.slow,
         "findings": dict(counts.signatures),
     }
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from . import check, ledger
+from . import check, driver, ledger
 from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, INVALID, OVER, UNTRUE
 from .driver import (
     Counts,
@@ -218,6 +218,28 @@ check.compare = broken
 """
     row = run_one(Settings(limit=10, preface=preface), SPEC, FITS)
     assert row["outcome"] == INVALID and not row["signature"], row
+
+
+@pytest.mark.parametrize("always, outcome", [(False, FIT), (True, HUNG)], ids=["once", "always"])
+def test_meta_what_takes_too_long_is_run_again_alone(always, outcome, tmp_path, monkeypatch):
+    preface = f"""
+from pathlib import Path
+from vmem_jax.policy import Auto
+begun = Path({str(tmp_path / "begun")!r})
+def broken(*args):
+    while True: pass
+if {always} or not begun.exists():
+    Auto.plan = broken
+begun.touch()
+"""
+    monkeypatch.setattr(driver, "draw_spec", lambda seed: SPEC)
+    monkeypatch.setattr(driver, "options_of", lambda seed, settings: [(0, FITS, False)])
+    rows, counts = [], Counts()
+    run(Settings(processes=2, limit=10, preface=preface), [1], 60, rows.append)
+    [row] = rows
+    counts.add(row)
+    assert row["outcome"] == outcome and row["slow"] and bool(row["signature"]) == always
+    assert counts.slow == 1 and counts.outcomes[HUNG] == always
 
 
 def test_meta_a_finding_is_shrunk():
