@@ -20,6 +20,7 @@ from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
+from vmem_jax.capture.siblings import shared_nbytes
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.updates import Stacked, updated_in_loops
 from vmem_jax.core.body import body_nbytes
@@ -276,8 +277,8 @@ def _captured(
             label = f"{names[b]} {v.aval.str_short()}"
         else:
             root = eqns[writer[v].root]
-            boundary = root.primitive.name in (BEGIN, END)
-            where = "" if boundary else layer_of(root)  # a total is no layer's
+            is_total = root.primitive.name in (BEGIN, END)
+            where = "" if is_total else layer_of(root)  # a total is no layer's
             label = f"{where or root.primitive.name} {v.aval.str_short()}"
         movable = is_array(v.aval) and (shards.device_count == 1 or shards.spec(v) is not None)
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
@@ -289,10 +290,8 @@ def _captured(
         made.step(kernel, phase, *((None, 0) if body is None else (body.program, copied)))
         for kernel, phase, (body, copied) in zip(kernels, phases, bodies, strict=True)
     ]
+    size = lambda atom: nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
     if given.platform == "cpu":
-        size = lambda atom: (
-            nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
-        )
         looped = is_body or sub_batches is not None
         beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
         stays = _read_by_others(kernels, inputs, opened.outvars)
@@ -303,6 +302,12 @@ def _captured(
         steps = [  # XLA:CPU pads nothing in memory
             dataclasses.replace(step, workspace=step.workspace + more - less)
             for step, more, less in zip(steps, beside, padded, strict=True)
+        ]
+    else:
+        shared = shared_nbytes(kernels, phases, eqns, size, is_body, boundary)
+        steps = [
+            dataclasses.replace(step, nbytes=step.nbytes - less) if less else step
+            for step, less in zip(steps, shared, strict=True)
         ]
     if sub_batches is not None:
         steps = _repeated(steps, sub_batches.count)

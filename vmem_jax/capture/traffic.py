@@ -32,6 +32,13 @@ def touched_nbytes(kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var
     return read + sum(_written(v, own, size) for v in kernel.writes)
 
 
+def read_nbytes(
+    v: Var, kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var], int]
+) -> int:
+    """Bytes that `kernel` reads of `v`."""
+    return _read(v, [eqns[i] for i in kernel.equations], size)
+
+
 def _read(v: Var, own: Sequence[JaxprEqn], size: Callable[[Var], int]) -> int:
     total = 0
     for eqn in own:
