@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from vmem_jax.capture.fuse import Kernel
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.capture.traffic import read_nbytes
 from vmem_jax.core.program import Phase
 from vmem_jax.jax_compat import JaxprEqn, Var
@@ -63,8 +63,7 @@ def _windows(
     """The kernels of one phase behind the forward pass, between two library kernels."""
     window: list[int] = []
     for k, (kernel, phase) in enumerate(zip(kernels, phases, strict=True)):
-        large = max((nbytes(v.aval) for v in (*kernel.reads, *kernel.writes)), default=0) > 4096
-        ends = class_of(eqns[kernel.root]) is Class.HEAVY and large
+        ends = class_of(eqns[kernel.root]) is Class.HEAVY
         if window and (ends or phases[window[-1]] is not phase):
             yield window
             window = []
