@@ -16,7 +16,7 @@ from vmem_jax.core.parked import parked_spans
 from vmem_jax.core.plan import Plan, Transfer, points_at
 from vmem_jax.core.program import Kind, Program, idle_intervals
 from vmem_jax.core.schedule import actions
-from vmem_jax.core.simulate import live_at, simulate
+from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.core.stays import live_by_kind, live_during, stays
 from vmem_jax.core.tensor_cache import events_of
 from vmem_jax.core.validate import layout_violations, live_by_definition, violations
@@ -64,12 +64,18 @@ def plans(draw: st.DrawFn, program: Program) -> Plan:
     return plan
 
 
+@st.composite
+def timelines(draw: st.DrawFn) -> tuple[Program, Plan, Timeline]:
+    """A program with hosted buffers, a plan for it, and its simulation."""
+    program = draw(with_hosted())
+    plan = draw(plans(program))
+    return program, plan, simulate(program, plan.order, costs_of(program), plan.transfers)
+
+
 @some
-@given(data=st.data())
-def test_live_bytes_are_those_of_the_definition(data):
-    program = data.draw(with_hosted())
-    plan = data.draw(plans(program))
-    timeline = simulate(program, plan.order, costs_of(program), plan.transfers)
+@given(drawn=timelines())
+def test_live_bytes_are_those_of_the_definition(drawn):
+    program, plan, timeline = drawn
     by_kind = live_by_kind(program, timeline)
     live = live_by_definition(program, plan.order, plan.transfers)
     assert [sum(now.values()) for now in by_kind] == live == [*timeline.live_nbytes]
@@ -77,11 +83,9 @@ def test_live_bytes_are_those_of_the_definition(data):
 
 
 @some
-@given(data=st.data())
-def test_the_simulator_has_the_same_values_live(data):
-    program = data.draw(with_hosted())
-    plan = data.draw(plans(program))
-    timeline = simulate(program, plan.order, costs_of(program), plan.transfers)
+@given(drawn=timelines())
+def test_the_simulator_has_the_same_values_live(drawn):
+    program, plan, timeline = drawn
     for position in range(len(plan.order)):
         assert live_during(program, timeline, position) == live_at(
             program, plan.order, position, plan.transfers

@@ -82,14 +82,14 @@ class Candidate:
     ) -> int | None:
         """A lower goal if its plan needs too much with the lowest excess of similar variants that
         `missed` the budget; else None."""
+        if not self.family.alike or self.is_proved or self.misses:
+            return None  # it is like no other, or what its plan needs is known
         of_others = [
             attempt.excess
             for attempt, other in missed
             if other.family.alike and other.family is not self.family and other.count == self.count
         ]
-        if self.is_proved or self.misses:
-            return None  # what its plan needs is known
-        if not (self.family.alike and of_others):
+        if not of_others:
             return None
         assert budget is not None and self.estimate is not None
         goal = budget - min(of_others)
@@ -135,6 +135,11 @@ def stays(
         plan = untouched.policy.plan(untouched.program, untouched.costs, None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
         known = [Tried(plan, plain_need)]
-    family = Family((1,), lambda count: untouched, Splitting.WHOLE)
     seconds = lambda one: (1 - tolerance) * one.seconds
-    return [Candidate(family, 1, untouched, seconds(one), one) for one in known if one.fits(budget)]
+    return [unchanged(untouched, one, seconds(one)) for one in known if one.fits(budget)]
+
+
+def unchanged(untouched: Variant, one: Estimate, seconds: float = 0.0) -> Candidate:
+    """The step as plain jit runs it, with its plan."""
+    family = Family((1,), lambda count: untouched, Splitting.WHOLE)
+    return Candidate(family, 1, untouched, seconds, one)

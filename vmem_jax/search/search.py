@@ -35,7 +35,7 @@ from vmem_jax.core.need import need_nbytes
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
-from vmem_jax.search.candidate import Candidate, proved, stays
+from vmem_jax.search.candidate import Candidate, proved, stays, unchanged
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
@@ -477,5 +477,4 @@ class _Search:
         self.has_stayed = True
         one = planned(untouched, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
-        family = Family((1,), lambda count: untouched, Splitting.WHOLE)
-        self._attempt(Candidate(family, 1, untouched, estimate=one))
+        self._attempt(unchanged(untouched, one))
