@@ -20,6 +20,7 @@ from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
+from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.siblings import shared_nbytes
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.updates import Stacked, updated_in_loops
@@ -187,7 +188,7 @@ def capture(
       hosted: for each input in host memory its index, and that of the output that goes there again.
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
     """
-    flat, applied = apply_exact_rules(flatten(closed))
+    flat, applied = apply_exact_rules(with_stated_splits(flatten(closed), shardings))
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
     flat, stacked = updated_in_loops(separate, inputs.donated, inputs.hosted, inputs.shardings)

@@ -67,21 +67,28 @@ class Shards:
 
     def gathered(self, eqn: JaxprEqn) -> list[Var]:
         """Operands of a product that its devices have to hold whole for it."""
-        if not _contracted(eqn):
+        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             return []
-        used = {a for axes in self._of(eqn.outvars[0]) for a in axes}
+        result = self._of(eqn.outvars[0])
+        used = {a for axes in result for a in axes}
+        places = _places(eqn)
         found = []
-        for atom, dims in zip(eqn.invars, _contracted(eqn), strict=False):
+        for side, (atom, dims) in enumerate(zip(eqn.invars, _contracted(eqn), strict=False)):
             split = self._of(atom)
-            if isinstance(atom, Var) and any(
-                a in used for d in dims if d < len(split) for a in split[d]
-            ):
+            summed = {a for d in dims for a in _at(split, d)}
+            here = {d: _at(result, r) for r, (own, d) in enumerate(places) if own == side}
+            lost = {a for d, axes in here.items() for a in _at(split, d) if a not in axes}
+            if isinstance(atom, Var) and (summed | lost) & used:
                 found.append(atom)
         return found
 
     def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
         """How `v` is split over `mesh`; None where that is uncertain, or shards are not equal."""
-        if self.mesh is None or v not in self.certain:
+        return self.stated(v) if v in self.certain else None
+
+    def stated(self, v: Var) -> jax.sharding.PartitionSpec | None:
+        """How `v` is to be split over `mesh`; None where that has no name, or shards are not equal."""
+        if self.mesh is None:
             return None
         mesh, split = self.mesh.shape, self._of(v)
         if any(mesh.get(a) != self.sizes[a] for axes in split for a in axes):
@@ -110,7 +117,8 @@ class Shards:
         opened = compat.open_jaxpr(body)
         own = lambda v: self._of(outside[v])[1:] if v in slices else self._of(outside[v])
         known = {v: own(v) for v in opened.invars if v in outside and any(own(v))}
-        certain = {*opened.constvars, *(v for v in opened.invars if outside.get(v) in self.certain)}
+        told = {v for v, a in outside.items() if not isinstance(a, Var) or a in self.certain}
+        certain = {*opened.constvars, *told.intersection(opened.invars)}
         sizes = dict(self.sizes)
         _follow(opened, known, certain, sizes)
         return Shards(sizes, known, certain, self.device_count, self.mesh)
@@ -297,14 +305,34 @@ def _contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
     return ()
 
 
-def _dot(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+def _places(eqn: JaxprEqn) -> list[tuple[int, int]]:
+    """Of each dimension of the result of a matrix product the operand that it is from, 0 or 1, and
+    its dimension there; -1 of a batch dimension, which both have. Empty for a convolution."""
+    if eqn.primitive.name != "dot_general":
+        return []
     contract, batch = eqn.params["dimension_numbers"]
-    ranks = [len(a.aval.shape) for a in eqn.invars]
-    found = [_at(splits[0], d) or _at(splits[1], e) for d, e in zip(*batch, strict=True)]
+    found = [(-1, d) for d in range(len(batch[0]))]
     for side in range(2):
-        free = [d for d in range(ranks[side]) if d not in (*contract[side], *batch[side])]
-        found += [_at(splits[side], d) for d in free]
-    return [_once(found)]
+        here = (*contract[side], *batch[side])
+        found += [(side, d) for d in range(_rank(eqn.invars[side])) if d not in here]
+    return found
+
+
+def _dot(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    """Where both operands would split a dimension of their own by one axis, the larger one does, and
+    the smaller one is gathered."""
+    _, batch = eqn.params["dimension_numbers"]
+    size = [nbytes(a.aval) for a in eqn.invars]
+    found = []
+    for side, d in _places(eqn):
+        if side < 0:
+            found.append(_at(splits[0], batch[0][d]) or _at(splits[1], batch[1][d]))
+        else:
+            found.append(_at(splits[side], d))
+    of = [side for side, _ in _places(eqn)]
+    first = sorted(range(len(of)), key=lambda r: -1 if of[r] < 0 else of[r] != (size[1] > size[0]))
+    ordered = _once([found[r] for r in first])
+    return [tuple(ordered[first.index(r)] for r in range(len(found)))]
 
 
 def _conv(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
@@ -347,6 +375,19 @@ def _reshape(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[
         if axes and out is not None and after[out] % math.prod(sizes[a] for a in axes) == 0:
             found[out] = axes
     return [_once(found)]
+
+
+def _unstack(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    at = eqn.params["axis"]
+    kept = tuple(_at(splits[0], d) for d in range(_rank(eqn.invars[0])) if d != at)
+    return [kept for _ in eqn.outvars]
+
+
+def _stack(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
+    at, rank = eqn.params["axis"], _rank(eqn.outvars[0])
+    parts = [[_at(split, d) for d in range(rank - 1)] for split in splits]
+    found = [next(filter(None, axes), ()) for axes in zip(*parts, strict=True)]
+    return [_once([*found[:at], (), *found[at:]])]
 
 
 def _gather(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
@@ -420,6 +461,8 @@ _RULES: dict[str, _Rule] = {
     "reshape": _reshape,
     "squeeze": _reshape,
     "expand_dims": _reshape,
+    "unstack": _unstack,
+    "stack": _stack,
     "gather": _gather,
     "scatter": _first,
     "scatter-add": _first,
