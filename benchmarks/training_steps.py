@@ -16,10 +16,15 @@ it needs, and what was predicted; a way that cannot be made has its error. The l
 first step from the same state is in its row, too. With --traces=DIRECTORY two steps of each way run
 under JAX's profiler: DIRECTORY gets the instructions of each, and the microseconds of each kernel.
 With `--target=h200` all is compiled for that card, and nothing runs.
+
+With --mesh=DEVICES the step is fully sharded (Rajbhandari et al., "ZeRO", 2020, stage 3): the batch
+is split over so many devices, and so are the rows of each weight matrix and of its moments. GiB are
+those of one device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -31,7 +36,7 @@ from typing import Any
 import jax
 import records
 from absl import app, flags
-from step_models import BATCHES, MODELS, POLICIES, SEGMENTS
+from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, Training
 from traces import traced
 
 import vmem_jax
@@ -39,6 +44,9 @@ from vmem_jax.core.need import need_nbytes
 from vmem_jax.devices.targets import target
 
 FLAGS = flags.FLAGS
+
+WHOLE = 2**18
+"""Elements of the smallest weight that a mesh splits."""
 
 LOWEST = "lowest"
 """The way that is `auto` at its minimum peak."""
@@ -50,6 +58,8 @@ WAY = re.compile(
 
 def main(_: Any) -> None:
     started = time.perf_counter()
+    if FLAGS.target:
+        jax.config.update("jax_num_cpu_devices", FLAGS.mesh)  # to describe a mesh with
     batch = FLAGS.batch or BATCHES[FLAGS.model]
     options: dict[str, Any] = {}
     for name in ("layers", "width", "tokens", "attention", "scanned"):
@@ -59,8 +69,12 @@ def main(_: Any) -> None:
     given = make("plain")
     state = jax.eval_shape(given.init, jax.random.key(0))
     data = jax.eval_shape(given.batch, jax.random.key(1))
+    if FLAGS.mesh > 1:
+        state, data = _sharded(state, data)
+        make = _returning(make, state)
     about = {"model": FLAGS.model, "batch": batch, **options, "profile": bool(FLAGS.profile)}
     about |= {"allow": FLAGS.allow} if FLAGS.allow else {}
+    about |= {"mesh": FLAGS.mesh} if FLAGS.mesh > 1 else {}
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
     about["commit"] = records.commit()
     rows: dict[str, dict[str, Any]] = {}
@@ -84,19 +98,56 @@ def main(_: Any) -> None:
             row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
     if FLAGS.rounds and not FLAGS.target:
-        _time(jax.jit(given.init), jax.jit(given.batch)(jax.random.key(1)), steps, rows)
+        placed = lambda shapes: jax.tree.map(lambda a: a.sharding, shapes)
+        start, draw = (
+            jax.jit(fun, out_shardings=placed(shapes))
+            for fun, shapes in ((given.init, state), (given.batch, data))
+        )
+        _time(start, draw(jax.random.key(1)), steps, rows)
     with open(FLAGS.out, "a") as out:
         for row in rows.values():
             out.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
 
 
+def _sharded(state: Any, data: Any) -> tuple[Any, Any]:
+    """Both, split over `--mesh` devices; what is small or does not divide is whole on each."""
+    mesh = jax.sharding.Mesh(jax.devices()[: FLAGS.mesh], ("data",))
+
+    def split(a: jax.ShapeDtypeStruct, at: int) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, jax.P(*[None] * at, *(["data"] if at < a.ndim else [])))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    def weight(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_split = a.size >= WHOLE and a.shape[-2] % FLAGS.mesh == 0
+        return split(a, a.ndim - 2 if is_split else a.ndim)
+
+    return jax.tree.map(weight, state), jax.tree.map(lambda a: split(a, 0), data)
+
+
+def _returning(make: Callable[[str], Training], state: Any) -> Callable[[str], Training]:
+    """`make` whose steps return the state split as `state` is."""
+    abstract = lambda a: jax.NamedSharding(a.sharding.mesh.abstract_mesh, a.sharding.spec)
+
+    def made(hand: str) -> Training:
+        training = make(hand)
+
+        def step(given: Any, data: Any) -> tuple[Any, jax.Array]:
+            new, loss = training.step(given, data)
+            return jax.lax.with_sharding_constraint(new, jax.tree.map(abstract, state)), loss
+
+        return dataclasses.replace(training, step=step)
+
+    return made
+
+
 def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
     """The step by plain jit, with what is picked by hand in it; and what its row says."""
     if FLAGS.target:
-        on_card = target(FLAGS.target).sharding()
-        there = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_card)
-        args = jax.tree.map(there, args)
+        leaves, tree = jax.tree.flatten(args)
+        shardings = target(FLAGS.target).shardings([a.sharding for a in leaves])
+        there = lambda a, on: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on)
+        args = jax.tree.unflatten(tree, map(there, leaves, shardings))
     compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
     return compiled, {"gib": need_nbytes(compiled) / 2**30}
 
@@ -197,7 +248,8 @@ if __name__ == "__main__":
     flags.DEFINE_integer("layers", None, "layers, where other than the model's own")
     flags.DEFINE_integer("width", None, "of the residual stream, or of a first stage")
     flags.DEFINE_integer("tokens", None, "in a sequence")
-    flags.DEFINE_integer("batch", None, "samples")
+    flags.DEFINE_integer("batch", None, "samples, of all devices together")
+    flags.DEFINE_integer("mesh", 1, "devices that the batch and the state are split over")
     flags.DEFINE_integer("rounds", 5, "blocks of each way; 0 to compile alone")
     flags.DEFINE_integer("steps", 8, "in a block")
     flags.DEFINE_integer("seconds", 0, "compile no further way after so many; 0 for no limit")
