@@ -20,8 +20,8 @@ from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
-from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.siblings import shared_nbytes
+from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.updates import Stacked, updated_in_loops
 from vmem_jax.core.body import body_nbytes

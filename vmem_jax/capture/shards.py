@@ -87,7 +87,7 @@ class Shards:
         return self.stated(v) if v in self.certain else None
 
     def stated(self, v: Var) -> jax.sharding.PartitionSpec | None:
-        """How `v` is to be split over `mesh`; None where that has no name, or shards are not equal."""
+        """How `v` is split over `mesh`, certain or not; None where shards are not equal."""
         if self.mesh is None:
             return None
         mesh, split = self.mesh.shape, self._of(v)

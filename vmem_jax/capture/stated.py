@@ -2,9 +2,9 @@
 
 A product [n, i] · [i, j] whose operands are split along n and j, or along n and i, by one axis of the
 mesh cannot have both: one operand has to be gathered. In fully sharded data parallelism that is the
-weight. The partitioner may choose the activations, and then sends these between the devices, and holds
-them whole. The same is so of rows that are looked up in a table which is split. The Program of a step
-counts the smaller one as gathered (`shards`), so the step says so, too.
+weight. The partitioner may choose the activations, and then sends these between the devices, and
+holds them whole. The Program of a step counts the smaller one as gathered (`shards`), so the step
+says so, too.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def with_stated_splits(flat: ClosedJaxpr, shardings: Sequence[Any]) -> ClosedJax
 
 
 def _stated(flat: ClosedJaxpr, shards: Shards) -> ClosedJaxpr:
+    assert shards.mesh is not None
     opened = compat.open_jaxpr(flat)
     eqns: list[JaxprEqn] = []
     for eqn in opened.eqns:
