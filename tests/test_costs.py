@@ -77,3 +77,15 @@ def test_an_unaligned_product_is_within_a_fifth_of_what_an_h200_took():
     builder.step([x], 2 * 8192 * 50257, op="dot_general", flops=2 * 8192 * 1024 * 50257)
     step = dataclasses.replace(builder.steps[0], aligned=False, dtype="bfloat16")
     assert H200.seconds(step) == pytest.approx((1.32e-3 + 3.43e-3 + 2.78e-3) / 3, rel=0.2)
+
+
+def test_what_a_device_sends_takes_its_time_in_each_iteration_of_a_loop():
+    builder = Builder()
+    builder.step([builder.input(8)], 8, op="dot_general")
+    alone = builder.steps[0]
+    sending = dataclasses.replace(alone, sent=2**20)
+    more = H200.seconds(sending) - H200.seconds(alone)
+    assert more == pytest.approx(2**20 / H200.between)
+    loop = dataclasses.replace(alone, op="scan", body=(sending,), length=16)
+    quiet = dataclasses.replace(loop, body=(alone,))
+    assert H200.seconds(loop) - H200.seconds(quiet) == pytest.approx(16 * more)

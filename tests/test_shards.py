@@ -12,6 +12,7 @@ from processes import in_subprocess
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture, capture_pair
+from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.loop_pairs import find_pairs
 from vmem_jax.capture.shards import Shards, follow_shards
@@ -142,6 +143,31 @@ def test_an_operand_whose_own_dimension_the_result_cannot_split_is_gathered():
     jaxpr, shards = followed(lambda g, w: g @ w.T, ((64, 4), ("data",)), ((16, 4), ("model",)))
     product = next(e for e in jaxpr.eqns if e.primitive.name == "dot_general")
     assert shards.gathered(product) == []
+
+
+def sent(fun, *arguments):
+    """What the products of `fun` send, one after another."""
+    jaxpr, shards = followed(fun, *arguments)
+    collectives = Collectives(jaxpr.eqns, shards)
+    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    return [collectives.sent(eqn, "forward") for eqn in products]
+
+
+def test_a_device_sends_its_shard_of_what_is_gathered_and_parts_of_what_is_summed():
+    x, w = ((64, 8), ("data",)), ((8, 16), ("data",))
+    whole = 8 * 16 * 4
+    assert sent(lambda x, w: x @ w, x, w) == [whole * 3 / 4]
+    assert sent(lambda x, w: x @ w, x, ((8, 16), ())) == [0]
+    # once for two products, and the gradient of what is gathered is scattered
+    both = lambda x, w: (y := x @ w, x.T @ y, jnp.einsum("ij,kj->ik", y, w))
+    assert sent(both, x, w) == [whole * 3 / 4, whole * 3 / 4, 0]
+    # the gradient of a weight that every device has is whole on each
+    toward = lambda x, w: (y := x @ w, x.T @ y)
+    assert sent(toward, x, ((8, 16), ())) == [0, 2 * whole * 3 / 4]
+    # rows by columns: each device has a part of the sum, and its own rows of that
+    assert sent(lambda x, w: x @ w, ((64, 8), ("data", "model")), ((8, 16), ("model",))) == [
+        2 * (64 * 16 * 4 / 4) / 2
+    ]
 
 
 def test_a_step_may_split_what_it_is_given_whole():
@@ -280,6 +306,9 @@ def test_an_iteration_of_a_loop_is_what_one_device_holds_of_it():
     of_one, of_four = largest(whole, [None] * 3), largest(ours, split)
     for shape in ((32, 16), (32, 8)):
         assert of_four[0][shape] == of_one[0][shape] / 4
+    # both weights in either loop, and the sums of their gradients
+    assert sum(step.sent for step in of_four[1].steps) == (2 + 2 + 2) * 8 * 16 * 4 * 3 / 4
+    assert not any(step.sent for step in of_one[1].steps)
     flops = lambda program: sum(step.flops for step in program.steps)
     assert flops(of_four[1]) == flops(of_one[1]) / 4
     # a weight is held whole for its product, and only there

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.locations import layer_of
@@ -60,6 +61,7 @@ class StepMaker:
         platform: str,
     ) -> None:
         self.eqns, self.index, self.shards = eqns, index, shards
+        self.collectives = Collectives(eqns, shards)
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         libraries = libraries_of(platform)
         # the library returns what it makes in a tuple, whatever is fused behind: XLA writes over no
@@ -157,6 +159,7 @@ class StepMaker:
             tied=tuple(index[v] for v in kernel.tied),
             body=() if body is None else body.steps,
             length=root.params["length"] if root.primitive.name == "scan" else 1,
+            sent=self.collectives.sent(root, phase),
             batched=root.primitive.name == "dot_general"
             and any(root.params["dimension_numbers"][1]),
         )

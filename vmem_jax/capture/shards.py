@@ -5,8 +5,7 @@ propagated here, dimension by dimension: the mesh axes that split a batch or a w
 elementwise operations, products, convolutions, reductions and loops, and from a result back to what
 is made for it alone (random bits, zeros). A value without a rule counts as whole, so the prediction
 is never too small. A product whose operand is split by an axis that the result cannot have, as in
-fully sharded
-data parallelism, gathers that operand first: its workspace.
+fully sharded data parallelism, gathers that operand first: its workspace.
 
 Transfers move shard by shard, and their calls state how a value is split. If the partitioner would
 have split it otherwise, that costs a collective. So only values whose split is *certain* are moved:
@@ -69,9 +68,8 @@ class Shards:
         """Operands of a product that its devices have to hold whole for it."""
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             return []
-        result = self._of(eqn.outvars[0])
+        result, places = self._of(eqn.outvars[0]), _places(eqn)
         used = {a for axes in result for a in axes}
-        places = _places(eqn)
         found = []
         for side, (atom, dims) in enumerate(zip(eqn.invars, _contracted(eqn), strict=False)):
             split = self._of(atom)
@@ -81,6 +79,12 @@ class Shards:
             if isinstance(atom, Var) and (summed | lost) & used:
                 found.append(atom)
         return found
+
+    def summed(self, eqn: JaxprEqn) -> int:
+        """Over how many devices the partial sums of a product are spread."""
+        used = {a for axes in self._of(eqn.outvars[0]) for a in axes}
+        each = zip(map(self._of, eqn.invars), _contracted(eqn), strict=False)
+        return self._parts({a for s, dims in each for d in dims for a in _at(s, d)} - used)
 
     def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
         """How `v` is split over `mesh`; None where that is uncertain, or shards are not equal."""

@@ -162,17 +162,24 @@ _MEASURED = Machine(
     link_delay=2e-6,
     convolutions={"bfloat16": 560e12, "float16": 560e12, "float32": 280e12},
     pinning=2.8e-10,
+    between=300e9,  # two thirds of NVLink's data sheet, each way: not measured
 )
 
 
 def _like_h200(
-    name: str, hardware: Hardware, tensor: float, fp32: float, link: float = 1.0
+    name: str,
+    hardware: Hardware,
+    tensor: float,
+    fp32: float,
+    link: float = 1.0,
+    between: float = 900e9,
 ) -> Card:
     """A card that was not measured.
 
     Args:
       tensor, fp32: bfloat16 and strict float32 by its data sheet, operations a second.
       link: as a share of PCIe 5 x16.
+      between: from a card to others and back, by its data sheet, bytes a second.
     """
     tensor, fp32 = tensor / 990e12, fp32 / 67e12
     strict = ("float64", "")
@@ -186,6 +193,7 @@ def _like_h200(
         link_out=_MEASURED.link_out * link,
         link_in=_MEASURED.link_in * link,
         link_both=_MEASURED.link_both * link,
+        between=_MEASURED.between * between / 900e9,
         convolutions={dtype: rate * tensor for dtype, rate in _MEASURED.convolutions.items()},
     )
     return Card(name, machine, hardware)
@@ -194,13 +202,13 @@ def _like_h200(
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
-        _like_h200("a100", _A100, 312e12, 19.5e12, 0.5),
-        _like_h200("a100-40gb", _A100_40, 312e12, 19.5e12, 0.5),
+        _like_h200("a100", _A100, 312e12, 19.5e12, 0.5, 600e9),
+        _like_h200("a100-40gb", _A100_40, 312e12, 19.5e12, 0.5, 600e9),
         _like_h200("h100", _H100, 990e12, 67e12),
         Card("h200", _MEASURED, _H200),
-        _like_h200("b200", _B200, 2250e12, 80e12),
-        _like_h200("rtx6000pro", _RTX6000PRO, 500e12, 125e12),
-        Card("cpu", Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30, 5e9, 5e9, 5e9)),
+        _like_h200("b200", _B200, 2250e12, 80e12, between=1800e9),
+        _like_h200("rtx6000pro", _RTX6000PRO, 500e12, 125e12, between=128e9),
+        Card("cpu", Machine("cpu", {"": 5e10}, 1e10, 1e-6, 16 * 2**30, 5e9, 5e9, 5e9, between=5e9)),
     )
 }
 """By name. "a100" is the 80 GB card; "h100" and "a100" are SXM modules."""

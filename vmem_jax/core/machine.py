@@ -39,6 +39,7 @@ class Machine:
       link_in: pinned host memory to device, bytes a second.
       link_both: the total while both directions are busy, bytes a second.
       link_delay: seconds by which a step starts later during a copy.
+      between: from one device to others of its host, bytes a second.
       convolutions: operations a second of convolutions by dtype; `flops` for other dtypes.
       pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
     """
@@ -54,6 +55,7 @@ class Machine:
     link_delay: float = 0.0
     convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pinning: float = 1.2 / 2**31
+    between: float = 300e9
 
     def most_parts(self, busy: float) -> float:
         """The most parts that are worth it of what takes `busy` seconds without launches."""
@@ -61,8 +63,9 @@ class Machine:
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
-        each run of the step. A loop takes the seconds of its body's steps in all iterations, and of
-        its own traffic, which is that of stacking results."""
+        each run of the step, and what it sends, under which nothing else runs. A loop takes the
+        seconds of its body's steps in all iterations, and of its own traffic, which is that of
+        stacking results."""
         if step.body:
             inside = step.length * sum(map(self.seconds, step.body))
             return step.times * (inside + step.nbytes / self.bandwidth)
@@ -72,7 +75,7 @@ class Machine:
         if not step.aligned:
             rate /= _UNALIGNED_PRODUCT if step.op == "dot_general" else _UNALIGNED
         once = max(step.flops / rate, step.nbytes / self.bandwidth) + self.launch
-        return step.times * once
+        return step.times * (once + step.sent / self.between)
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""

@@ -92,6 +92,7 @@ class Step:
       body: of a loop, the steps of one iteration.
       length: of a loop, the number of iterations.
       batched: whether it is a matrix product with batch dimensions.
+      sent: bytes that the device sends to others to gather operands and to add up partial results.
       compared: buffers that a library kernel's epilogue writes and a comparison reads, as for the
         mask of a clamp. A barrier separates the two.
       tied: buffers that it reads, and compares with what it computes from them. A barrier over them
@@ -120,6 +121,7 @@ class Step:
     length: int = 1
     compared: tuple[int, ...] = ()
     batched: bool = False
+    sent: int = 0
     tied: tuple[int, ...] = ()
 
     @property
