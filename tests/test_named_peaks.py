@@ -14,6 +14,7 @@ import pytest
 import vmem_jax
 from vmem_jax.api import named_peaks, records
 from vmem_jax.profile.kept import VARIABLE, Identity
+from vmem_jax.search.search import Search
 
 
 @pytest.fixture
@@ -46,13 +47,13 @@ def error_at(budget, **options):
 def planned_at(budget, monkeypatch):
     """The plans that the record of the search has."""
     given = []
-    search = vmem_jax.api.planner.search
+    run = Search.run
 
-    def recording(*args, **kwargs):
-        given.extend(tried.plan for tried in kwargs["record"].all())
-        return search(*args, **kwargs)
+    def recording(search, groups):
+        given.extend(tried.plan for tried in search.record.all())
+        return run(search, groups)
 
-    monkeypatch.setattr(vmem_jax.api.planner, "search", recording)
+    monkeypatch.setattr(Search, "run", recording)
     made = vmem_jax.jit(step, budget=budget).lower(*ARGS).compile()
     return made, given
 

@@ -23,7 +23,7 @@ from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import SubBatchError
 from vmem_jax.policy import AbstractPolicy, Auto, Infeasible, MoDNN
 from vmem_jax.policy.base import Splitting
-from vmem_jax.search.search import search
+from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family
 from vmem_jax.techniques.sub_batches import Parts, counts_of
 from vmem_jax.transfer.extension import describe
@@ -372,7 +372,7 @@ def test_planning_ends_where_more_sub_batches_cannot_win():
 
     def name(budget, splitting):
         asked.clear()
-        found = search([[Family((1, 2, 4, 8), make, splitting)]], budget)
+        found = Search(budget).run([[Family((1, 2, 4, 8), make, splitting)]])
         return found.best.variant.name if found.fits else None
 
     # the others take no fewer seconds than the first

@@ -15,10 +15,10 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.simulate import simulate
 from vmem_jax.policy import AbstractPolicy, Keep
 from vmem_jax.policy.base import Infeasible, Splitting
-from vmem_jax.search.attempt import Found, Record
+from vmem_jax.search.attempt import Found, Record, Tried
 from vmem_jax.search.log import SearchLog
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import search
+from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family, Variant
 
 PROGRAM = SHAPES["chain"]
@@ -132,16 +132,11 @@ def find(
       params: of `SearchParams`.
     """
     made = [[family(g)] if isinstance(g, Variant) else g for g in groups]
-    return search(
-        made,
-        budget,
-        untouched=without,
-        plain_need=plain_need,
-        params=SearchParams(**params),
-        log=log,
-        record=record,
-        may_stay=may_stay,
-    )
+    record = record or Record()
+    if plain_need is not None:
+        record.add(Tried(Keep().plan(PROGRAM, FAST, None), plain_need))
+    given = SearchParams(**params), log or SearchLog(), record
+    return Search(budget, without, may_stay, *given).run(made)
 
 
 __all__ = [

@@ -190,12 +190,11 @@ def test_of_plain_that_is_compiled_first_no_second_compile_is_left():
 
 
 def test_what_is_expected_to_need_far_more_than_plain_is_not_compiled():
-    least = lowest_plan(POLICIES["recompute"]()).predicted_peak
+    need = int(0.8 * lowest_plan(POLICIES["recompute"]()).predicted_peak)
     compile_plan = over(lambda plan: 0)
     one = variant(compile_plan, POLICIES["recompute"](), STILL)
-    given = {"without": untouched(compile_plan), "plain_need": least // 2, "budget": LOW + 1}
-    found = find(one, **given, may_stay=True)
-    assert not found.fits and not any(plan.fenced for plan in compile_plan.plans)
+    found = find(one, without=untouched(compile_plan), plain_need=need, budget=LOW + 1)
+    assert not found.fits and found.best.need == need and not compile_plan.plans
 
 
 # -- the stacks of a step's own loops, chosen once more

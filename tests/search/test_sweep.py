@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
@@ -11,7 +10,7 @@ from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
 from vmem_jax.api.sweep import front, sweep
 from vmem_jax.core.plan import Plan
 from vmem_jax.search.attempt import Attempt, Found, Record
-from vmem_jax.search.search import Compiles, search
+from vmem_jax.search.search import Compiles, Search
 
 
 def attempt(need: int, seconds: float) -> Attempt:
@@ -74,7 +73,8 @@ def test_no_point_is_slower_and_larger_than_another():
 def test_searches_share_what_is_compiled(compiles):
     compiler = Compiler()
     group = [family(variant(compiler, auto(("order", "recompute"))))]
-    find = functools.partial(search, [group], record=Record(), compiles=compiles)
+    record = Record()
+    find = lambda budget: Search(budget, record=record, compiles=compiles).run([group])
     points = sweep(find, 2**62, 6)
     needs = [a.need for a in points]
     assert needs == sorted(set(needs)) and LOW < needs[0] < needs[-1] <= HIGH
@@ -91,13 +91,13 @@ def test_what_an_earlier_compiled_step_showed_is_known():
         return dataclasses.replace(costs, error=0.5)
 
     one, record = variant(Compiler(), learn=learn), Record()
-    first = search([[family(one)]], BUDGET, record=record)
+    first = Search(BUDGET, record=record).run([[family(one)]])
     known = {"record": record, "compiles": Compiles.UNTRIED}
-    again = search([[family(one)]], BUDGET, **known)
+    again = Search(BUDGET, **known).run([[family(one)]])
     assert len(learned) == len(first.attempts)
     assert again.best.costs == first.best.costs and again.best.need == first.best.need
     # what was learned of one estimate of the costs says nothing of another
     other = dataclasses.replace(one, costs=dataclasses.replace(one.costs, machine="another"))
-    third = search([[family(other)]], BUDGET, **known)
+    third = Search(BUDGET, **known).run([[family(other)]])
     assert len(learned) == len(first.attempts)
     assert third.best.costs == other.costs and third.best.need == first.best.need

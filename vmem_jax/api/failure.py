@@ -65,7 +65,8 @@ def budget_error(
     peak = program.steps[timeline.order[timeline.peak_at]] if timeline.peak_at >= 0 else None
     more, holders = [*helps(best.need)], at_the_peak(program, timeline)
     at = where_peak(program, timeline)
-    if peak is None and best.compiled.memory_analysis().temp_size_in_bytes:
+    compiled = best.compiled
+    if peak is None and compiled and compiled.memory_analysis().temp_size_in_bytes:
         at = "copies of arguments that are returned in each other's places"
     if program.arguments_nbytes > budget:
         holders = arguments_and_outputs(program)

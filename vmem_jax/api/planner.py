@@ -33,7 +33,7 @@ from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.search import search
+from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.carry import carry_contexts, with_carry
@@ -103,7 +103,7 @@ def find_plan(
       plain_need: bytes that plain jit needs, where that was compiled.
       record: of earlier searches; by default that of this process, or an empty one if nothing is
         compiled.
-      compiles: as `search` has it.
+      compiles: as `Search` has it.
     """
     program = step.traced.captured.program
     if record is None and compiles is Compiles.NONE:
@@ -115,18 +115,14 @@ def find_plan(
             record.add(Tried(plan, need))
     groups = _groups(step, budget, log, record.all())
     untouched = None if program.hosted else _variant(step, Keep(), 1)
+    if untouched is not None and plain_need is not None:
+        plain = Keep().plan(program, untouched.costs, None)
+        assert isinstance(plain, Plan), "without a budget there is always a plan"
+        record.add(Tried(plain, plain_need))
+    may_stay = _may_stay(step.settings)
     with doing(f"planning {step.settings.name}"):
-        return search(
-            groups,
-            budget,
-            untouched=untouched,
-            plain_need=plain_need,
-            params=params,
-            log=log,
-            record=record,
-            compiles=compiles,
-            may_stay=_may_stay(step.settings),
-        )
+        made = Search(budget, untouched, may_stay, params, log, record, compiles)
+        return made.run(groups)
 
 
 def _may_stay(settings: Settings) -> bool:

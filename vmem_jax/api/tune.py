@@ -20,7 +20,7 @@ from vmem_jax.core.tuning import Tuning, agree
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.search.attempt import Attempt
-from vmem_jax.search.search import search
+from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family
 
 WARM_UP = 2
@@ -170,7 +170,7 @@ def replan(
     first = variant.policy.plan(program, costs, entry.budget)
     if isinstance(first, Infeasible) or first.predicted_seconds >= seconds:
         return None
-    found = search([[Family((1,), lambda count: variant)]], entry.budget)
+    found = Search(entry.budget).run([[Family((1,), lambda count: variant)]])
     best = found.best
     if best is None or not found.fits:  # by these costs the policy's plans all end too high
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan, form_of
-from vmem_jax.core.planned import predicted_need, restated
+from vmem_jax.core.planned import predicted_need, restated, simulate_plan
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.search.estimate import Estimate
 from vmem_jax.search.variant import Variant
@@ -62,6 +62,26 @@ class Attempt:
         """`need` minus the prediction with `costs`, in bytes; at least 0."""
         known = predicted_need(self.variant.program, restated(self.plan, self.costs))
         return max(self.need - known, 0)
+
+    def is_of(self, variant: Variant, plan: Plan) -> bool:
+        """Whether it does what `plan` does, for the same form of the step."""
+        return self.plan.schedule == plan.schedule and self.variant.origin is variant.origin
+
+    def is_alike(self, variant: Variant, one: Estimate) -> bool:
+        """Whether it is a plan for the step with other stacks that is predicted to be equal to the
+        plan `one` of `variant`: as many bytes are live at every step, and each takes as long. So are
+        the stacks of the step's own loops, chosen once more."""
+        program, own = variant.program, self.variant.program
+        same = (program.sub_batches, variant.policy.name, one.need) == (
+            own.sub_batches,
+            self.plan.policy,
+            self.predicted_need,
+        )
+        if not same or program.kept == own.kept:
+            return False
+        mine = simulate_plan(own, self.plan, self.variant.costs)
+        other = simulate_plan(program, one.plan, variant.costs)
+        return (mine.live_nbytes, mine.start) == (other.live_nbytes, other.start)
 
 
 @dataclasses.dataclass(frozen=True)

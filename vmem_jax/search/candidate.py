@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import simulate_plan
 from vmem_jax.errors import VmemError
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Record, Tried
@@ -56,37 +54,15 @@ class Candidate:
         off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
         return self.estimate.need + sum(off)
 
-    def is_compiled_by(self, attempt: Attempt) -> bool:
-        """Whether `attempt` is its plan for its form of the step, by any policy."""
-        variant, one = self.variant, self.estimate
-        assert variant is not None and one is not None
-        same = attempt.plan.schedule == one.plan.schedule
-        return same and attempt.variant.origin is variant.origin
-
-    def is_alike(self, attempt: Attempt) -> bool:
-        """Whether `attempt` is a plan for the step with other stacks that is predicted to be equal:
-        as many bytes are live at every step, and each takes as long. So are the stacks of the step's
-        own loops, chosen once more."""
-        variant, one = self.variant, self.estimate
-        assert variant is not None and one is not None
-        same = variant.program.sub_batches == attempt.variant.program.sub_batches
-        same &= (variant.policy.name, one.need) == (attempt.plan.policy, attempt.predicted_need)
-        if not same or variant.program.kept == attempt.variant.program.kept:
-            return False
-        other = simulate_plan(attempt.variant.program, attempt.plan, attempt.variant.costs)
-        mine = simulate_plan(variant.program, one.plan, variant.costs)
-        return (mine.live_nbytes, mine.start) == (other.live_nbytes, other.start)
-
-    def goal_by(
-        self, missed: Iterable[tuple[Attempt, Candidate]], budget: int | None
-    ) -> int | None:
+    def goal_by(self, attempts: Mapping[Attempt, Candidate], budget: int | None) -> int | None:
         """A lower goal if its plan needs too much with the lowest excess of similar variants that
-        `missed` the budget; else None."""
-        if not self.family.alike or self.is_proved or self.misses:
+        missed the budget; else None."""
+        if not self.family.alike or self.misses:
             return None  # it is like no other, or what its plan needs is known
         of_others = [
             attempt.excess
-            for attempt, other in missed
+            for attempt, other in attempts.items()
+            if not (budget is None or attempt.need <= budget)
             if other.family.alike and other.family is not self.family and other.count == self.count
         ]
         if not of_others:
@@ -123,23 +99,6 @@ def proved(
     return found
 
 
-def stays(
-    untouched: Variant, record: Record, plain_need: int | None, budget: int, tolerance: float
-) -> list[Candidate]:
-    """The step as plain jit runs it, if it is known to fit; else nothing.
-
-    Its seconds are lowered by `tolerance`: plans are faster only if they are so by that share.
-    """
-    known: list[Estimate] = [*record.candidates(untouched)]
-    if plain_need is not None and plain_need <= budget:
-        plan = untouched.policy.plan(untouched.program, untouched.costs, None)
-        assert isinstance(plan, Plan), "without a budget there is always a plan"
-        known = [Tried(plan, plain_need)]
-    seconds = lambda one: (1 - tolerance) * one.seconds
-    return [unchanged(untouched, one, seconds(one)) for one in known if one.fits(budget)]
-
-
-def unchanged(untouched: Variant, one: Estimate, seconds: float = 0.0) -> Candidate:
-    """The step as plain jit runs it, with its plan."""
-    family = Family((1,), lambda count: untouched, Splitting.WHOLE)
-    return Candidate(family, 1, untouched, seconds, one)
+def unchanged(untouched: Variant) -> Candidate:
+    """The step as plain jit runs it."""
+    return Candidate(Family((1,), lambda count: untouched, Splitting.WHOLE), 1, untouched)

@@ -9,7 +9,8 @@ A candidate is a variant in one of three states:
 A queue orders candidates by their seconds. The search takes the first one and advances it by one
 state. When a plan compiles to the budget, it is the incumbent, and the search ends when no candidate
 in the queue can be faster by the tolerance. When a plan compiles to too much, its variant needs more
-than predicted, and the candidate returns to the queue with a lower goal.
+than predicted, and the candidate returns to the queue with a lower goal. Plans that earlier searches
+compiled to the budget are in the queue from the start.
 
 Families are tried in groups; a group is tried only if no variant of the groups before it fits. If
 nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler may need
@@ -35,72 +36,44 @@ from vmem_jax.core.need import need_nbytes
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
-from vmem_jax.search.candidate import Candidate, proved, stays, unchanged
+from vmem_jax.search.candidate import Candidate, proved, unchanged
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.variant import Family, Variant
 
 
-def search(
-    groups: Sequence[Sequence[Family]],
-    budget: int | None,
-    *,
-    untouched: Variant | None = None,
-    plain_need: int | None = None,
-    params: SearchParams = DEFAULT,
-    log: SearchLog | None = None,
-    record: Record | None = None,
-    compiles: Compiles = Compiles.ALL,
-    may_stay: bool = False,
-) -> Found:
-    """The fastest plan by prediction that compiles to at most `budget` bytes.
-
-    Args:
-      groups: families; a group is tried only if nothing of the groups before it fits.
-      budget: bytes, or None for no limit.
-      untouched: the step as plain jit runs it, if the search may choose that.
-      plain_need: its need in bytes, if it was compiled.
-      record: what earlier searches for this program tried; what this one tries is added.
-      compiles: which plans are compiled.
-      may_stay: whether the untouched step is as good as any plan that is no faster; if not, it is
-        taken only where nothing else fits.
-
-    Raises:
-      HostMemoryError: every plan that fits parks more in host memory than is allowed.
-      VmemError: nothing could be planned or compiled; the first reason.
-    """
-    log, record = log or SearchLog(), record or Record()
-    given = budget, untouched, plain_need, params, log, record, compiles, may_stay
-    return _Search(*given).run(groups)
-
-
 @dataclasses.dataclass
-class _Search:
-    """The state of one search; the first fields are the arguments of `search`.
+class Search:
+    """One search, for one `run`; the fields from `queue` on are its state.
 
     Attributes:
+      budget: bytes, or None for no limit.
+      untouched: the step as plain jit runs it, if the search may choose that.
+      may_stay: whether the untouched step is as good as any plan that is no faster; if not, it is
+        taken only where nothing else fits.
+      record: plans of this program whose need is known; those that are compiled are added.
+      compiles: which plans are compiled.
       queue: (rank, order of arrival, candidate).
       over: candidates with the lowest plan that is known, which does not fit.
       attempts: what was compiled, each with its candidate.
-      known: plans that earlier searches compiled to more than the budget.
+      known: plans of the record that need more than the budget.
       opened: the variants that were queued, as family and number of sub-batches.
+      failures: what policies said that have no plan.
+      reasons: why candidates were dropped.
       lacks: what the step lacks for each policy that was asked to do more; "" for nothing.
       best: the incumbent.
-      proved: the fastest plan that is known to fit and is in no queue yet; its seconds are those
-        that make it as good as another one.
-      has_stayed: whether the untouched step was compiled.
       is_last: nothing else is left to try, so no compile is reserved.
+      pushed: how many candidates arrived in the queue.
     """
 
     budget: int | None
-    untouched: Variant | None
-    plain_need: int | None
-    params: SearchParams
-    log: SearchLog
-    record: Record
-    compiles: Compiles
-    may_stay: bool
+    untouched: Variant | None = None
+    may_stay: bool = False
+    params: SearchParams = DEFAULT
+    log: SearchLog = dataclasses.field(default_factory=SearchLog)
+    record: Record = dataclasses.field(default_factory=Record)
+    compiles: Compiles = Compiles.ALL
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
     failures: list[Infeasible] = dataclasses.field(default_factory=list)
@@ -110,41 +83,49 @@ class _Search:
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
     lacks: list[str] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
-    proved: Candidate | None = None
-    has_stayed: bool = False
     is_last: bool = False
     pushed: int = 0
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
-        for i, group in enumerate(groups):
-            self.proved = self._proved_beyond(itertools.chain.from_iterable(groups[i + 1 :]))
+        """The fastest plan by prediction that compiles to at most `budget` bytes.
+
+        Args:
+          groups: families; a group is tried only if nothing of the groups before it fits.
+
+        Raises:
+          HostMemoryError: every plan that fits parks more in host memory than is allowed.
+          VmemError: nothing could be planned or compiled; the first reason.
+        """
+        self._recall_others(itertools.chain.from_iterable(groups[1:]))
+        for group in groups:
             for family in group:
                 self._open(family, family.counts[0], 0.0)
             self._work_off()
             self._try_between()
-            if self.best is None and self.budget is not None and group is not groups[-1]:
-                self._compile_lowest(1, self.params.near * self.budget)
+            if group is not groups[-1]:
+                self._compile_lowest(1, self.params.near * self._limit)
             if self.best is not None:
                 return self._found(self.best)
         planned = self.attempts or self.over or self.failures
         if not planned and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         self.is_last = True
-        if self._is_far():
+        if self.may_stay and self._is_far():
             self._compile_untouched()
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
             self._compile_untouched()
-        if self.best is not None:
-            return self._found(self.best)
+        return self._found(self.best) if self.best is not None else self._none_fits()
+
+    def _none_fits(self) -> Found:
+        """The lowest peak that is known, or why there is none."""
         for reason in self.reasons:
             if isinstance(reason, HostMemoryError):  # with more of that there would be a plan
                 raise reason
         if self.lacks and all(self.lacks):
             raise LayersError(self.lacks[0])
-        if self.attempts:
-            every = [*self.attempts, *self.known]
-            return self._found(min(every, key=lambda attempt: attempt.need))
+        if self._missed:
+            return self._found(min(self._missed, key=lambda attempt: attempt.need))
         if self.failures:
             failure = min(self.failures, key=lambda one: one.minimum_peak)
             return Found(None, False, (), failure)
@@ -161,13 +142,28 @@ class _Search:
         return Found(best, self._fits(best), (*others, best))
 
     @property
+    def _limit(self) -> float:
+        """Bytes, infinite without a budget."""
+        return math.inf if self.budget is None else self.budget
+
+    @property
     def _spare(self) -> int:
-        """Compiles that are left; one belongs to the untouched program: it bounds the lowest peak."""
-        kept = self.best is None and self.untouched is not None and not self.has_stayed
+        """Compiles that are left; one belongs to the untouched step, which bounds the lowest peak."""
+        kept = self.best is None and self._plain is not None
         return self.params.max_compiles - len(self.attempts) - kept
 
+    @property
+    def _missed(self) -> list[Attempt]:
+        """What is known to need too much."""
+        return [*(one for one in self.attempts if not self._fits(one)), *self.known]
+
+    @property
+    def _least(self) -> float:
+        """Bytes of the smallest plan that is known to need too much."""
+        return min((one.need for one in self._missed), default=math.inf)
+
     def _fits(self, attempt: Attempt) -> bool:
-        return self.budget is None or attempt.need <= self.budget
+        return attempt.need <= self._limit
 
     def _push(self, candidate: Candidate, **changes: Any) -> None:
         """Queues a candidate with these fields changed."""
@@ -193,17 +189,10 @@ class _Search:
         seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
         self._open_next(candidate, Splitting.FEWEST, seconds)
 
-    def _give_up(self, candidate: Candidate) -> None:
-        """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
-        self.over.append(candidate)
-        self._failed(candidate)
-
     # -- the stages
 
     def _advance(self, candidate: Candidate) -> None:
-        """Advances a candidate by one state, unless it cannot beat the incumbent, or what is known to
-        fit."""
-        self._takes_proved(candidate.seconds)
+        """Advances a candidate by one state, unless it cannot beat the incumbent."""
         if self.best is not None:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
@@ -215,9 +204,9 @@ class _Search:
             if candidate.variant is None:
                 self._bound(candidate)
             elif candidate.estimate is None:
-                self._plan(candidate)
+                self._plan(candidate, candidate.variant)
             else:
-                self._compile(candidate)
+                self._compile(candidate, candidate.variant, candidate.estimate)
         except (LayersError, HostMemoryError, CompileError) as error:
             self._drop(candidate, error)
 
@@ -235,18 +224,11 @@ class _Search:
         free = bounding.lower_bound()  # whatever memory it takes
         self._open_next(candidate, Splitting.FASTEST, free)
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
-        for tried in self.record.candidates(variant):
-            if tried.fits(self.budget):
-                self._push(candidate, estimate=tried, seconds=tried.seconds)
-            else:
-                need = tried.need
-                self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
+        self._recall(candidate, variant)
         self._push(candidate, seconds=bounding.lower_bound(self.budget))
 
-    def _plan(self, candidate: Candidate) -> None:
+    def _plan(self, candidate: Candidate, variant: Variant) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
-        variant = candidate.variant
-        assert variant is not None
         missed = candidate.misses[-1] if candidate.misses else None
         before = Estimate(missed.plan, missed.predicted_need) if missed else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
@@ -263,103 +245,66 @@ class _Search:
             self.log.add(What.OVER, variant.name, found.seconds, found.need)
             self._give_up(dataclasses.replace(candidate, estimate=found))
 
-    def _compile(self, candidate: Candidate) -> None:
+    def _give_up(self, candidate: Candidate) -> None:
+        """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
+        self.over.append(candidate)
+        self._failed(candidate)
+
+    def _compile(self, candidate: Candidate, variant: Variant, one: Estimate) -> None:
         """Compiles its plan. If that needs too much, the candidate returns with a lower goal."""
-        variant, misses = candidate.variant, candidate.misses
-        assert variant is not None and candidate.estimate is not None
-        spare = self._spare
+        spare, misses = self._spare, candidate.misses
+        if candidate.is_proved:
+            if spare > 0:  # if it does not fit again, its variant has a turn of its own
+                self._attempt(candidate, variant, one)
+            return
         if self.best is None and not self.is_last:
             spare -= self.params.reserved_compiles
-        known = self._known(candidate)
-        if spare <= 0 or len(misses) >= self.params.compiles_per_variant or known in misses:
+        known = self._known(variant, one)
+        is_used_up = spare <= 0 or len(misses) >= self.params.compiles_per_variant
+        if is_used_up or known in misses or self._is_alike(variant, one):
             self._give_up(candidate)
-        elif known is not None and not self._fits(known):  # compiled before for another variant
-            self._again(candidate, known)
-        elif (goal := candidate.goal_by(self._missed(), self.budget)) is not None:
+        elif known is not None:  # compiled before for another variant
+            self._again(candidate, variant, known)
+        elif (goal := candidate.goal_by(self.attempts, self.budget)) is not None:
             self._push(candidate, estimate=None, goal=goal)
         else:
-            attempt = self._attempt(candidate)
+            attempt = self._attempt(candidate, variant, one)
             if attempt is not None and not self._fits(attempt):
-                self._again(candidate, attempt)
+                self._again(candidate, variant, attempt)
 
-    def _proved_beyond(self, later: Iterable[Family]) -> Candidate | None:
-        """The best plan that is known to fit: of `later` groups, or the untouched step."""
-        if self.budget is None:
-            return None
-        tolerance = self.params.time_tolerance
-        found = proved(later, self.record, self.budget, tolerance)
-        if self.untouched is not None and self.may_stay:
-            found += stays(self.untouched, self.record, self.plain_need, self.budget, tolerance)
-        return min(found, key=lambda one: one.seconds, default=None)
+    def _known(self, variant: Variant, one: Estimate) -> Attempt | None:
+        """The attempt that missed with this plan for this form of the step, by any policy."""
+        missed = (a for a in self.attempts if not self._fits(a))
+        return next((a for a in missed if a.is_of(variant, one.plan)), None)
 
-    def _takes_proved(self, seconds: float) -> bool:
-        """Compiles the plan that is known to fit, if it is as good as any that takes so long or
-        longer; whether it fits again."""
-        one = self.proved
-        if self.best is not None or one is None or one.seconds > seconds:
-            return False
-        self.proved = None
-        self.has_stayed |= one.variant is self.untouched
-        attempt = self._attempt(one)
-        return attempt is not None and self._fits(attempt)
+    def _is_alike(self, variant: Variant, one: Estimate) -> bool:
+        """Whether a plan alike missed by more than such plans differ."""
+        most = self._limit / self.params.same
+        return any(a.need > most and a.is_alike(variant, one) for a in self.attempts)
 
-    def _known(self, candidate: Candidate) -> Attempt | None:
-        """The attempt that tells what the plan of `candidate` compiles to: the same plan for the same
-        form of the step, by any policy; or one alike that missed by more than such plans differ."""
-        known = next(filter(candidate.is_compiled_by, self.attempts), None)
-        if known is not None or candidate.is_proved or self.budget is None:
-            return known
-        most = self.budget / self.params.same
-        return next((a for a in self.attempts if a.need > most and candidate.is_alike(a)), None)
-
-    def _missed(self) -> list[tuple[Attempt, Candidate]]:
-        """What compiled to too much, with the candidates whose plans these are."""
-        return [(a, other) for a, other in self.attempts.items() if not self._fits(a)]
-
-    def _try_between(self) -> None:
-        """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
-        was tried, by bisection, as long as its bound leaves enough to gain."""
-        while self.best is not None and self._spare > 0:
-            won = self.attempts[self.best]
-            family, count = won.family, won.count
-            fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
-            wanted = fewer and family.splitting is Splitting.FASTEST
-            between = family.between(fewer, count) if wanted else 0
-            if not between:
-                return
-            bound = (family.bounded_by or family.make)(fewer).lower_bound(self.budget)
-            enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
-            if bound >= (1 - family.must_gain) * enough:
-                return
-            self._open(family, between, bound)
-            self._work_off()
-
-    def _again(self, candidate: Candidate, attempt: Attempt) -> None:
+    def _again(self, candidate: Candidate, variant: Variant, attempt: Attempt) -> None:
         """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
         corrected costs, and after its first miss also without transfers."""
-        variant, misses = candidate.variant, candidate.misses
-        assert variant is not None and self.budget is not None, "without a budget everything fits"
+        assert self.budget is not None and candidate.goal is not None, "else everything fits"
+        misses = candidate.misses
         changed = attempt.plan.moves or attempt.plan.divided
         if changed and not misses and variant.program.sub_batches == 1:
             still = variant.without_transfers
             self._push(candidate, variant=still, estimate=None, goal=self.budget)
-        if variant.origin is attempt.variant.origin:  # the steps of another have other numbers
-            variant = dataclasses.replace(variant, costs=attempt.costs)
         # subtract the excess over the corrected prediction, and a little more each time, since
         # freeing other values moves the peak
         step = int(len(misses) * self.params.memory_step * self.budget)
         goal = self.budget - attempt.excess - step
-        if attempt.need <= attempt.predicted_need and candidate.goal is not None:
+        if attempt.need <= attempt.predicted_need:
             # the peak is not where it is predicted, so only what is missing says what to take off
             goal = min(goal, candidate.goal - (attempt.need - self.budget))
+        variant = dataclasses.replace(variant, costs=attempt.costs)
         misses = *misses, attempt
         self._push(candidate, variant=variant, estimate=None, goal=goal, misses=misses)
 
-    def _attempt(self, candidate: Candidate) -> Attempt | None:
+    def _attempt(self, candidate: Candidate, variant: Variant, one: Estimate) -> Attempt | None:
         """Compiles its plan and logs that; None if it does not compile or run here. It may have been
         planned for less than the user's budget."""
-        variant, one = candidate.variant, candidate.estimate
-        assert variant is not None and one is not None
         compiled, need, costs = None, one.need, variant.costs
         known = self.compiles is not Compiles.ALL
         if known and (tried := self.record.of_schedule(variant, one.plan)) is not None:
@@ -388,93 +333,124 @@ class _Search:
             self.log.add(What.MISSED, variant.name, one.seconds, need, why)
         return attempt
 
+    def _try_between(self) -> None:
+        """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
+        was tried, by bisection, as long as its bound leaves enough to gain."""
+        while self.best is not None and self._spare > 0:
+            won = self.attempts[self.best]
+            family, count = won.family, won.count
+            fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
+            wanted = fewer and family.splitting is Splitting.FASTEST
+            between = family.between(fewer, count) if wanted else 0
+            if not between:
+                return
+            bound = (family.bounded_by or family.make)(fewer).lower_bound(self.budget)
+            enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
+            if bound >= (1 - family.must_gain) * enough:
+                return
+            self._open(family, between, bound)
+            self._work_off()
+
+    # -- what is known to fit
+
+    def _recall_others(self, later: Iterable[Family]) -> None:
+        """Queues what is known to fit of `later` groups, and the untouched step."""
+        if self.budget is None:
+            return
+        tolerance = self.params.time_tolerance
+        for one in proved(later, self.record, self.budget, tolerance):
+            self._push(one)
+        if self.untouched is not None:  # plans are faster only if they are so by the tolerance
+            plain = unchanged(self.untouched)
+            self._recall(plain, self.untouched, 1 - tolerance, self.may_stay)
+
+    def _recall(
+        self, candidate: Candidate, variant: Variant, share: float = 1.0, queued: bool = True
+    ) -> None:
+        """Queues the plans of a variant that are known to fit, with this share of their seconds, and
+        notes what others need."""
+        for tried in self.record.candidates(variant):
+            if not tried.fits(self.budget):
+                need = tried.need
+                self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
+            elif queued:
+                self._push(candidate, estimate=tried, seconds=share * tried.seconds)
+
     # -- if nothing is predicted to fit
 
     def _compile_lowest(self, most: int, limit: float = math.inf) -> None:
-        """Compiles the plans with the lowest predicted needs until one fits or none can be lower.
+        """Compiles the plans with the lowest expected needs until one fits or none can be lower.
 
         Args:
           most: how many plans to compile.
-          limit: bytes; plans that are expected to need more are skipped.
+          limit: bytes; plans that are expected to need more are left.
         """
         compiled: list[Attempt] = []
-        while self.over and self.best is None and self._spare > 0:
+        while self.over and self.best is None and self._spare > 0 and len(compiled) < most:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            if candidate.expected > limit or len(compiled) >= most:
-                return
-            self.over.remove(candidate)
-            if candidate.expected >= self.params.far * self._least():
-                continue  # another plan compiled to far less than this one is expected to
-            known = self._known(candidate)
-            if known is not None and (known in candidate.misses or candidate.is_compiled_by(known)):
-                continue
+            if candidate.expected > min(limit, self.params.far * self._least):
+                return  # or another plan compiled to far less than this one is expected to
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
-            if self._takes_proved(one.seconds):
-                return
-            attempt = known or self._attempt(candidate)
-            if attempt is None:
+            self.over.remove(candidate)
+            if self._known(variant, one) is not None or self._is_alike(variant, one):
+                continue
+            attempt = self._attempt(candidate, variant, one)
+            if attempt is None or self._fits(attempt):
                 continue
             compiled.append(attempt)
-            if self._fits(attempt):
-                return
-            near = self.budget is not None and attempt.need <= self.params.near * self.budget
-            same = attempt.variant.origin is variant.origin
-            is_corrected = same and attempt.costs != variant.costs  # by the compiled step
-            if near or is_corrected:
-                self._again(candidate, attempt)
+            is_corrected = attempt.costs != variant.costs  # by the compiled step
+            if is_corrected or attempt.need <= self.params.near * self._limit:
+                self._again(candidate, variant, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
-                self.over += self._less_extreme(candidate, attempt)
-
-    def _least(self) -> float:
-        """Bytes of the smallest plan that is known."""
-        known = [attempt.need for attempt in self.attempts]
-        known += [self.plain_need] if self.may_stay and self.plain_need is not None else []
-        return min(known, default=math.inf)
-
-    def _is_far(self) -> bool:
-        """Whether all plans are expected to need far more than the budget, and than the step as plain
-        jit runs it may need."""
-        if self.untouched is None or self.plain_need is not None or not self.may_stay:
-            return False
-        near = self.params.near * (self.budget or math.inf)
-        near = max(near, self.params.far * self.untouched.program.arguments_nbytes)
-        return bool(self.over) and self._lowest_over().expected > near
+                self.over += self._less_extreme(candidate, variant, attempt)
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
         about as much the fastest, since whether one fits does not depend on so little."""
-        lowest = min(self.over, key=lambda one: (not one.is_proved, one.expected))
-        limit = min(lowest.expected / self.params.same, self.budget or math.inf)
-        as_low = [one for one in self.over if one.expected <= limit and not lowest.is_proved]
+        lowest = min(self.over, key=lambda one: one.expected)
+        limit = min(lowest.expected / self.params.same, self._limit)
+        as_low = [one for one in self.over if one.expected <= limit]
         seconds = lambda one: one.estimate.seconds if one.estimate else math.inf
         return min(as_low, default=lowest, key=seconds)
 
-    def _less_extreme(self, candidate: Candidate, attempt: Attempt) -> list[Candidate]:
+    def _less_extreme(
+        self, candidate: Candidate, variant: Variant, attempt: Attempt
+    ) -> list[Candidate]:
         """Plans for somewhat more than the lowest predicted peak, which compiled to far more than
         predicted. They recompute less, are predicted to need more, and compile to less."""
-        variant = candidate.variant
-        assert variant is not None
         peaks = (int(factor * attempt.plan.predicted_peak) for factor in self.params.less_extreme)
         found = [planned(variant, peak, self.log) for peak in peaks]
         lower = (o for o in found if isinstance(o, Estimate) and o.need < attempt.need)
         return [dataclasses.replace(candidate, estimate=one) for one in lower]
 
+    # -- the untouched step
+
+    @property
+    def _plain(self) -> Variant | None:
+        """The untouched step, unless it is known what it needs, and that this is too much."""
+        is_known = any(one.variant is self.untouched for one in self._missed)
+        return None if is_known else self.untouched
+
+    def _is_far(self) -> bool:
+        """Whether all plans are expected to need far more than the budget, and than the untouched
+        step may need."""
+        if self._plain is None or not self.over:
+            return False
+        least = self.params.far * self._plain.program.arguments_nbytes
+        return self._lowest_over().expected > max(self.params.near * self._limit, least)
+
     def _compile_untouched(self) -> None:
-        """Compiles the step as plain jit runs it, unless it is known to need more than another plan.
+        """Compiles the untouched step, unless its arguments alone need more than another plan.
 
         Its prediction does not tell: XLA fuses what is predicted as arrays, products too.
         """
-        untouched = self.untouched
-        if untouched is None or self.has_stayed:
+        plain = self._plain
+        if plain is None or plain.program.arguments_nbytes >= self._least:
             return
-        least = self.plain_need or untouched.program.arguments_nbytes
-        if least >= min((a.need for a in self.attempts), default=math.inf):
-            return
-        self.has_stayed = True
-        one = planned(untouched, None, self.log)
+        one = planned(plain, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
-        self._attempt(unchanged(untouched, one))
+        self._attempt(unchanged(plain), plain, one)
