@@ -14,7 +14,7 @@ from typing import Any
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan, form_of
-from vmem_jax.core.planned import predicted_need, restated, simulate_plan
+from vmem_jax.core.planned import predicted_need, restated
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.search.estimate import Estimate
 from vmem_jax.search.variant import Variant
@@ -71,16 +71,9 @@ class Attempt:
         """Whether it is a plan for the step with other stacks that is predicted to be equal to the
         plan `one` of `variant`: as many bytes are live at every step, and each takes as long. So are
         the stacks of the step's own loops, chosen once more."""
-        program, own = variant.program, self.variant.program
-        same = (program.sub_batches, variant.policy.name, one.need) == (
-            own.sub_batches,
-            self.plan.policy,
-            self.predicted_need,
-        )
-        if not same or program.kept == own.kept:
+        if self.plan.kept == one.plan.kept or self.predicted_need != one.need:
             return False
-        mine = simulate_plan(own, self.plan, self.variant.costs)
-        other = simulate_plan(program, one.plan, variant.costs)
+        mine, other = self.variant.timeline(self.plan), variant.timeline(one.plan)
         return (mine.live_nbytes, mine.start) == (other.live_nbytes, other.start)
 
 

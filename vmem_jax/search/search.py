@@ -22,21 +22,23 @@ programming problems", Econometrica 28 (1960).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
 
 from vmem_jax.core.need import need_nbytes
+from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Infeasible, Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
-from vmem_jax.search.candidate import Candidate, proved, unchanged
+from vmem_jax.search.candidate import Candidate, unchanged
 from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
@@ -59,12 +61,10 @@ class Search:
       attempts: what was compiled, each with its candidate.
       known: plans of the record that need more than the budget.
       opened: the variants that were queued, as family and number of sub-batches.
-      failures: what policies said that have no plan.
+      answers: what came of planning each candidate.
       reasons: why candidates were dropped.
-      lacks: what the step lacks for each policy that was asked to do more; "" for nothing.
       best: the incumbent.
       is_last: nothing else is left to try, so no compile is reserved.
-      pushed: how many candidates arrived in the queue.
     """
 
     budget: int | None
@@ -76,15 +76,14 @@ class Search:
     compiles: Compiles = Compiles.ALL
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
-    failures: list[Infeasible] = dataclasses.field(default_factory=list)
+    answers: list[Estimate | Infeasible] = dataclasses.field(default_factory=list)
     reasons: list[VmemError] = dataclasses.field(default_factory=list)
     attempts: dict[Attempt, Candidate] = dataclasses.field(default_factory=dict)
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
-    lacks: list[str] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
     is_last: bool = False
-    pushed: int = 0
+    arrivals: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
         """The fastest plan by prediction that compiles to at most `budget` bytes.
@@ -96,7 +95,8 @@ class Search:
           HostMemoryError: every plan that fits parks more in host memory than is allowed.
           VmemError: nothing could be planned or compiled; the first reason.
         """
-        self._recall_others(itertools.chain.from_iterable(groups[1:]))
+        if self.budget is not None:
+            self._recall_others(itertools.chain.from_iterable(groups[1:]))
         for group in groups:
             for family in group:
                 self._open(family, family.counts[0], 0.0)
@@ -106,15 +106,17 @@ class Search:
                 self._compile_lowest(1, self.params.near * self._limit)
             if self.best is not None:
                 return self._found(self.best)
-        planned = self.attempts or self.over or self.failures
-        if not planned and self.reasons and isinstance(self.reasons[0], LayersError):
+        if not self.answers and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         self.is_last = True
-        if self.may_stay and self._is_far():
-            self._compile_untouched()
+        lowest = min(map(self._expected, self.over), default=0)
+        if self.may_stay and lowest > self.params.near * self._limit:
+            self._compile_untouched(
+                lowest / self.params.far
+            )  # it may need far less than the others
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
-            self._compile_untouched()
+            self._compile_untouched(self._least)
         return self._found(self.best) if self.best is not None else self._none_fits()
 
     def _none_fits(self) -> Found:
@@ -122,12 +124,13 @@ class Search:
         for reason in self.reasons:
             if isinstance(reason, HostMemoryError):  # with more of that there would be a plan
                 raise reason
-        if self.lacks and all(self.lacks):
-            raise LayersError(self.lacks[0])
+        lacks = [one.lacks for one in self.answers]
+        if lacks and all(lacks):
+            raise LayersError(lacks[0])
         if self._missed:
             return self._found(min(self._missed, key=lambda attempt: attempt.need))
-        if self.failures:
-            failure = min(self.failures, key=lambda one: one.minimum_peak)
+        if failures := [one for one in self.answers if isinstance(one, Infeasible)]:
+            failure = min(failures, key=lambda one: one.minimum_peak)
             return Found(None, False, (), failure)
         assert self.reasons, "every candidate has a plan, a failure or a reason"
         raise self.reasons[0]
@@ -162,14 +165,25 @@ class Search:
         """Bytes of the smallest plan that is known to need too much."""
         return min((one.need for one in self._missed), default=math.inf)
 
+    def _expected(self, candidate: Candidate) -> int:
+        """The expected need of its plan in bytes: the prediction plus the excess of the variant's
+        last compiled plan, or less what that compiled to below its prediction; before one is
+        compiled, plus the lowest excess of similar variants that need too much."""
+        assert candidate.estimate is not None
+        missed = (a for a, other in self.attempts.items() if other.is_like(candidate))
+        excess = min((a.excess for a in missed if not self._fits(a)), default=0)
+        if candidate.misses:
+            last = candidate.misses[-1]
+            excess = last.excess or min(last.need - last.predicted_need, 0)
+        return candidate.estimate.need + excess
+
     def _fits(self, attempt: Attempt) -> bool:
         return attempt.need <= self._limit
 
     def _push(self, candidate: Candidate, **changes: Any) -> None:
         """Queues a candidate with these fields changed."""
-        self.pushed += 1
         candidate = dataclasses.replace(candidate, **changes)
-        heapq.heappush(self.queue, (candidate.rank, self.pushed, candidate))
+        heapq.heappush(self.queue, (candidate.rank, next(self.arrivals), candidate))
 
     def _open(self, family: Family, count: int, seconds: float) -> None:
         """Queues the variant of `family` in `count` sub-batches, once; its bound is `seconds`."""
@@ -177,8 +191,9 @@ class Search:
             self.opened.append((family, count))
             self._push(Candidate(family, count, seconds=seconds, goal=self.budget))
 
-    def _open_next(self, candidate: Candidate, wanted: Splitting, seconds: float) -> None:
-        """Queues the next number of sub-batches of a family that wants the one that is `wanted`."""
+    def _open_next(self, candidate: Candidate, wanted: Splitting, seconds: float = 0.0) -> None:
+        """Queues the next number of sub-batches of a family that wants the one that is `wanted`; its
+        bound is `seconds`."""
         family = candidate.family
         later = [count for count in family.counts if count > candidate.count]
         if later and family.splitting is wanted:
@@ -186,8 +201,7 @@ class Search:
 
     def _failed(self, candidate: Candidate) -> None:
         """It does not fit: a family that wants the fewest sub-batches tries the next number."""
-        seconds = candidate.variant.lower_bound() if candidate.variant else candidate.seconds
-        self._open_next(candidate, Splitting.FEWEST, seconds)
+        self._open_next(candidate, Splitting.FEWEST)
 
     # -- the stages
 
@@ -197,8 +211,8 @@ class Search:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
                 if candidate.variant is not None:
-                    name, seconds = candidate.variant.name, candidate.seconds
-                    self.log.add(What.PRUNED, name, seconds, why="what fits is as fast")
+                    why = "what fits is as fast"
+                    self.log.add(What.PRUNED, candidate.variant.name, candidate.seconds, why=why)
                 return
         try:
             if candidate.variant is None:
@@ -232,10 +246,9 @@ class Search:
         missed = candidate.misses[-1] if candidate.misses else None
         before = Estimate(missed.plan, missed.predicted_need) if missed else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
-        self.lacks.append(found.lacks)
+        self.answers.append(found)
         if isinstance(found, Infeasible):
             self.log.add(What.OVER, variant.name, nbytes=found.minimum_peak)
-            self.failures.append(found)
             self._failed(candidate)
         elif found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
             # nothing reaches the lowered goal, but the heap may lose less with this plan
@@ -243,7 +256,7 @@ class Search:
             self._push(candidate, estimate=found, seconds=found.seconds)
         else:
             self.log.add(What.OVER, variant.name, found.seconds, found.need)
-            self._give_up(dataclasses.replace(candidate, estimate=found))
+            self._give_up(dataclasses.replace(candidate, estimate=found, seconds=found.seconds))
 
     def _give_up(self, candidate: Candidate) -> None:
         """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
@@ -265,7 +278,9 @@ class Search:
             self._give_up(candidate)
         elif known is not None:  # compiled before for another variant
             self._again(candidate, variant, known)
-        elif (goal := candidate.goal_by(self.attempts, self.budget)) is not None:
+        elif not misses and (expected := self._expected(candidate)) > self._limit:
+            # it is planned again, as similar variants take more than predicted
+            goal = int(self._limit) - (expected - one.need)
             self._push(candidate, estimate=None, goal=goal)
         else:
             attempt = self._attempt(candidate, variant, one)
@@ -323,14 +338,14 @@ class Search:
         plan = dataclasses.replace(one.plan, budget=self.budget)
         attempt = Attempt(variant, plan, compiled, need, one.need, costs)
         self.attempts[attempt] = candidate
-        if self._fits(attempt):
-            self.log.add(What.COMPILED, variant.name, one.seconds, need)
-            if self.best is None or one.seconds < self.best.plan.predicted_seconds:
-                self.best = attempt
-        else:
+        if not self._fits(attempt):
             there = show_nbytes(self.budget or 0)
             why = f"{show_nbytes(one.need)} were predicted, {there} are there"
             self.log.add(What.MISSED, variant.name, one.seconds, need, why)
+            return attempt
+        self.log.add(What.COMPILED, variant.name, one.seconds, need)
+        if self.best is None or one.seconds < self.best.plan.predicted_seconds:
+            self.best = attempt
         return attempt
 
     def _try_between(self) -> None:
@@ -351,30 +366,44 @@ class Search:
             self._open(family, between, bound)
             self._work_off()
 
-    # -- what is known to fit
+    # -- what is known
 
     def _recall_others(self, later: Iterable[Family]) -> None:
-        """Queues what is known to fit of `later` groups, and the untouched step."""
-        if self.budget is None:
-            return
-        tolerance = self.params.time_tolerance
-        for one in proved(later, self.record, self.budget, tolerance):
-            self._push(one)
-        if self.untouched is not None:  # plans are faster only if they are so by the tolerance
-            plain = unchanged(self.untouched)
-            self._recall(plain, self.untouched, 1 - tolerance, self.may_stay)
+        """Queues what is known to fit of `later` groups, and the untouched step.
+
+        The former take as long as a step that waits for every copy, raised by the tolerance: a plan
+        of other families that takes longer is worse, whatever hides copies. Of the latter the seconds
+        are lowered: plans are faster only if they are so by the tolerance.
+        """
+        share = 1 - self.params.time_tolerance
+        policies = {tried.plan.policy for tried in self.record.all() if tried.fits(self.budget)}
+        for family in later if policies else ():
+            with contextlib.suppress(VmemError):
+                for count in family.counts:
+                    variant = family.make(count)
+                    if variant.policy.name not in policies:
+                        break
+                    one = Candidate(family, count, variant)
+                    self._recall(one, variant, 1 / share, variant.unhidden_seconds)
+        if self.untouched is not None:
+            share = share if self.may_stay else math.inf
+            self._recall(unchanged(self.untouched), self.untouched, share)
 
     def _recall(
-        self, candidate: Candidate, variant: Variant, share: float = 1.0, queued: bool = True
+        self,
+        candidate: Candidate,
+        variant: Variant,
+        share: float = 1.0,
+        seconds: Callable[[Plan], float] = lambda plan: plan.predicted_seconds,
     ) -> None:
-        """Queues the plans of a variant that are known to fit, with this share of their seconds, and
-        notes what others need."""
+        """Queues the plans of a variant that are known to fit, at a share of their seconds unless
+        that is infinite, and notes what the others need."""
         for tried in self.record.candidates(variant):
+            need, queued_at = tried.need, share * seconds(tried.plan)
             if not tried.fits(self.budget):
-                need = tried.need
                 self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
-            elif queued:
-                self._push(candidate, estimate=tried, seconds=share * tried.seconds)
+            elif queued_at < math.inf:
+                self._push(candidate, estimate=tried, seconds=queued_at)
 
     # -- if nothing is predicted to fit
 
@@ -390,7 +419,7 @@ class Search:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            if candidate.expected > min(limit, self.params.far * self._least):
+            if self._expected(candidate) > min(limit, self.params.far * self._least):
                 return  # or another plan compiled to far less than this one is expected to
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
@@ -411,11 +440,10 @@ class Search:
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
         about as much the fastest, since whether one fits does not depend on so little."""
-        lowest = min(self.over, key=lambda one: one.expected)
-        limit = min(lowest.expected / self.params.same, self._limit)
-        as_low = [one for one in self.over if one.expected <= limit]
-        seconds = lambda one: one.estimate.seconds if one.estimate else math.inf
-        return min(as_low, default=lowest, key=seconds)
+        lowest = min(self.over, key=self._expected)
+        limit = min(self._expected(lowest) / self.params.same, self._limit)
+        as_low = [one for one in self.over if self._expected(one) <= limit]
+        return min(as_low, default=lowest, key=lambda one: one.seconds)
 
     def _less_extreme(
         self, candidate: Candidate, variant: Variant, attempt: Attempt
@@ -425,7 +453,7 @@ class Search:
         peaks = (int(factor * attempt.plan.predicted_peak) for factor in self.params.less_extreme)
         found = [planned(variant, peak, self.log) for peak in peaks]
         lower = (o for o in found if isinstance(o, Estimate) and o.need < attempt.need)
-        return [dataclasses.replace(candidate, estimate=one) for one in lower]
+        return [dataclasses.replace(candidate, estimate=o, seconds=o.seconds) for o in lower]
 
     # -- the untouched step
 
@@ -435,21 +463,13 @@ class Search:
         is_known = any(one.variant is self.untouched for one in self._missed)
         return None if is_known else self.untouched
 
-    def _is_far(self) -> bool:
-        """Whether all plans are expected to need far more than the budget, and than the untouched
-        step may need."""
-        if self._plain is None or not self.over:
-            return False
-        least = self.params.far * self._plain.program.arguments_nbytes
-        return self._lowest_over().expected > max(self.params.near * self._limit, least)
-
-    def _compile_untouched(self) -> None:
-        """Compiles the untouched step, unless its arguments alone need more than another plan.
+    def _compile_untouched(self, least: float) -> None:
+        """Compiles the untouched step, unless its arguments alone need `least` bytes, as others do.
 
         Its prediction does not tell: XLA fuses what is predicted as arrays, products too.
         """
         plain = self._plain
-        if plain is None or plain.program.arguments_nbytes >= self._least:
+        if plain is None or plain.program.arguments_nbytes >= least:
             return
         one = planned(plain, None, self.log)
         assert isinstance(one, Estimate), "without a budget there is always a plan"
