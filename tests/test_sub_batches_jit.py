@@ -300,7 +300,8 @@ class Timid(AbstractPolicy):
 
     def plan(self, program, costs, budget):
         if program.sub_batches > 1:
-            return Infeasible(self.name, budget, 2**40, at="")
+            most = Auto(allow=("order",)).plan(program, costs, None)
+            return Infeasible(self.name, budget, 2**40, at="", plan=most)
         return Auto(allow=("order",)).plan(program, costs, budget)
 
 

@@ -100,25 +100,15 @@ def test_nothing_is_planned_for_less_than_is_resident(heap):
     assert min(goal for _, goal in policy.asked) > LOW
 
 
-class Short(POLICIES["recompute"]):
-    """A policy of which nothing fits."""
-
-    def __init__(self, plan=None) -> None:
-        object.__setattr__(self, "lowest", plan)
-
-    def plan(self, program, costs, budget):
-        return Infeasible("short", budget, BUDGET + 1, "there", plan=self.lowest)
-
-
-def test_where_a_policy_names_no_plan_its_failure_is_returned():
-    one = estimated(Short())
-    assert isinstance(one, Infeasible) and one.minimum_peak == BUDGET + 1
-
-
 def test_where_a_policy_names_its_lowest_plan_that_is_the_estimate():
     lowest = dataclasses.replace(lowest_plan(POLICIES["recompute"]()), policy="short")
-    one = estimated(Short(lowest), LOW + 1)
-    assert one.plan == lowest and not one.fits(LOW + 1)
+
+    class Short(POLICIES["recompute"]):
+        def plan(self, program, costs, budget):
+            return Infeasible("short", budget, BUDGET + 1, "there", plan=lowest)
+
+    one = estimated(Short(), LOW + 1)
+    assert one.plan == lowest and one.is_lowest and not one.fits(LOW + 1)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_what_is_proved_is_not_planned():
     class Blind(Recording):
         def plan(self, program, costs, budget):
             self.asked.append(budget)
-            return Infeasible("auto", budget, HIGH, "")
+            return Infeasible("auto", budget, HIGH, "", plan=plan_for(HIGH))
 
     found = find(variant(compile_plan, Blind(STAYING), STILL), record=record(known))
     assert found.fits and [p.order for p in compile_plan.plans] == [known[0].order]

@@ -420,18 +420,6 @@ def test_nothing_over_the_budget_fits_and_the_error_names_the_lowest():
     assert error.lowest_plan.budget == error.lowest_peak
 
 
-def test_an_error_is_the_policys_own_where_it_names_no_plan():
-    class Blind(POLICIES["recompute"]):
-        def plan(self, program, costs, budget):
-            return Infeasible("blind", budget, budget + 5, "there", holders="that")
-
-    compile_plan = Compiler()
-    found = find(variant(compile_plan, Blind(), STILL))
-    assert not found.fits and found.best is None and not compile_plan.plans
-    error = error_of(found, BUDGET)
-    assert (error.lowest_peak, error.at, error.compiled) == (BUDGET + 5, "there", False)
-
-
 @pytest.mark.parametrize("badly", [True, False])
 def test_the_minimum_peak_where_the_lowest_plan_compiles_badly(badly):
     """The plan with the lowest predicted peak recomputes the most, and XLA makes the least of it."""
@@ -605,7 +593,8 @@ def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, ali
             def plan(self, program, costs, budget):
                 plan = super().plan(program, costs, HIGH)
                 if budget is not None and budget < predicted:
-                    return Infeasible(name, budget, predicted, "somewhere")
+                    lowest = dataclasses.replace(plan, policy=name)
+                    return Infeasible(name, budget, predicted, "somewhere", plan=lowest)
                 return dataclasses.replace(plan, policy=name)
 
         Fixed.name = name

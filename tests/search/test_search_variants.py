@@ -127,7 +127,7 @@ def test_numbers_between_those_of_the_family_where_they_gain_enough(gain, expect
 def test_the_next_number_where_one_cannot_be_planned(splitting):
     class Short(POLICIES["auto"]):
         def plan(self, program, costs, budget):
-            return Infeasible("short", budget, HIGH, "")
+            return Infeasible("short", budget, HIGH, "", plan=super().plan(program, costs, None))
 
     second = Compiler()
     both = {1: variant(None, Short(), STILL), 2: variant(second, auto(STAYING), STILL)}

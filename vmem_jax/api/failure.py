@@ -44,19 +44,6 @@ def budget_error(
       resident: bytes of the arguments and outputs.
       helps: what may help, given the lowest peak in bytes.
     """
-    if found.best is None:
-        assert found.failure is not None, "nothing was compiled, so the policies said why"
-        failure = found.failure
-        lowest = failure.minimum_peak
-        return BudgetError(
-            policy=policy,
-            budget=budget,
-            lowest_peak=lowest,
-            at=failure.at,
-            holders=failure.holders,
-            advice=advice(budget, lowest, resident, helps(lowest), compiled=False),
-            lowest_plan=failure.plan,
-        )
     best = found.best
     program = best.variant.program
     plan = restated(best.plan, best.costs)
@@ -83,22 +70,19 @@ def budget_error(
         at=at,
         holders=holders,
         compiled=True,
-        advice=advice(budget, best.need, resident, more, compiled=True),
+        advice=advice(budget, best.need, resident, more),
         lowest_plan=dataclasses.replace(best.plan, budget=best.need),
     )
 
 
-def advice(
-    budget: int, lowest: int, resident: int, helps: Sequence[Help], *, compiled: bool
-) -> str:
+def advice(budget: int, lowest: int, resident: int, helps: Sequence[Help]) -> str:
     """`helps` for people, the largest predicted effect first, and what always helps.
 
     What is predicted to be enough comes before what is not; a larger budget or a smaller batch is
     always enough, and comes after what costs nothing.
     """
     missing = lowest - budget
-    always = f"Ask for a larger `budget`: {lowest} ({show_nbytes(lowest)}) is "
-    always += "met" if compiled else "predicted to be met"
+    always = f"Ask for a larger `budget`: {lowest} ({show_nbytes(lowest)}) is met"
     if resident < budget:
         share = (budget - resident) / (lowest - resident)
         always += f"; or take a smaller batch, about {share:.0%} of this one"

@@ -62,13 +62,12 @@ def plan_step(step: StepContext) -> CompiledStep:
     settings, log = step.settings, checked_log(step)
     budget, plain_need = budget_nbytes(step)
     found = find_plan(step, budget, log, plain_need)
-    if found.best is None or not found.fits:
+    if not found.fits:
         assert budget is not None, "without a budget everything fits"
         arguments = step.traced.captured.program.arguments_nbytes
         predict = functools.partial(_lowest_predicted, budget)
         helps = functools.partial(helps_of, step, log, predict=predict)
-        if found.best is not None:
-            named_peaks.keep(step, found.best.plan, found.best.need)
+        named_peaks.keep(step, found.best.plan, found.best.need)
         raise budget_error(settings.policy.name, budget, found, arguments, helps)
     best = found.best
     if "compress" in settings.named and not best.plan.compressed and "compress" not in log.skipped:

@@ -172,7 +172,7 @@ def replan(
         return None
     found = Search(entry.budget).run([[Family((1,), lambda count: variant)]])
     best = found.best
-    if best is None or not found.fits:  # by these costs the policy's plans all end too high
+    if not found.fits:  # by these costs the policy's plans all end too high
         return None
     if best.plan.schedule == now.schedule or best.plan.predicted_seconds >= seconds:
         return None

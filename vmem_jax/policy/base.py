@@ -42,8 +42,8 @@ class Infeasible:
       minimum_peak: the lowest predicted peak that was found, in bytes.
       at: the user's layer and source line of that peak.
       holders: what holds the bytes there, for people, a line each.
-      plan: the plan with that peak; None if no plan changes it.
       lacks: what the step lacks for the policy to do more than that, for people; "" for nothing.
+      plan: the plan with that peak.
     """
 
     policy: str
@@ -51,8 +51,8 @@ class Infeasible:
     minimum_peak: int
     at: str
     holders: str = ""
-    plan: Plan | None = None
     lacks: str = ""
+    plan: Plan = dataclasses.field(kw_only=True)
 
 
 class AbstractPolicy(abc.ABC):

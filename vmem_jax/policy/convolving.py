@@ -123,8 +123,6 @@ def _lowest(
 ) -> Infeasible:
     """The failure with the lowest peak, with the fastest convolutions that keep that peak."""
     lowest, chosen = min(failures, key=lambda failure: failure[0].minimum_peak)
-    if lowest.plan is None:
-        return lowest
     low = _with(program, costs, lowest.plan, chosen)
     faster = _raised(program, costs, low, chosen, low.predicted_peak)
     return dataclasses.replace(lowest, plan=_with(program, costs, low, faster))

@@ -15,7 +15,6 @@ from typing import Any
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan, form_of
 from vmem_jax.core.planned import predicted_need, restated
-from vmem_jax.policy.base import Infeasible
 from vmem_jax.search.estimate import Estimate
 from vmem_jax.search.variant import Variant
 
@@ -82,17 +81,14 @@ class Found:
     """The result of a search.
 
     Attributes:
-      best: the attempt to run. If nothing fits, the one with the smallest need; None if nothing was
-        compiled.
+      best: the attempt to run; if nothing fits, the one with the smallest need.
       fits: whether `best` is within the budget.
       attempts: all attempts, `best` last; only `best` keeps its compiled step.
-      failure: if nothing was compiled, the lowest `Infeasible` of all policies.
     """
 
-    best: Attempt | None
+    best: Attempt
     fits: bool
     attempts: tuple[Attempt, ...]
-    failure: Infeasible | None = None
 
 
 @dataclasses.dataclass(frozen=True)

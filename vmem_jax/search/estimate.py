@@ -23,11 +23,13 @@ class Estimate:
     Attributes:
       plan: its `budget` is the goal of the policy, at or below the budget that it must fit.
       need: predicted bytes, with XLA's heap.
+      is_lowest: whether it is the plan with the fewest live bytes that the policy has.
       lacks: what the step lacks for the policy to do more; "" for nothing.
     """
 
     plan: Plan
     need: int
+    is_lowest: bool = False
     lacks: str = ""
 
     @property
@@ -45,13 +47,14 @@ class Estimate:
         return budget is None or self.need <= budget
 
 
-def planned(variant: Variant, goal: int | None, log: SearchLog) -> Estimate | Infeasible:
-    """The policy's plan for `goal` live bytes, with its need on the heap; or why there is none."""
-    plan = variant.policy.plan(variant.program, variant.costs, goal)
+def planned(variant: Variant, goal: int | None, log: SearchLog) -> Estimate:
+    """The policy's plan for `goal` live bytes, or else its lowest one, with its need on the heap."""
+    found = variant.policy.plan(variant.program, variant.costs, goal)
     log.plans += 1
-    if isinstance(plan, Infeasible):
-        return plan
-    return Estimate(plan, predicted_need(variant.program, plan))
+    if isinstance(found, Infeasible):
+        need = predicted_need(variant.program, found.plan)
+        return Estimate(found.plan, need, is_lowest=True, lacks=found.lacks)
+    return Estimate(found, predicted_need(variant.program, found))
 
 
 def estimate(
@@ -60,7 +63,7 @@ def estimate(
     params: SearchParams,
     log: SearchLog,
     before: Estimate | None = None,
-) -> Estimate | Infeasible:
+) -> Estimate:
     """The fastest of several plans that are predicted to need at most `goal` bytes on XLA's heap. If
     none does, the plan with the smallest need.
 
@@ -69,28 +72,21 @@ def estimate(
 
     Args:
       before: a plan that compiled to too much; its excess is subtracted in the first round.
-
-    Returns:
-      Infeasible if the policy has no plan with so few live bytes and names no lowest plan.
     """
     if goal is None:
         return planned(variant, None, log)
     tolerance = 1 + params.plan_tolerance_of(len(variant.program.steps))
     floor = variant.program.resident_nbytes + 1  # what is planned for below it has no other plan
-    target, is_lowest = goal, False
+    target = goal
     fits = fails = None  # the policy's goal, in live bytes, and a plan for it that fits or does not
     if before is not None:
         target, fails = max(goal - before.excess, floor), (goal, before)
     found: list[Estimate] = []
     while len(found) < params.plans_per_estimate:
         one = planned(variant, target, log)
-        if isinstance(one, Infeasible):
-            if one.plan is None and not found:
-                return one
-            if one.plan is None or is_lowest:
+        if one.is_lowest:
+            if any(each.is_lowest for each in found):
                 break
-            need = predicted_need(variant.program, one.plan)
-            one, is_lowest = Estimate(one.plan, need, lacks=one.lacks), True
             target = one.plan.predicted_peak
         found.append(one)
         if one.fits(goal):
@@ -98,7 +94,7 @@ def estimate(
         else:
             fails = target, one
         if fits is None:
-            if is_lowest:
+            if one.is_lowest:
                 break  # nothing lower can be planned
             target = max(goal - one.excess, floor)
         elif fails is None or fits[1].seconds <= tolerance * fails[1].seconds:

@@ -36,7 +36,7 @@ from absl import logging
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
-from vmem_jax.policy.base import Infeasible, Splitting
+from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
 from vmem_jax.search.candidate import Candidate, unchanged
 from vmem_jax.search.estimate import Estimate, estimate, planned
@@ -61,7 +61,7 @@ class Search:
       attempts: what was compiled, each with its candidate.
       known: plans of the record that need more than the budget.
       opened: the variants that were queued, as family and number of sub-batches.
-      answers: what came of planning each candidate.
+      lacks: for each time that a policy was asked, what the step lacks for it to do more.
       reasons: why candidates were dropped.
       best: the incumbent.
       is_last: nothing else is left to try, so no compile is reserved.
@@ -76,7 +76,7 @@ class Search:
     compiles: Compiles = Compiles.ALL
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
-    answers: list[Estimate | Infeasible] = dataclasses.field(default_factory=list)
+    lacks: list[str] = dataclasses.field(default_factory=list)
     reasons: list[VmemError] = dataclasses.field(default_factory=list)
     attempts: dict[Attempt, Candidate] = dataclasses.field(default_factory=dict)
     known: list[Attempt] = dataclasses.field(default_factory=list)
@@ -106,7 +106,7 @@ class Search:
                 self._compile_lowest(1, self.params.near * self._limit)
             if self.best is not None:
                 return self._found(self.best)
-        if not self.answers and self.reasons and isinstance(self.reasons[0], LayersError):
+        if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         self.is_last = True
         lowest = min(map(self._expected, self.over), default=0)
@@ -124,15 +124,11 @@ class Search:
         for reason in self.reasons:
             if isinstance(reason, HostMemoryError):  # with more of that there would be a plan
                 raise reason
-        lacks = [one.lacks for one in self.answers]
-        if lacks and all(lacks):
-            raise LayersError(lacks[0])
+        if self.lacks and all(self.lacks):
+            raise LayersError(self.lacks[0])
         if self._missed:
             return self._found(min(self._missed, key=lambda attempt: attempt.need))
-        if failures := [one for one in self.answers if isinstance(one, Infeasible)]:
-            failure = min(failures, key=lambda one: one.minimum_peak)
-            return Found(None, False, (), failure)
-        assert self.reasons, "every candidate has a plan, a failure or a reason"
+        assert self.reasons, "every candidate was compiled, or there is a reason"
         raise self.reasons[0]
 
     def _work_off(self) -> None:
@@ -246,17 +242,15 @@ class Search:
         missed = candidate.misses[-1] if candidate.misses else None
         before = Estimate(missed.plan, missed.predicted_need) if missed else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
-        self.answers.append(found)
-        if isinstance(found, Infeasible):
-            self.log.add(What.OVER, variant.name, nbytes=found.minimum_peak)
-            self._failed(candidate)
-        elif found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
+        self.lacks.append(found.lacks)
+        candidate = dataclasses.replace(candidate, estimate=found, seconds=found.seconds)
+        if found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
             # nothing reaches the lowered goal, but the heap may lose less with this plan
             self.log.add(What.PLANNED, variant.name, found.seconds, found.need)
-            self._push(candidate, estimate=found, seconds=found.seconds)
+            self._push(candidate)
         else:
             self.log.add(What.OVER, variant.name, found.seconds, found.need)
-            self._give_up(dataclasses.replace(candidate, estimate=found, seconds=found.seconds))
+            self._give_up(candidate)
 
     def _give_up(self, candidate: Candidate) -> None:
         """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
@@ -452,8 +446,8 @@ class Search:
         predicted. They recompute less, are predicted to need more, and compile to less."""
         peaks = (int(factor * attempt.plan.predicted_peak) for factor in self.params.less_extreme)
         found = [planned(variant, peak, self.log) for peak in peaks]
-        lower = (o for o in found if isinstance(o, Estimate) and o.need < attempt.need)
-        return [dataclasses.replace(candidate, estimate=o, seconds=o.seconds) for o in lower]
+        lower = (one for one in found if one.need < attempt.need)
+        return [dataclasses.replace(candidate, estimate=one, seconds=one.seconds) for one in lower]
 
     # -- the untouched step
 
@@ -471,6 +465,4 @@ class Search:
         plain = self._plain
         if plain is None or plain.program.arguments_nbytes >= least:
             return
-        one = planned(plain, None, self.log)
-        assert isinstance(one, Estimate), "without a budget there is always a plan"
-        self._attempt(unchanged(plain), plain, one)
+        self._attempt(unchanged(plain), plain, planned(plain, None, self.log))

@@ -54,7 +54,7 @@ class _Choice:
 
     variant: Variant
     traced: TracedStep
-    plan: Plan | None
+    plan: Plan
     rank: tuple[bool, float]
 
 
@@ -82,8 +82,6 @@ def compressing(
     def tried(context: StepContext) -> _Choice:
         variant = make(context)
         found = estimate(variant, budget, params, log)
-        if isinstance(found, Infeasible):
-            return _Choice(variant, context.traced, None, (True, found.minimum_peak))
         pinned = layout_of(variant.program, found.plan).nbytes if found.plan.moves else 0
         rank = (False, found.plan.predicted_seconds)
         for need, limit in ((found.need, budget), (pinned, settings.host_budget)):
@@ -100,10 +98,9 @@ def compressing(
         return [best.variant], why
     with_some = lambda some: tried(step.of(with_compressed(step.traced, sizes, some)))
     found, some = best, frozenset[int]()
-    moves_nothing = best.plan is not None and not best.plan.transfers
-    choices = [best] if not always or moves_nothing else []
+    choices = [best] if not always or not best.plan.transfers else []
     buffer_of = {v: b for b, v in enumerate(step.traced.captured.variables)}
-    while found.plan is not None:
+    while True:
         variables = found.traced.captured.variables
         transfers = found.plan.transfers or (_moved_next(found) if always else ())
         moved = {buffer_of.get(variables[t.buffer], -1) for t in transfers}
@@ -123,11 +120,10 @@ def compressing(
 
 def _moved_next(choice: _Choice) -> tuple[Transfer, ...]:
     """What the plan of `choice`, which moves nothing, would move if its peak were too high."""
-    assert choice.plan is not None
     variant = choice.variant
     found = variant.policy.plan(variant.program, variant.costs, choice.plan.predicted_peak - 1)
     plan = found.plan if isinstance(found, Infeasible) else found
-    return () if plan is None else plan.transfers
+    return plan.transfers
 
 
 def compressed_sizes(
