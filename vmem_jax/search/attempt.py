@@ -62,10 +62,6 @@ class Attempt:
         known = predicted_need(self.variant.program, restated(self.plan, self.costs))
         return max(self.need - known, 0)
 
-    def is_of(self, variant: Variant, plan: Plan) -> bool:
-        """Whether it does what `plan` does, for the same form of the step."""
-        return self.plan.schedule == plan.schedule and self.variant.origin is variant.origin
-
     def is_alike(self, variant: Variant, one: Estimate) -> bool:
         """Whether it is a plan for the step with other stacks that is predicted to be equal to the
         plan `one` of `variant`: as many bytes are live at every step, and each takes as long. So are

@@ -38,11 +38,52 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
-from vmem_jax.search.candidate import Candidate, unchanged
-from vmem_jax.search.estimate import Estimate, estimate, planned
+from vmem_jax.search.estimate import Estimate, estimate, less_extreme, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.variant import Family, Variant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """A variant with what is known of it.
+
+    Attributes:
+      family, count: the variant's family and number of sub-batches.
+      variant: the variant; None until it is bounded.
+      seconds: the lower bound of its plans, or the predicted seconds of its plan.
+      estimate: its plan, once there is one.
+      goal: the most bytes that its plan may be predicted to need.
+      misses: its plans that compiled to too much.
+    """
+
+    family: Family
+    count: int
+    variant: Variant | None = None
+    seconds: float = 0.0
+    estimate: Estimate | None = None
+    goal: int | None = None
+    misses: tuple[Attempt, ...] = ()
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The key of the queue: seconds, then the number of sub-batches. The seconds of a family that
+        must be faster by a share are raised by that share."""
+        return self.seconds / (1 - self.family.must_gain), self.count
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether its plan was compiled by an earlier search, so that its need is known."""
+        return isinstance(self.estimate, Tried)
+
+    def planned(self, estimate: Estimate, seconds: float) -> Candidate:
+        """It with a plan."""
+        return dataclasses.replace(self, estimate=estimate, seconds=seconds)
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether XLA is expected to take about as much more than predicted for both."""
+        both = self.family.alike and other.family.alike and self.family is not other.family
+        return both and self.count == other.count
 
 
 @dataclasses.dataclass
@@ -64,7 +105,7 @@ class Search:
       lacks: for each time that a policy was asked, what the step lacks for it to do more.
       reasons: why candidates were dropped.
       best: the incumbent.
-      is_last: nothing else is left to try, so no compile is reserved.
+      reserved: compiles that are left for the lowest plans, while there are other ones to try.
     """
 
     budget: int | None
@@ -82,7 +123,7 @@ class Search:
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
-    is_last: bool = False
+    reserved: int = 0
     arrivals: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
@@ -95,6 +136,7 @@ class Search:
           HostMemoryError: every plan that fits parks more in host memory than is allowed.
           VmemError: nothing could be planned or compiled; the first reason.
         """
+        self.reserved = self.params.reserved_compiles
         if self.budget is not None:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
         for group in groups:
@@ -108,7 +150,7 @@ class Search:
                 return self._found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
-        self.is_last = True
+        self.reserved = 0
         lowest = min(map(self._expected, self.over), default=0)
         if self.may_stay and lowest > self.params.near * self._limit:
             self._compile_untouched(
@@ -195,10 +237,6 @@ class Search:
         if later and family.splitting is wanted:
             self._open(family, later[0], seconds)
 
-    def _failed(self, candidate: Candidate) -> None:
-        """It does not fit: a family that wants the fewest sub-batches tries the next number."""
-        self._open_next(candidate, Splitting.FEWEST)
-
     # -- the stages
 
     def _advance(self, candidate: Candidate) -> None:
@@ -224,7 +262,7 @@ class Search:
         name = candidate.variant.name if candidate.variant else "variant"
         self.log.add(What.DROPPED, name, why=str(error).split("\n")[0])
         self.reasons.append(error)
-        self._failed(candidate)
+        self._open_next(candidate, Splitting.FEWEST)
 
     def _bound(self, candidate: Candidate) -> None:
         """Makes the variant, and bounds the seconds of its plans."""
@@ -234,7 +272,7 @@ class Search:
         free = bounding.lower_bound()  # whatever memory it takes
         self._open_next(candidate, Splitting.FASTEST, free)
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
-        self._recall(candidate, variant)
+        self._recall(candidate, variant, lambda plan: plan.predicted_seconds)
         self._push(candidate, seconds=bounding.lower_bound(self.budget))
 
     def _plan(self, candidate: Candidate, variant: Variant) -> None:
@@ -243,7 +281,7 @@ class Search:
         before = Estimate(missed.plan, missed.predicted_need) if missed else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
         self.lacks.append(found.lacks)
-        candidate = dataclasses.replace(candidate, estimate=found, seconds=found.seconds)
+        candidate = candidate.planned(found, found.seconds)
         if found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
             # nothing reaches the lowered goal, but the heap may lose less with this plan
             self.log.add(What.PLANNED, variant.name, found.seconds, found.need)
@@ -255,7 +293,7 @@ class Search:
     def _give_up(self, candidate: Candidate) -> None:
         """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
         self.over.append(candidate)
-        self._failed(candidate)
+        self._open_next(candidate, Splitting.FEWEST)
 
     def _compile(self, candidate: Candidate, variant: Variant, one: Estimate) -> None:
         """Compiles its plan. If that needs too much, the candidate returns with a lower goal."""
@@ -264,27 +302,27 @@ class Search:
             if spare > 0:  # if it does not fit again, its variant has a turn of its own
                 self._attempt(candidate, variant, one)
             return
-        if self.best is None and not self.is_last:
-            spare -= self.params.reserved_compiles
+        spare -= self.reserved if self.best is None else 0
         known = self._known(variant, one)
         is_used_up = spare <= 0 or len(misses) >= self.params.compiles_per_variant
         if is_used_up or known in misses or self._is_alike(variant, one):
             self._give_up(candidate)
-        elif known is not None:  # compiled before for another variant
-            self._again(candidate, variant, known)
-        elif not misses and (expected := self._expected(candidate)) > self._limit:
+        elif known is None and not misses and (expected := self._expected(candidate)) > self._limit:
             # it is planned again, as similar variants take more than predicted
             goal = int(self._limit) - (expected - one.need)
             self._push(candidate, estimate=None, goal=goal)
         else:
-            attempt = self._attempt(candidate, variant, one)
+            attempt = known or self._attempt(candidate, variant, one)
             if attempt is not None and not self._fits(attempt):
                 self._again(candidate, variant, attempt)
 
     def _known(self, variant: Variant, one: Estimate) -> Attempt | None:
         """The attempt that missed with this plan for this form of the step, by any policy."""
-        missed = (a for a in self.attempts if not self._fits(a))
-        return next((a for a in missed if a.is_of(variant, one.plan)), None)
+        for attempt in self.attempts:
+            same = attempt.plan.schedule == one.plan.schedule
+            if same and attempt.variant.origin is variant.origin and not self._fits(attempt):
+                return attempt
+        return None
 
     def _is_alike(self, variant: Variant, one: Estimate) -> bool:
         """Whether a plan alike missed by more than such plans differ."""
@@ -365,11 +403,10 @@ class Search:
     def _recall_others(self, later: Iterable[Family]) -> None:
         """Queues what is known to fit of `later` groups, and the untouched step.
 
-        The former take as long as a step that waits for every copy, raised by the tolerance: a plan
-        of other families that takes longer is worse, whatever hides copies. Of the latter the seconds
-        are lowered: plans are faster only if they are so by the tolerance.
+        The former take as long as a step that waits for every copy, and must gain the tolerance: a
+        plan of other families that takes longer is worse, whatever hides copies.
         """
-        share = 1 - self.params.time_tolerance
+        tolerance = self.params.time_tolerance
         policies = {tried.plan.policy for tried in self.record.all() if tried.fits(self.budget)}
         for family in later if policies else ():
             with contextlib.suppress(VmemError):
@@ -377,27 +414,23 @@ class Search:
                     variant = family.make(count)
                     if variant.policy.name not in policies:
                         break
-                    one = Candidate(family, count, variant)
-                    self._recall(one, variant, 1 / share, variant.unhidden_seconds)
+                    late = dataclasses.replace(family, must_gain=tolerance)
+                    self._recall(Candidate(late, count, variant), variant, variant.unhidden_seconds)
         if self.untouched is not None:
-            share = share if self.may_stay else math.inf
-            self._recall(unchanged(self.untouched), self.untouched, share)
+            seconds = self.untouched.unhidden_seconds if self.may_stay else lambda plan: math.inf
+            self._recall(self._unchanged(self.untouched), self.untouched, seconds)
 
     def _recall(
-        self,
-        candidate: Candidate,
-        variant: Variant,
-        share: float = 1.0,
-        seconds: Callable[[Plan], float] = lambda plan: plan.predicted_seconds,
+        self, candidate: Candidate, variant: Variant, seconds: Callable[[Plan], float]
     ) -> None:
-        """Queues the plans of a variant that are known to fit, at a share of their seconds unless
-        that is infinite, and notes what the others need."""
+        """Queues the plans of a variant that are known to fit at their `seconds`, unless these are
+        infinite, and notes what the others need."""
         for tried in self.record.candidates(variant):
-            need, queued_at = tried.need, share * seconds(tried.plan)
             if not tried.fits(self.budget):
+                need = tried.need
                 self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
-            elif queued_at < math.inf:
-                self._push(candidate, estimate=tried, seconds=queued_at)
+            elif seconds(tried.plan) < math.inf:
+                self._push(candidate.planned(tried, seconds(tried.plan)))
 
     # -- if nothing is predicted to fit
 
@@ -429,7 +462,9 @@ class Search:
                 self._again(candidate, variant, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
-                self.over += self._less_extreme(candidate, variant, attempt)
+                found = less_extreme(variant, attempt.plan.predicted_peak, self.params, self.log)
+                lower = [each for each in found if each.need < attempt.need]
+                self.over += [candidate.planned(each, each.seconds) for each in lower]
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
@@ -439,17 +474,13 @@ class Search:
         as_low = [one for one in self.over if self._expected(one) <= limit]
         return min(as_low, default=lowest, key=lambda one: one.seconds)
 
-    def _less_extreme(
-        self, candidate: Candidate, variant: Variant, attempt: Attempt
-    ) -> list[Candidate]:
-        """Plans for somewhat more than the lowest predicted peak, which compiled to far more than
-        predicted. They recompute less, are predicted to need more, and compile to less."""
-        peaks = (int(factor * attempt.plan.predicted_peak) for factor in self.params.less_extreme)
-        found = [planned(variant, peak, self.log) for peak in peaks]
-        lower = (one for one in found if one.need < attempt.need)
-        return [dataclasses.replace(candidate, estimate=one, seconds=one.seconds) for one in lower]
-
     # -- the untouched step
+
+    def _unchanged(self, untouched: Variant) -> Candidate:
+        """The untouched step as a candidate; others must be faster by the tolerance."""
+        gain = -self.params.time_tolerance
+        family = Family((1,), lambda count: untouched, Splitting.WHOLE, must_gain=gain)
+        return Candidate(family, 1, untouched)
 
     @property
     def _plain(self) -> Variant | None:
@@ -465,4 +496,4 @@ class Search:
         plain = self._plain
         if plain is None or plain.program.arguments_nbytes >= least:
             return
-        self._attempt(unchanged(plain), plain, planned(plain, None, self.log))
+        self._attempt(self._unchanged(plain), plain, planned(plain, None, self.log))
