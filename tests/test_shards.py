@@ -153,6 +153,20 @@ def sent(fun, *arguments):
     return [collectives.sent(eqn, "forward") for eqn in products]
 
 
+def test_what_is_made_for_a_loop_is_split_as_its_iterations_read_it():
+    """A mask that every iteration reads; an argument that they read is as it is given."""
+
+    def fun(x, given):
+        mask = jnp.broadcast_to(jnp.arange(6) < 3, (8, 6))
+        return lax.scan(lambda c, _: (jnp.where(mask, c, given), None), x, length=2)[0]
+
+    jaxpr, shards = followed(fun, ((8, 6), ("data",)), ((8, 6), ()))
+    [loop] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    found = {v.aval.str_short(): shards.count(v) for v in loop.invars if v not in jaxpr.invars}
+    assert found == {"bool[8,6]": 4}
+    assert shards.count(jaxpr.invars[1]) == 1
+
+
 def test_a_device_sends_its_shard_of_what_is_gathered_and_parts_of_what_is_summed():
     x, w = ((64, 8), ("data",)), ((8, 16), ("data",))
     whole = 8 * 16 * 4

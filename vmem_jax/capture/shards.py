@@ -25,12 +25,18 @@ import jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import inline
 from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, nbytes
+from vmem_jax.capture.shard_rules import (
+    RULES,
+    WHOLE,
+    Rule,
+    Split,
+    aligned,
+    axes_at,
+    contracted_dims,
+    origins,
+    rank_of,
+)
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
-
-Split = tuple[tuple[str, ...], ...]
-"""For every dimension the mesh axes that split it."""
-
-_WHOLE: Split = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Shards:
     def work(self, eqn: JaxprEqn) -> int:
         """Over how many devices the arithmetic of `eqn` is split, contracted dimensions included."""
         axes = {a for v in eqn.outvars[:1] for axes in self._of(v) for a in axes}
-        for atom, dims in zip(eqn.invars, _contracted(eqn), strict=False):
+        for atom, dims in zip(eqn.invars, contracted_dims(eqn), strict=False):
             split = self._of(atom)
             axes |= {a for d in dims if d < len(split) for a in split[d]}
         return self._parts(axes)
@@ -68,14 +74,14 @@ class Shards:
         """Operands of a product that its devices have to hold whole for it."""
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             return []
-        result, places = self._of(eqn.outvars[0]), _places(eqn)
+        result, places = self._of(eqn.outvars[0]), origins(eqn)
         used = {a for axes in result for a in axes}
         found = []
-        for side, (atom, dims) in enumerate(zip(eqn.invars, _contracted(eqn), strict=False)):
+        for side, (atom, dims) in enumerate(zip(eqn.invars, contracted_dims(eqn), strict=False)):
             split = self._of(atom)
-            summed = {a for d in dims for a in _at(split, d)}
-            here = {d: _at(result, r) for r, (own, d) in enumerate(places) if own == side}
-            lost = {a for d, axes in here.items() for a in _at(split, d) if a not in axes}
+            summed = {a for d in dims for a in axes_at(split, d)}
+            here = {d: axes_at(result, r) for r, (own, d) in enumerate(places) if own == side}
+            lost = {a for d, axes in here.items() for a in axes_at(split, d) if a not in axes}
             if isinstance(atom, Var) and (summed | lost) & used:
                 found.append(atom)
         return found
@@ -83,8 +89,8 @@ class Shards:
     def summed(self, eqn: JaxprEqn) -> int:
         """Over how many devices the partial sums of a product are spread."""
         used = {a for axes in self._of(eqn.outvars[0]) for a in axes}
-        each = zip(map(self._of, eqn.invars), _contracted(eqn), strict=False)
-        return self._parts({a for s, dims in each for d in dims for a in _at(s, d)} - used)
+        each = zip(map(self._of, eqn.invars), contracted_dims(eqn), strict=False)
+        return self._parts({a for s, dims in each for d in dims for a in axes_at(s, d)} - used)
 
     def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
         """How `v` is split over `mesh`; None where that is uncertain, or shards are not equal."""
@@ -128,7 +134,7 @@ class Shards:
         return Shards(sizes, known, certain, self.device_count, self.mesh)
 
     def _of(self, atom: Atom) -> Split:
-        return self.splits.get(atom, _WHOLE) if isinstance(atom, Var) else _WHOLE
+        return self.splits.get(atom, WHOLE) if isinstance(atom, Var) else WHOLE
 
     def _parts(self, axes: Any) -> int:
         return math.prod(self.sizes[a] for a in set(axes))
@@ -160,14 +166,14 @@ def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
     if isinstance(sharding, jax.sharding.NamedSharding):
         sizes.update(sharding.mesh.shape)
         if not any(sharding.spec):
-            return _WHOLE
+            return WHOLE
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         return tuple(
             () if not (isinstance(p, str | tuple) and p) else (p,) if isinstance(p, str) else p
             for p in spec
         )
     if sharding is None or len(getattr(sharding, "device_set", ())) < 2:
-        return _WHOLE
+        return WHOLE
     split = []
     for d, (whole, part) in enumerate(zip(shape, sharding.shard_shape(shape), strict=True)):
         axis = f"{id(sharding)}/{d}"  # an axis of its own: nothing else is split just so
@@ -176,10 +182,20 @@ def _split_of(sharding: Any, aval: Any, sizes: dict[str, int]) -> Split:
     return tuple(split)
 
 
-def _follow(opened: Any, known: dict[Var, Split], certain: set[Var], sizes: dict[str, int]) -> None:
-    """Fills `known` and `certain` from operands to results, then back to what only results tell."""
-    read = lambda a: known.get(a, _WHOLE) if isinstance(a, Var) else _WHOLE
-    arguments = {*opened.invars, *opened.constvars}
+def _follow(
+    opened: Any,
+    known: dict[Var, Split],
+    certain: set[Var],
+    sizes: dict[str, int],
+    made: Collection[Var] = (),
+) -> None:
+    """Fills `known` and `certain` from operands to results, then back to what only results tell.
+
+    Args:
+      made: arguments that are made for `opened` alone, so that it tells how they are split.
+    """
+    read = lambda a: known.get(a, WHOLE) if isinstance(a, Var) else WHOLE
+    arguments = {*opened.invars, *opened.constvars}.difference(made)
     for _ in range(2):
         for eqn in opened.eqns:
             operands = [read(a) for a in eqn.invars]
@@ -198,15 +214,19 @@ def _follow(opened: Any, known: dict[Var, Split], certain: set[Var], sizes: dict
                 if told_by_rule or is_typed:
                     certain.add(v)
         for eqn in reversed(opened.eqns):
-            if eqn.primitive.name in _RULES or eqn.primitive.name in _NESTED:
+            if eqn.primitive.name == "scan":
+                given = [a for a in eqn.invars if isinstance(a, Var)]
+                asked = {a for a in given if a not in known and a not in arguments and rank_of(a)}
+                known.update(_asked(eqn, asked, list(map(read, eqn.invars)), sizes))
+            if eqn.primitive.name in RULES or eqn.primitive.name in _NESTED:
                 continue
             elementwise = class_of(eqn) is Class.FUSIBLE and certain.issuperset(eqn.outvars)
             for a in eqn.invars:
                 if isinstance(a, Var) and a not in known and a not in arguments:
-                    split = _aligned(a.aval, eqn.outvars, [read(v) for v in eqn.outvars])
+                    split = aligned(a.aval, eqn.outvars, [read(v) for v in eqn.outvars])
                     if any(split):
                         known[a] = split
-                        if elementwise and len(split) == _rank(eqn.outvars[0]):
+                        if elementwise and len(split) == rank_of(eqn.outvars[0]):
                             certain.add(a)
 
 
@@ -239,173 +259,31 @@ def _tells(
         return True
     if name == "broadcast_in_dim" and nbytes(eqn.outvars[0].aval) != nbytes(eqn.invars[0].aval):
         return False  # its readers decide over the dimensions that it adds
-    ranks = [_rank(a) if isinstance(a, Var) else 0 for a in eqn.invars]
-    if name in _RULES or name in _WINDOWS:
+    ranks = [rank_of(a) if isinstance(a, Var) else 0 for a in eqn.invars]
+    if name in RULES or name in _WINDOWS:
         telling = [i for i, rank in enumerate(ranks) if rank]
         if not all(surely[i] for i in telling):
             return False
     elif class_of(eqn) in (Class.FUSIBLE, Class.VIEW):  # one tells, and the others follow
-        rank = _rank(eqn.outvars[0])
+        rank = rank_of(eqn.outvars[0])
         telling = [i for i in range(len(ranks)) if ranks[i] == rank > 0 and surely[i]]
     else:
         return False
     gone: set[str] = set()
-    for split, dims in zip(operands, _contracted(eqn), strict=False):
-        gone |= {axis for d in dims for axis in _at(split, d)}
+    for split, dims in zip(operands, contracted_dims(eqn), strict=False):
+        gone |= {axis for d in dims for axis in axes_at(split, d)}
     if "axes" in eqn.params:
-        gone |= {axis for d in eqn.params["axes"] for axis in _at(operands[0], d)}
+        gone |= {axis for d in eqn.params["axes"] for axis in axes_at(operands[0], d)}
     kept = {axis for split in splits for axes in split for axis in axes}
     lost = (a for i in telling for axes in operands[i] for a in axes if a not in kept | gone)
     return bool(telling) and next(lost, None) is None
 
 
 def _results(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
-    rule = _RULES.get(eqn.primitive.name) or _STATED.get(eqn.primitive.name)
+    rule = RULES.get(eqn.primitive.name) or _STATED.get(eqn.primitive.name)
     if rule is not None:
         return rule(eqn, splits, sizes)
-    return [_aligned(v.aval, eqn.invars, splits) for v in eqn.outvars]
-
-
-def _aligned(aval: Any, atoms: Sequence[Atom], splits: Sequence[Split]) -> Split:
-    """The split by what stands in the same place: dimensions of the same rank and size."""
-    shape = getattr(aval, "shape", ())
-    found: list[tuple[str, ...]] = [()] * len(shape)
-    for atom, split in zip(atoms, splits, strict=True):
-        other = getattr(atom.aval, "shape", ())
-        if len(other) == len(shape):
-            for d in range(min(len(shape), len(split))):
-                if split[d] and not found[d] and other[d] == shape[d]:
-                    found[d] = split[d]
-    return _once(found)
-
-
-def _once(split: Sequence[tuple[str, ...]]) -> Split:
-    """Each axis splits one dimension only: the first that has it."""
-    seen: set[str] = set()
-    result = []
-    for axes in split:
-        kept = tuple(a for a in axes if a not in seen)
-        seen.update(kept)
-        result.append(kept)
-    return tuple(result)
-
-
-def _rank(atom: Atom) -> int:
-    return len(getattr(atom.aval, "shape", ()))
-
-
-def _at(split: Split, d: int) -> tuple[str, ...]:
-    return split[d] if d < len(split) else ()
-
-
-def _contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...]:
-    """The dimensions of each operand of a product that its result has not."""
-    if eqn.primitive.name == "dot_general":
-        contract, _ = eqn.params["dimension_numbers"]
-        return tuple(map(tuple, contract))
-    if eqn.primitive.name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        return tuple(spec[1:] for spec in (numbers.lhs_spec, numbers.rhs_spec))
-    return ()
-
-
-def _places(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Of each dimension of the result of a matrix product the operand that it is from, 0 or 1, and
-    its dimension there; -1 of a batch dimension, which both have. Empty for a convolution."""
-    if eqn.primitive.name != "dot_general":
-        return []
-    contract, batch = eqn.params["dimension_numbers"]
-    found = [(-1, d) for d in range(len(batch[0]))]
-    for side in range(2):
-        here = (*contract[side], *batch[side])
-        found += [(side, d) for d in range(_rank(eqn.invars[side])) if d not in here]
-    return found
-
-
-def _dot(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    """Where both operands would split a dimension of their own by one axis, the larger one does, and
-    the smaller one is gathered."""
-    _, batch = eqn.params["dimension_numbers"]
-    size = [nbytes(a.aval) for a in eqn.invars]
-    found = []
-    for side, d in _places(eqn):
-        if side < 0:
-            found.append(_at(splits[0], batch[0][d]) or _at(splits[1], batch[1][d]))
-        else:
-            found.append(_at(splits[side], d))
-    of = [side for side, _ in _places(eqn)]
-    first = sorted(range(len(of)), key=lambda r: -1 if of[r] < 0 else of[r] != (size[1] > size[0]))
-    ordered = _once([found[r] for r in first])
-    return [tuple(ordered[first.index(r)] for r in range(len(found)))]
-
-
-def _conv(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    numbers = eqn.params["dimension_numbers"]
-    found: list[tuple[str, ...]] = [()] * len(numbers.out_spec)
-    found[numbers.out_spec[0]] = _at(splits[0], numbers.lhs_spec[0])
-    found[numbers.out_spec[1]] = _at(splits[1], numbers.rhs_spec[0])
-    return [_once(found)]
-
-
-def _broadcast(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    shape = eqn.outvars[0].aval.shape
-    found: list[tuple[str, ...]] = [()] * len(shape)
-    for d, out in enumerate(eqn.params["broadcast_dimensions"]):
-        if eqn.invars[0].aval.shape[d] == shape[out]:
-            found[out] = _at(splits[0], d)
-    return [_once(found)]
-
-
-def _transpose(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    return [tuple(_at(splits[0], d) for d in eqn.params["permutation"])]
-
-
-def _reduce(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    rank = len(eqn.invars[0].aval.shape)
-    kept = tuple(_at(splits[0], d) for d in range(rank) if d not in eqn.params["axes"])
-    return [kept for _ in eqn.outvars]
-
-
-def _reshape(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> list[Split]:
-    """A split dimension stays split where it leads the dimensions that it becomes or joins."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    leads = {}  # elements of the dimensions in front -> dimension, of the result
-    for e in range(len(after)):
-        if after[e] > 1:
-            leads[math.prod(after[:e])] = e
-    found: list[tuple[str, ...]] = [()] * len(after)
-    for d in range(len(before)):
-        axes, out = _at(splits[0], d), leads.get(math.prod(before[:d]))
-        if axes and out is not None and after[out] % math.prod(sizes[a] for a in axes) == 0:
-            found[out] = axes
-    return [_once(found)]
-
-
-def _unstack(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    at = eqn.params["axis"]
-    kept = tuple(_at(splits[0], d) for d in range(_rank(eqn.invars[0])) if d != at)
-    return [kept for _ in eqn.outvars]
-
-
-def _stack(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    at, rank = eqn.params["axis"], _rank(eqn.outvars[0])
-    parts = [[_at(split, d) for d in range(rank - 1)] for split in splits]
-    found = [next(filter(None, axes), ()) for axes in zip(*parts, strict=True)]
-    return [_once([*found[:at], (), *found[at:]])]
-
-
-def _gather(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    numbers = eqn.params["dimension_numbers"]
-    rank = len(eqn.outvars[0].aval.shape)
-    batch = [d for d in range(rank) if d not in numbers.offset_dims]
-    found: list[tuple[str, ...]] = [()] * rank
-    for index, d in enumerate(batch):
-        found[d] = _at(splits[1], index)
-    return [_once(found)]
-
-
-def _first(eqn: JaxprEqn, splits: list[Split], _: Any) -> list[Split]:
-    return [splits[0] for _ in eqn.outvars]
+    return [aligned(v.aval, eqn.invars, splits) for v in eqn.outvars]
 
 
 def _inner(
@@ -416,8 +294,25 @@ def _inner(
     known = {v: s for v, s in zip(opened.invars, splits, strict=True) if any(s)}
     certain = {*opened.constvars, *(v for v, t in zip(opened.invars, surely, strict=True) if t)}
     _follow(opened, known, certain, sizes)
-    outs = [known.get(v, _WHOLE) if isinstance(v, Var) else _WHOLE for v in opened.outvars]
-    return outs, [isinstance(v, Var) and (not _rank(v) or v in certain) for v in opened.outvars]
+    outs = [known.get(v, WHOLE) if isinstance(v, Var) else WHOLE for v in opened.outvars]
+    return outs, [isinstance(v, Var) and (not rank_of(v) or v in certain) for v in opened.outvars]
+
+
+def _asked(
+    eqn: JaxprEqn, asked: set[Var], splits: list[Split], sizes: dict[str, int]
+) -> dict[Var, Split]:
+    """The splits that a scan wants of those of its operands `asked` that are the same in every
+    iteration: masks, broadcast numbers."""
+    consts, carry = compat.scan_counts(eqn)
+    if not any(isinstance(a, Var) and a in asked for a in eqn.invars[:consts]):
+        return {}
+    opened = compat.open_jaxpr(inline(eqn.params["jaxpr"]))
+    inside = [*splits[: consts + carry], *(s[1:] for s in splits[consts + carry :])]
+    known = {v: s for v, s in zip(opened.invars, inside, strict=True) if any(s)}
+    pairs = zip(opened.invars[:consts], eqn.invars[:consts], strict=True)
+    made = {v: a for v, a in pairs if isinstance(a, Var) and a in asked}
+    _follow(opened, known, set(), sizes, made)
+    return {a: known[v] for v, a in made.items() if v in known}
 
 
 def _scan(
@@ -426,7 +321,7 @@ def _scan(
     consts, carry = compat.scan_counts(eqn)
     inside = [*splits[: consts + carry], *(s[1:] for s in splits[consts + carry :])]
     outs, certain = _inner(eqn.params["jaxpr"], inside, surely, sizes)
-    return [*outs[:carry], *(((), *s) if s else _WHOLE for s in outs[carry:])], certain
+    return [*outs[:carry], *(((), *s) if s else WHOLE for s in outs[carry:])], certain
 
 
 def _cond(
@@ -455,28 +350,6 @@ def _shard_map(eqn: JaxprEqn, splits: list[Split], sizes: dict[str, int]) -> lis
     ]
 
 
-_Rule = Callable[[JaxprEqn, list[Split], dict[str, int]], list[Split]]
-
-_RULES: dict[str, _Rule] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _conv,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "expand_dims": _reshape,
-    "unstack": _unstack,
-    "stack": _stack,
-    "gather": _gather,
-    "scatter": _first,
-    "scatter-add": _first,
-    **dict.fromkeys(
-        "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
-        "reduce_xor".split(),
-        _reduce,
-    ),
-}
-
 _NESTED: dict[str, Callable[..., tuple[list[Split], list[bool]]]] = {
     "scan": _scan,
     "while": _while,
@@ -490,7 +363,7 @@ _WINDOWS = frozenset(
 )
 """Split as their operands are, along the dimensions that no window runs over."""
 
-_STATED: dict[str, _Rule] = {"sharding_constraint": _constraint, "shard_map": _shard_map}
+_STATED: dict[str, Rule] = {"sharding_constraint": _constraint, "shard_map": _shard_map}
 """Primitives by which the user states a sharding."""
 
 
