@@ -6,6 +6,10 @@ root of the number of its terms as many units, of the terms and of the sum. What
 to run may differ between two programs that are fused, ordered and divided otherwise: a value near a
 step (a cast to integers, a comparison, a narrow dtype) falls on either side, and a difference of
 values that are nearly equal is noise.
+
+A cast to a narrower dtype and back is left out at random, for each operation that reads the result:
+XLA:CPU's sums by YNNPACK do so where they hold the casts (JAX 0.12), and what else reads the value has
+it rounded.
 """
 
 from __future__ import annotations
@@ -103,6 +107,7 @@ class _Noise:
 
     def __init__(self, amount: Any, seed: Any) -> None:
         self._amount, self._seed, self._places = amount, seed, itertools.count(1)
+        self._choices = itertools.count(1)
 
     def __call__(self, x: Any, units: float, finest: bool = False) -> Any:
         """`x`, each element of it changed by up to `units` units of roundoff.
@@ -122,6 +127,12 @@ class _Noise:
         changed = wide * (1 + self._amount * units * roundoff * uniform).astype(wide.dtype)
         return jnp.where(jnp.isfinite(wide), changed, wide).astype(x.dtype)
 
+    def either(self, written: Any, other: Any) -> Any:
+        """`written`, or in half of the places `other`; without noise always `written`."""
+        bits = self._seed ^ jnp.uint32(next(self._choices) * 0x9E3779B1 % 2**32)
+        takes_other = (bits * jnp.uint32(0x7FEB352D) >> 31 == 1) & (self._amount > 0)
+        return jnp.where(takes_other, other, written)
+
 
 def _run(
     closed: Any, args: Sequence[Any], known: Sequence[bool], noise: _Noise
@@ -137,10 +148,21 @@ def _run(
     values |= zip(jaxpr.invars, args, strict=True)
     rounds = dict.fromkeys(jaxpr.constvars, False) | dict(zip(jaxpr.invars, known, strict=True))
     read = lambda a: a.val if isinstance(a, Literal) else values[a]
+    narrowed: dict[Any, Any] = {}  # what was cast to a narrower dtype, as it was before
+    unrounded: dict[Any, Any] = {}  # what was cast back, as it was before both casts
     for eqn in jaxpr.eqns:
         operands = [read(a) for a in eqn.invars]
+        for i, a in enumerate(eqn.invars):
+            if not isinstance(a, Literal) and a in unrounded:
+                operands[i] = noise.either(operands[i], unrounded[a])
         which = [not isinstance(a, Literal) and rounds[a] for a in eqn.invars]
         outs, found = _equation(eqn, operands, which, noise)
+        if eqn.primitive.name == "convert_element_type" and found == [True]:
+            [a], [b] = eqn.invars, eqn.outvars
+            if _loses(eqn):
+                narrowed[b] = operands[0]
+            elif a in narrowed and narrowed[a].dtype == outs[0].dtype:
+                unrounded[b] = narrowed[a]
         values |= zip(eqn.outvars, outs, strict=True)
         rounds |= zip(eqn.outvars, found, strict=True)
     outs = [read(a) for a in jaxpr.outvars]
