@@ -8,8 +8,8 @@ step (a cast to integers, a comparison, a narrow dtype) falls on either side, an
 values that are nearly equal is noise.
 
 A cast to a narrower dtype and back is left out at random, for each operation that reads the result:
-XLA:CPU's sums by YNNPACK do so where they hold the casts (JAX 0.12), and what else reads the value has
-it rounded.
+XLA:CPU's sums by YNNPACK do so where they hold the casts (JAX 0.12), and what else reads the value
+has it rounded.
 """
 
 from __future__ import annotations

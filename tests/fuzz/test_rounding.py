@@ -22,8 +22,8 @@ ROUNDED = [json.loads(line) for line in Path(__file__).with_name("rounding.jsonl
 """Programs whose results were called wrong, on JAX 0.11.2 (the last two: on 0.12), and which round
 otherwise: a value three units of roundoff from a step of `astype(int32)`; relu of what is nearly 0;
 sums of thousands of terms, in halves; a cast to bfloat16; x == max(x), where it was plain jit's that
-held nowhere, since XLA computed x twice; 1 - tanh(x)² of a tanh that is nearly 1; and differences from
-a mean, which are summed without the cast to bfloat16 that the mean had."""
+held nowhere, since XLA computed x twice; 1 - tanh(x)² of a tanh that is nearly 1; and differences
+from a mean, which are summed without the cast to bfloat16 that the mean had."""
 
 
 def test_what_rounds_otherwise_is_not_wrong():
