@@ -2,7 +2,7 @@
 
 Touvron et al., "LLaMA: Open and efficient foundation language models" (2023), section 2.2: root mean
 square norms before each part, rotary positions, SwiGLU; grouped queries as in Llama 2 (2023).
-Weights are float32 and stacked over the layers; the computation is in `Decoder.dtype`.
+Weights are float32, and stacked over the layers or apart; the computation is in `Decoder.dtype`.
 """
 
 import dataclasses
@@ -78,8 +78,8 @@ class Decoder:
         if self.scanned:
             x, _ = self.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
         else:
-            for i in range(self.layers):
-                x = layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+            for w in unstacked(params["layers"]):
+                x = layer(x, w)
         x = _norm(x, params["norm"])
         return x @ params["head"].astype(self.dtype)
 
@@ -104,6 +104,17 @@ class Decoder:
             y = _norm(x, w["norm2"])
             y = jax.nn.silu(product(y, "gate")) * product(y, "up")
             return x + product(y, "down")
+
+
+def unstacked(layers: Params | list[Params]) -> list[Params]:
+    """The weights of each layer, of stacks of them or of a list; unrolled layers take either.
+
+    In a list each weight is an argument of the step, which can lie in other memory than the rest.
+    """
+    if not isinstance(layers, dict):
+        return layers
+    count = len(jax.tree.leaves(layers)[0])
+    return [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(count)]
 
 
 def train_step(
