@@ -26,6 +26,7 @@ from search_cases import (
 from vmem_jax import POLICIES
 from vmem_jax.errors import CompileError
 from vmem_jax.policy.base import Infeasible
+from vmem_jax.policy.streaming import Streaming
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.variant import Family
 
@@ -305,6 +306,18 @@ def test_what_cannot_move_has_no_second_form_without_transfers():
     log = SearchLog()
     find(variant(over(lambda plan: 1000), costs=FAST), log=log)
     assert {line.variant for line in log.lines} == {"auto", "auto, without transfers"}
+
+
+def test_what_moves_hosted_buffers_alone_has_no_second_form_without_transfers():
+    """It would be planned again and again: it moves the same."""
+    hosted = dataclasses.replace(PROGRAM, hosted=PROGRAM.inputs[:1])
+    policy = Streaming(auto(STAYING), FAST.link)
+    compile_plan = over(lambda plan: 1 if plan.predicted_peak > HIGH - 2 else 0)
+    one = dataclasses.replace(variant(compile_plan, policy), program=hosted)
+    log = SearchLog()
+    found = find(one, log=log, budget=HIGH)
+    assert found.fits and len(compile_plan.plans) == 2 and found.best.plan.transfers
+    assert {line.variant for line in log.lines} == {"auto"}
 
 
 def test_variants_are_made_only_as_they_are_looked_at():

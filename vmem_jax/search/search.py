@@ -34,6 +34,7 @@ from typing import Any
 from absl import logging
 
 from vmem_jax.core.need import need_nbytes
+from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Splitting
@@ -334,7 +335,7 @@ class Search:
         corrected costs, and after its first miss also without transfers."""
         assert self.budget is not None and candidate.goal is not None, "else everything fits"
         misses = candidate.misses
-        changed = attempt.plan.moves or attempt.plan.divided
+        changed = parks(variant.program, attempt.plan) or attempt.plan.divided
         if changed and not misses and variant.program.sub_batches == 1:
             still = variant.without_transfers
             self._push(candidate, variant=still, estimate=None, goal=self.budget)
