@@ -15,6 +15,7 @@ from vmem_jax.core.program import Kind
 from vmem_jax.core.simulate import live_at, simulate
 from vmem_jax.core.validate import check_program, peak_by_definition, violations
 from vmem_jax.policy import POLICIES, Exact, Infeasible
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.streaming import Streaming
 
 FAST, SLOW = Link(1e9, 1e9, 2e9), Link(1.0, 1.0, 2.0)
@@ -103,6 +104,21 @@ def test_the_updates_are_made_where_their_gradients_are():
         for p in range(len(plan.order))
     ]
     assert 2 <= max(at_once) <= 4
+
+
+def test_hosted_buffers_have_more_time_than_the_rate_of_the_link_requires():
+    """XLA starts their copies later than the plan lets it."""
+    program = momentum(100)
+    plan = Streaming(Exact(), FAST).plan(program, costs(program), None)
+    timeline = check(program, plan, FAST)
+    begins = (*timeline.start, timeline.seconds)
+    lead = PARAMS.stream_lead * timeline.seconds
+    assert lead > 2  # steps
+    for t in plan.transfers:
+        if t.buffer in program.streamed_in:
+            assert begins[t.back] - begins[t.fetch] >= lead
+        else:
+            assert begins[t.gone] - begins[t.start] >= min(lead, begins[-1] - begins[t.start])
 
 
 BROKEN = {

@@ -40,6 +40,8 @@ class PolicyParams:
         some five values that are not.
       hidden_waits: of the step's seconds; what waits for less is hidden.
       loopings: the most choices of stacks to loop that are tried.
+      stream_lead: of the step's seconds; so much earlier than the rate of the link requires hosted
+        buffers may come, and so much later be gone.
       streaming_tries: plans of the policy beneath streaming, each for less by what the one before
         was over the budget with the streamed arguments.
       stack_passes: over memory for each byte that is copied into a stack, beside the step that
@@ -83,6 +85,7 @@ class PolicyParams:
     hidden_tries: int = 24
     hidden_waits: float = 1e-3
     loopings: int = 8
+    stream_lead: float = 5e-3
     streaming_tries: int = 4
     stack_passes: int = 2
     fewest_seconds: float = 100

@@ -2,9 +2,10 @@
 
 The copies of a lane run first in, first out. A buffer is gone when its copy, begun after its last
 use, has ended. Its fetch begins, counted backwards from its next use, when there is just time for it
-and for the fetches after it. Where memory is then over the limit, transfers in flight are hurried: a
-buffer goes earlier or returns later, and the compute lane waits. Every point is before a heavy step,
-so that its fences cut no fusion.
+and for the fetches after it. Hosted buffers have some more time, since XLA decides when their copies
+start. Where memory is then over the limit, transfers in flight are hurried: a buffer goes earlier or
+returns later, and the compute lane waits. Every point is before a heavy step, so that its fences cut
+no fusion.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def _unhurried(
     assert costs.link is not None
     begins = (*timeline.start, timeline.seconds)
     nbytes = lambda a: program.buffers[a.buffer].nbytes
+    lead = PARAMS.stream_lead * timeline.seconds
     starts, gones = {}, {}
     free = 0.0
     for a in sorted(away, key=lambda a: (a.since, a.buffer)):
@@ -91,7 +93,8 @@ def _unhurried(
         start = _heavy_from(heavy, a.since, a.until)
         free = max(free, begins[start]) + PARAMS.copy_seconds * nbytes(a) / costs.link.out
         starts[a] = start
-        gones[a] = _heavy_from(heavy, bisect.bisect_left(begins, free), a.until)
+        late = free + (lead if a.buffer in program.streamed_out else 0.0)
+        gones[a] = _heavy_from(heavy, bisect.bisect_left(begins, late), a.until)
     found = []
     free = timeline.seconds
     for a in sorted(away, key=lambda a: (-a.until, a.buffer)):
@@ -100,7 +103,8 @@ def _unhurried(
             continue
         back = _heavy_until(heavy, a.until, starts[a])
         free = min(free, begins[back]) - PARAMS.copy_seconds * nbytes(a) / costs.link.into
-        latest = max(bisect.bisect_right(begins, free) - 1, 0)
+        early = free - (lead if a.buffer in program.streamed_in else 0.0)
+        latest = max(bisect.bisect_right(begins, early) - 1, 0)
         fetch = _heavy_until(heavy, latest, starts[a])
         gone = min(gones[a], back)
         if gone > fetch:  # no time for both: they meet where the slower of the two would end
