@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 import vmem_jax
 from vmem_jax.compiler.compile import LONG, left_out, with_ours
 from vmem_jax.core.need import need_nbytes
-from vmem_jax.jax_compat import FENCE_OPTIONS, SIZED_OPTIONS
+from vmem_jax.jax_compat import FENCE_OPTIONS, SIZED_OPTIONS, STREAM_OPTIONS
 
 PASSES = "xla_disable_hlo_passes"
 FENCED = FENCE_OPTIONS["cpu"][PASSES]
@@ -121,6 +122,40 @@ def test_a_loop_fills_no_stack_with_zeros_that_it_writes_itself():
     assert made.plan.fenced
     zeros = r"= f32\[8,2048,256\]\S* (broadcast|fusion)\(\)"
     assert "AllocateBuffer" in made.as_text() and not re.search(zeros, made.as_text())
+
+
+@pytest.mark.gpu_compile
+def test_copies_of_state_in_host_memory_run_beside_kernels_and_one_another():
+    """XLA would let two be on their way, of either direction."""
+    tx = optax.adam(1e-3)
+
+    def step(state, x):
+        ws, moments = state
+        loss = lambda ws: jnp.square(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x)).mean()
+        updates, moments = tx.update(jax.grad(loss)(ws), moments, ws)
+        return optax.apply_updates(ws, updates), moments
+
+    ws = [jax.ShapeDtypeStruct((2048, 2048), "float32")] * 8
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    adam, *rest = jax.eval_shape(tx.init, ws)
+    mu, nu = jax.tree.map(lambda m: m.update(sharding=host), (adam.mu, adam.nu))
+    state = ws, (adam._replace(mu=mu, nu=nu), *rest)
+    x = jax.ShapeDtypeStruct((8192, 2048), "float32")
+    budgeted = vmem_jax.jit(step, budget="2GiB", donate_argnums=0)
+    text = budgeted.lower(state, x).compile(target="h100").as_text()
+    moving, kernels = 0, []
+    for op in re.findall(r" (copy-start|copy-done|fusion|custom-call)\(", text.split("ENTRY")[1]):
+        if op.startswith("copy"):
+            moving += 1 if op == "copy-start" else -1
+        else:
+            kernels.append(moving)
+    assert moving == 0 and max(kernels) > 2
+    assert sum(count > 0 for count in kernels) > 0.8 * len(kernels)
+
+
+def test_the_scheduler_is_told_so_only_where_state_is_in_host_memory():
+    assert with_ours({}, "gpu", 9, streams=True) == {**GPU, **STREAM_OPTIONS["gpu"]}
+    assert with_ours({}, "cpu", 9, streams=True) == with_ours({}, "cpu", 9)
 
 
 def failing(monkeypatch, message, which):

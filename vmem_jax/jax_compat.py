@@ -210,6 +210,19 @@ FENCE_OPTIONS: dict[str, dict[str, Any]] = {
 """Compiler options, by platform, that keep a fenced program as it was emitted: fences until after
 scheduling, casts where their layers are, and stacks that nothing but their loop writes."""
 
+STREAM_OPTIONS: dict[str, dict[str, Any]] = {
+    # XLA:GPU schedules a copy beside kernels only while two others at most are on their way, of
+    # either direction, and only while the whole program is within the card's memory, to which it adds
+    # the arguments that stay in host memory. Otherwise each copy stands right in front of its wait:
+    # of a decoder of 7 billion weights with its moments in host memory, the copies that nothing
+    # hides took a quarter of the step. The plan bounds both, and its fences hold (0.11.2).
+    "gpu": {
+        "xla_gpu_experimental_parallel_async_compute_limit": 1_000,
+        "xla_gpu_memory_limit_slop_factor": 1_000,  # per cent of the card's memory
+    },
+}
+"""Further compiler options, by platform, for programs with arguments in host memory."""
+
 LONG_OPTIONS: dict[str, dict[str, str]] = {
     # XLA:GPU's multi-output fusion walks through the graph for each pair of siblings, to see whether
     # one leads to the other: of 35,000 kernels that takes longer than all else (0.11.2).

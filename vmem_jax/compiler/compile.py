@@ -35,6 +35,7 @@ def with_ours(
     fenced: bool = True,
     large: bool = False,
     sized: bool = False,
+    streams: bool = False,
 ) -> dict[str, Any]:
     """The compiler options of a program of so many steps: ours, overridden by the user's. The passes
     that either disables are disabled.
@@ -44,8 +45,11 @@ def with_ours(
       fenced: whether it has our barriers; if not, it is compiled as by plain `jax.jit`.
       large: whether its arguments take `LARGE_NBYTES`.
       sized: whether only its memory is asked for.
+      streams: whether some of its arguments are in host memory.
     """
     ours = [compat.FENCE_OPTIONS.get(platform, {})] if fenced else []
+    if streams:
+        ours.append(compat.STREAM_OPTIONS.get(platform, {}))
     if described:
         ours.append(compat.DESCRIBED_OPTIONS.get(platform, {}))
         if large:
@@ -129,8 +133,10 @@ def _compiled(
     platform, fenced = devices_of(avals)[0].platform, jaxpr is not traced.plain
     large = sum(map(nbytes, avals)) >= LARGE_NBYTES
     described = target is not None
-    given, options = options, with_ours(options, platform, steps, described, fenced, large, sized)
-    if streams and traced.hosted:
+    streams = streams and bool(traced.hosted)
+    ours = with_ours(options, platform, steps, described, fenced, large, sized, streams)
+    given, options = options, ours
+    if streams:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         which = {i for i, _ in traced.hosted}
         return hosted.compile_reordered(
