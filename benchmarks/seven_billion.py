@@ -1,16 +1,18 @@
 """A decoder of 7 billion weights, trained whole on one card: its state takes more than 80 GB.
 
-    python benchmarks/seven_billion.py --way=budget --budget=72GiB      # on a card of 80 GB
-    python benchmarks/seven_billion.py --way=checkpoint                 # on a card that holds it all
-    python benchmarks/seven_billion.py --way=budget --target=h100       # compiles, runs nothing
+    python benchmarks/seven_billion.py                              # on a card of 80 GB
+    python benchmarks/seven_billion.py --way=checkpoint             # on a card that holds it all
+    python benchmarks/seven_billion.py --target=h100 --save_plan=7b.json    # runs nothing
+    python benchmarks/seven_billion.py --plan=7b.json               # runs what was planned
 
 The shape is that of LLaMA-7B (Touvron et al., 2023, table 2): 32 layers, 4,096 wide, a hidden layer
 of 11,008, 32 heads, 32,000 tokens. Weights and AdamW's moments are float32, the computation is
 bfloat16. Two ways train the same network on the same random tokens from the same weights:
 
 - "checkpoint": plain `jax.jit` with `jax.checkpoint` around each layer, all state on the card;
-- "budget": `vmem_jax.jit` within `--budget`; the moments, or all of the state, wait in pinned host
-  memory (`--hosted`), come for their update, and leave after it.
+- "budget": `vmem_jax.jit` within `--budget`; moments wait in pinned host memory, come for their
+  update, and leave after it. `--hosted` says which: those of the layers, all, or the whole state with
+  the weights.
 
 The state is made one array at a time, so that the card never holds more of it than the step does. The
 row has the loss of each step, the median, least and most milliseconds of a step after the warm-up,
@@ -105,8 +107,11 @@ def _shapes(model: Decoder) -> Any:
 
 def _is_hosted(path: tuple, shape: Any) -> bool:
     """Whether a leaf of the state waits in pinned host memory; numbers and norms do not."""
-    is_weight = path[0].idx == 0
-    return FLAGS.way == "budget" and shape.ndim > 1 and (FLAGS.hosted == "state" or not is_weight)
+    if FLAGS.way == "checkpoint" or shape.ndim < 2:
+        return False
+    if FLAGS.hosted == "layers" and not any(getattr(key, "key", "") == "layers" for key in path):
+        return False
+    return FLAGS.hosted == "state" or path[0].idx > 0
 
 
 def _pinned_nbytes(shapes: Any) -> int:
@@ -151,9 +156,16 @@ def _compiled(model: Decoder, state: Any) -> tuple[Any, dict[str, Any]]:
         compiled = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
         return compiled, {"gib": need_nbytes(compiled) / GIB, "moved_gib": 0.0}
     budgeted = vmem_jax.jit(
-        step, budget=FLAGS.budget, donate_argnums=0, allow=FLAGS.allow, profile=FLAGS.profile
+        step,
+        budget=FLAGS.budget,
+        plan=vmem_jax.Plan.load(FLAGS.plan) if FLAGS.plan else None,
+        donate_argnums=0,
+        allow=FLAGS.allow,
+        profile=FLAGS.profile,
     )
     made = budgeted.lower(state, tokens).compile(target=FLAGS.target)
+    if FLAGS.save_plan:
+        made.plan.save(FLAGS.save_plan)
     last = made.attempts[-1]
     return made, {
         "gib": made.need_nbytes / GIB,
@@ -221,9 +233,11 @@ def _run(step: Any, state: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     flags.DEFINE_enum("way", "budget", ["budget", "checkpoint"], "see above")
-    flags.DEFINE_string("budget", "72GiB", "of the way 'budget', as `jit` takes it")
-    flags.DEFINE_enum("hosted", "moments", ["moments", "state"], "what waits in pinned host memory")
+    flags.DEFINE_string("budget", "73GiB", "of the way 'budget', as `jit` takes it")
+    flags.DEFINE_enum("hosted", "layers", ["layers", "moments", "state"], "what waits, see above")
     flags.DEFINE_list("allow", "order,recompute,logits,stream", "techniques that plans may use")
+    flags.DEFINE_string("plan", None, "a plan of the way 'budget' to take, by its path")
+    flags.DEFINE_string("save_plan", None, "where the plan is saved")
     flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
     flags.DEFINE_string("target", None, "a card to compile for that is not there")
     flags.DEFINE_string("out", "seven_billion.jsonl", "where the row is added")
