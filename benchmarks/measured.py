@@ -242,6 +242,7 @@ def loops_compiled() -> str:
         )
         depth = "" if row["model"] == "resnet" else f", {row['layers']} layers"
         model = f"{names[row['model']]}{attention}{depth} ({row['batch']})"
+        model += f", fully sharded over {row['mesh']}" if "mesh" in row else ""
         if "predicted_gib" not in row:
             by_hand[model, row["way"]] = row["gib"]
             continue
