@@ -50,7 +50,8 @@ HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA's variable, in GiB
 def main(_: Any) -> None:
     model = _model()
     shapes = _shapes(model)
-    # XLA's pool of pinned memory grows to the limit, and pinning takes half a second a GiB
+    # XLA reads it when it first sees a device. Its pool of pinned memory grows by doubling up to the
+    # limit, and pinning takes half a second a GiB.
     os.environ.setdefault(HOST_POOL, str(_pinned_nbytes(shapes) // GIB + 4))
     device = None if FLAGS.target else jax.devices()[0]
     row: dict[str, Any] = {"way": FLAGS.way, "budget": FLAGS.budget, "hosted": FLAGS.hosted}
@@ -97,12 +98,12 @@ def _model() -> Decoder:
 def _shapes(model: Decoder) -> Any:
     """The shapes of the weights, those of each layer apart, and of the optimiser's state."""
 
-    def start(key: jax.Array) -> Any:
-        params = model.init(key)
+    def start() -> Any:
+        params = model.init(jax.random.key(0))
         params["layers"] = unstacked(params["layers"])
         return params, OPTIMISER.init(params)
 
-    return jax.eval_shape(start, jax.random.key(0))
+    return jax.eval_shape(start)
 
 
 def _is_hosted(path: tuple, shape: Any) -> bool:
