@@ -72,6 +72,8 @@ def plan_step(step: StepContext) -> CompiledStep:
     best = found.best
     if "compress" in settings.named and not best.plan.compressed and "compress" not in log.skipped:
         why = "no plan with it fits when it is compiled"
+        if best.plan.kept is not None:
+            why = "loops that stack other values do without"
         if settings.policy.compresses and not best.plan.moves:
             why = "the plan moves nothing"
         log.add(What.SKIPPED, "compress", why=_PARTS_DO_NOT if best.plan.sub_batches > 1 else why)

@@ -155,6 +155,12 @@ def compressed_sizes(
             sizes[b] = nbytes
     if sizes:
         return sizes, ""
+    loops = sum(captured.program.steps[captured.program.producer[b]].op == "scan" for b in found)
+    if loops and density is not None:
+        others = f", and of the other {len(found) - loops} none has enough zeros"
+        return {}, f"`density` does not tell the zeros of {loops} large stacks of loops" + (
+            others if loops < len(found) else ""
+        )
     emptiest = f": of the emptiest {min(known.values()):.0%} are none" if known else ""
     return {}, f"of its {len(found)} large residuals none has enough zeros{emptiest}"
 

@@ -34,7 +34,7 @@ def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
     loops as they are."""
     settings = step.settings
     chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
-    if budget is None or not chooses or "compress" in settings.named:
+    if budget is None or not chooses:
         return []
     variants = step.cached("loops", lambda: _Variants(step.traced, step.machine))
     return [  # the same ones for another budget
