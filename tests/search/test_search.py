@@ -586,29 +586,48 @@ def test_a_variant_that_compiled_to_less_than_predicted_is_expected_to_do_so_aga
     assert found.fits and compile_plan.plans[-1].schedule == second.schedule
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, alike):
-    def named(name, predicted):
-        class Fixed(POLICIES["recompute"]):
-            def plan(self, program, costs, budget):
-                plan = super().plan(program, costs, HIGH)
-                if budget is not None and budget < predicted:
-                    lowest = dataclasses.replace(plan, policy=name)
-                    return Infeasible(name, budget, predicted, "somewhere", plan=lowest)
-                return dataclasses.replace(plan, policy=name)
+def predicting(heap, predicted, excess, alike):
+    """Families of a policy each, whose every plan is `predicted` to need so much by name, compiles to
+    so much more, and of which some are alike; and their compilers."""
 
-        Fixed.name = name
+    def policy(own):
+        class Fixed(POLICIES["recompute"]):
+            name = own
+
+            def plan(self, program, costs, budget):
+                plan = dataclasses.replace(super().plan(program, costs, HIGH), policy=own)
+                if budget is not None and budget < predicted[own]:
+                    return Infeasible(own, budget, predicted[own], "somewhere", plan=plan)
+                return plan
+
         return Fixed()
 
-    predicted = {"first": BUDGET - 1, "second": BUDGET - 2, "third": BUDGET - 40}
     heap(lambda program, plan: predicted[plan.policy])
-    compilers = [Compiler(lambda plan: predicted[plan.policy] + 30) for _ in predicted]
+    need = lambda plan: predicted[plan.policy] + excess[plan.policy]
+    compilers = {name: Compiler(need) for name in predicted}
     group = [
-        dataclasses.replace(
-            family(variant(compiler, named(name, predicted[name]), slower(n), name)), alike=alike
-        )
-        for n, (name, compiler) in enumerate(zip(predicted, compilers, strict=True))
+        family(variant(compilers[name], policy(name), slower(n), name), alike=name in alike)
+        for n, name in enumerate(predicted)
     ]
+    return group, compilers
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, alike):
+    predicted = {"first": BUDGET - 1, "second": BUDGET - 2, "third": BUDGET - 40}
+    excess = dict.fromkeys(predicted, 30)
+    group, compilers = predicting(heap, predicted, excess, [*predicted] if alike else [])
     found = find(group)
     assert found.fits and found.best.variant.name == "third"
-    assert [len(compiler.plans) for compiler in compilers] == [1, 0 if alike else 1, 1]
+    compiles = [len(compiler.plans) for compiler in compilers.values()]
+    assert compiles == [1, 0 if alike else 1, 1]
+
+
+def test_the_lowest_plans_are_ordered_by_their_own_predictions(heap):
+    """What another took too much says how much to plan for, not which plan is lower."""
+    predicted = {"first": BUDGET - 1, "second": BUDGET + 2, "other": BUDGET + 10}
+    excess = {"first": 30, "second": 1, "other": 1}
+    group, compilers = predicting(heap, predicted, excess, ["first", "second"])
+    found = find(group)
+    assert not found.fits and found.best.need == BUDGET + 3
+    assert not compilers["other"].plans

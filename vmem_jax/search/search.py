@@ -77,6 +77,14 @@ class Candidate:
         """Whether its plan was compiled by an earlier search, so that its need is known."""
         return isinstance(self.estimate, Tried)
 
+    @property
+    def expected(self) -> int:
+        """The expected need of its plan in bytes: the prediction plus the excess of the variant's
+        last compiled plan, or less what that compiled to below its prediction."""
+        assert self.estimate is not None
+        off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
+        return self.estimate.need + sum(off)
+
     def planned(self, estimate: Estimate, seconds: float) -> Candidate:
         """It with a plan."""
         return dataclasses.replace(self, estimate=estimate, seconds=seconds)
@@ -106,7 +114,6 @@ class Search:
       lacks: for each time that a policy was asked, what the step lacks for it to do more.
       reasons: why candidates were dropped.
       best: the incumbent.
-      reserved: compiles that are left for the lowest plans, while there are other ones to try.
     """
 
     budget: int | None
@@ -124,7 +131,6 @@ class Search:
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
     best: Attempt | None = None
-    reserved: int = 0
     arrivals: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
@@ -137,7 +143,6 @@ class Search:
           HostMemoryError: every plan that fits parks more in host memory than is allowed.
           VmemError: nothing could be planned or compiled; the first reason.
         """
-        self.reserved = self.params.reserved_compiles
         if self.budget is not None:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
         for group in groups:
@@ -151,8 +156,9 @@ class Search:
                 return self._found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
-        self.reserved = 0
-        lowest = min(map(self._expected, self.over), default=0)
+        # nothing else is left to try, so no compile is reserved
+        self.params = dataclasses.replace(self.params, reserved_compiles=0)
+        lowest = min((one.expected for one in self.over), default=0)
         if self.may_stay and lowest > self.params.near * self._limit:
             self._compile_untouched(
                 lowest / self.params.far
@@ -204,17 +210,11 @@ class Search:
         """Bytes of the smallest plan that is known to need too much."""
         return min((one.need for one in self._missed), default=math.inf)
 
-    def _expected(self, candidate: Candidate) -> int:
-        """The expected need of its plan in bytes: the prediction plus the excess of the variant's
-        last compiled plan, or less what that compiled to below its prediction; before one is
-        compiled, plus the lowest excess of similar variants that need too much."""
-        assert candidate.estimate is not None
-        missed = (a for a, other in self.attempts.items() if other.is_like(candidate))
-        excess = min((a.excess for a in missed if not self._fits(a)), default=0)
-        if candidate.misses:
-            last = candidate.misses[-1]
-            excess = last.excess or min(last.need - last.predicted_need, 0)
-        return candidate.estimate.need + excess
+    def _excess_of_others(self, candidate: Candidate) -> int:
+        """The lowest excess of similar variants that need too much, until its own is known."""
+        alike = (a for a, other in self.attempts.items() if other.is_like(candidate))
+        excess = [a.excess for a in alike if not self._fits(a) and not candidate.misses]
+        return min(excess, default=0)
 
     def _fits(self, attempt: Attempt) -> bool:
         return attempt.need <= self._limit
@@ -303,15 +303,13 @@ class Search:
             if spare > 0:  # if it does not fit again, its variant has a turn of its own
                 self._attempt(candidate, variant, one)
             return
-        spare -= self.reserved if self.best is None else 0
-        known = self._known(variant, one)
+        spare -= self.params.reserved_compiles if self.best is None else 0
+        known, excess = self._known(variant, one), self._excess_of_others(candidate)
         is_used_up = spare <= 0 or len(misses) >= self.params.compiles_per_variant
         if is_used_up or known in misses or self._is_alike(variant, one):
             self._give_up(candidate)
-        elif known is None and not misses and (expected := self._expected(candidate)) > self._limit:
-            # it is planned again, as similar variants take more than predicted
-            goal = int(self._limit) - (expected - one.need)
-            self._push(candidate, estimate=None, goal=goal)
+        elif known is None and one.need + excess > self._limit:
+            self._push(candidate, estimate=None, goal=int(self._limit) - excess)
         else:
             attempt = known or self._attempt(candidate, variant, one)
             if attempt is not None and not self._fits(attempt):
@@ -447,7 +445,7 @@ class Search:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            if self._expected(candidate) > min(limit, self.params.far * self._least):
+            if candidate.expected > min(limit, self.params.far * self._least):
                 return  # or another plan compiled to far less than this one is expected to
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
@@ -470,9 +468,9 @@ class Search:
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
         about as much the fastest, since whether one fits does not depend on so little."""
-        lowest = min(self.over, key=self._expected)
-        limit = min(self._expected(lowest) / self.params.same, self._limit)
-        as_low = [one for one in self.over if self._expected(one) <= limit]
+        lowest = min(self.over, key=lambda one: one.expected)
+        limit = min(lowest.expected / self.params.same, self._limit)
+        as_low = [one for one in self.over if one.expected <= limit]
         return min(as_low, default=lowest, key=lambda one: one.seconds)
 
     # -- the untouched step
