@@ -142,7 +142,8 @@ def run(
     for thread in threads:
         thread.join()
     for row, spec, one, alone in slow:
-        child = Child({**alone.environment, **(environment or {})}, alone.limit, alone.preface)
+        there = {**alone.environment, **(environment or {})}
+        child = Child(there, alone.limit, alone.preface, alone=True)
         try:
             [again] = child.rows(spec, [one])
         finally:

@@ -15,6 +15,7 @@ import pytest
 
 from . import check, driver, ledger
 from .check import BUDGET, CRASHED, ENDED, FIT, HUNG, INVALID, OVER, UNTRUE
+from .child import Child
 from .driver import (
     Counts,
     Settings,
@@ -240,6 +241,16 @@ begun.touch()
     counts.add(row)
     assert row["outcome"] == outcome and row["slow"] and bool(row["signature"]) == always
     assert counts.slow == 1 and counts.outcomes[HUNG] == always
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_meta_alone_a_program_is_timed_by_the_clock(alone, monkeypatch):
+    """One that takes a hundred processor seconds in one on the clock."""
+    monkeypatch.setattr(Child, "_seconds", lambda self: 100 * time.monotonic())
+    child = Child(Settings().environment, limit=30, alone=alone)
+    [row] = child.rows(SPEC, [(0, FITS, False)])
+    child.close()
+    assert row["outcome"] == (FIT if alone else INVALID), row  # plain jit, which comes first, hangs
 
 
 def test_meta_a_finding_is_shrunk():
