@@ -209,6 +209,9 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
             step += ", scanned" if row["scanned"] else ", unrolled"
         if row.get("attention"):
             step += f", XLA's attention ({row['batch']})"
+        if row["model"] == "decoder" and "layers" in row:
+            step += ", {layers} layers of {tokens} tokens".format(**row)
+        step += f", fully sharded over {row['mesh']}" if "mesh" in row else ""
         step += "" if row.get("triton", True) else ", without Triton"
         if way[0] == "@":
             variant = f"`auto`, in the memory of `{way[1:]}`"
@@ -226,6 +229,18 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         lines[step, variant] = [step, variant, *figures]
     header = ["step", "variant", "GiB", "ms", "time / plain", "ms predicted"]
     return "\n" + grid(header, [*lines.values()])
+
+
+def seven_billion() -> str:
+    """The whole training of a network whose state is as large as the card."""
+    lines = []
+    for row in _json("seven_billion"):
+        figures = [row["state_gib"], row["pinned_gib"], row["allocator_gib"]]
+        seconds = [f"{row['ms'] / 1e3:.2f}", f"{row['predicted_ms'] / 1e3:.2f}"]
+        each = f"{row['tokens_per_second']:,.0f}"
+        lines.append([row["device"].removeprefix("NVIDIA "), *map(number, figures), *seconds, each])
+    header = ["card", "state, GiB", "pinned", "peak", "s", "predicted", "tokens/s"]
+    return "\n" + grid(header, lines)
 
 
 def loops_compiled() -> str:
@@ -381,6 +396,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for made in (
         recompute,
         training_steps,
+        seven_billion,
         transfers,
         transports,
         cache,

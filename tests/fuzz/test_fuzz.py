@@ -253,6 +253,12 @@ def test_meta_alone_a_program_is_timed_by_the_clock(alone, monkeypatch):
     assert row["outcome"] == (FIT if alone else INVALID), row  # plain jit, which comes first, hangs
 
 
+def test_the_docs_have_the_totals_of_the_ledger():
+    with (ROOT / "benchmarks" / "results" / "fuzz.jsonl").open() as file:
+        totals = ledger.totals(map(json.loads, file))
+    assert totals.strip() in (ROOT / "docs" / "contributing.md").read_text()
+
+
 def test_meta_a_finding_is_shrunk():
     outcome, options, preface = BREAKS["an exception"]
     settings = Settings(preface=preface)
