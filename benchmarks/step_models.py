@@ -1,11 +1,11 @@
 """The networks of `training_steps.py`, by name, and what is picked by hand for their layers.
 
-"decoder" is `vmem_jax.models.Decoder`; "vit" is ViT-L/16 (Dosovitskiy et al., "An image is worth
-16x16 words", 2021) with dropout behind each product, "vit_dropout" the same with dropout of the
-attention weights; "gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet"
-is ResNet-152 with the identical blocks of each stage in a scan. Their layers are scanned, or unrolled
-with `scanned=False`. "convnext" and "unet" are in `vision_models`, "resnet50" in `vmem_jax.models`;
-their layers are unrolled.
+"decoder" is `vmem_jax.models.Decoder`, and "lora" trains adapters of its frozen weights; "vit" is
+ViT-L/16 (Dosovitskiy et al., "An image is worth 16x16 words", 2021) with dropout behind each product,
+"vit_dropout" the same with dropout of the attention weights; "gpt" is GPT-2 medium (Radford et al.,
+2019), which drops these as well; "resnet" is ResNet-152 with the identical blocks of each stage in a
+scan. Their layers are scanned, or unrolled with `scanned=False`. "convnext" and "unet" are in
+`vision_models`, "resnet50" in `vmem_jax.models`; their layers are unrolled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from vision_models import ConvNeXt, UNet
 
-from vmem_jax.models.decoder import Decoder, train_step
+from vmem_jax.models.decoder import Decoder, adapters, train_step
 from vmem_jax.models.jobs import cross_entropy, job
 from vmem_jax.models.scanned_resnet import ScannedResNet
 
@@ -213,22 +213,54 @@ def _images(batch: int) -> Callable[[jax.Array], Any]:
     return draw
 
 
-def decoder(
-    hand: str, batch: int, layers: int = 16, width: int = 2048, tokens: int = 2048, **options: Any
-) -> Training:
+def _decoder(hand: str, layers: int = 16, width: int = 2048, **options: Any) -> Decoder:
     """Heads are 64 wide, four queries share a key, and the hidden layer is four times as wide."""
     sizes = {"width": width, "hidden": 4 * width, "heads": width // 64, "kv_heads": width // 256}
     options = {"attention": "cudnn", **sizes, **options}
-    model = Decoder(layers=layers, **layers_by_hand(hand, options.get("scanned", True)), **options)
+    return Decoder(layers=layers, **layers_by_hand(hand, options.get("scanned", True)), **options)
+
+
+def _texts(batch: int, tokens: int, vocabulary: int) -> Callable[[jax.Array], Any]:
+    """key -> tokens i32[batch, tokens + 1]."""
+    size = batch, tokens + 1
+    return lambda key: jax.random.randint(key, size, 0, vocabulary, jnp.int32)
+
+
+def decoder(hand: str, batch: int, tokens: int = 2048, **options: Any) -> Training:
+    """All weights are trained."""
+    model = _decoder(hand, **options)
     optimiser = optax.adamw(1e-4)
 
     def start(key: jax.Array) -> Any:
         params = model.init(key)
         return params, optimiser.init(params)
 
-    size = batch, tokens + 1
-    draw = lambda key: jax.random.randint(key, size, 0, model.vocabulary, jnp.int32)
+    draw = _texts(batch, tokens, model.vocabulary)
     return Training(train_step(model, optimiser), start, draw)
+
+
+def lora(hand: str, batch: int, tokens: int = 2048, rank: int = 16, **options: Any) -> Training:
+    """Weights are frozen, in bfloat16; adapters of the layers' products are trained, in float32."""
+    model = _decoder(hand, **options)
+    optimiser = optax.adamw(1e-4)
+
+    def start(key: jax.Array) -> Any:
+        base = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model.init(key))
+        trained = adapters(base["layers"], rank, jax.random.fold_in(key, 1))
+        return base, trained, optimiser.init(trained)
+
+    def step(state: Any, batch: Any) -> Any:
+        base, trained, rest = state
+
+        def loss_of(trained: Any) -> jax.Array:
+            layers = {**base["layers"], "adapters": trained}
+            return model.loss({**base, "layers": layers}, batch)
+
+        loss, grads = jax.value_and_grad(loss_of)(trained)
+        updates, rest = optimiser.update(grads, rest, trained)
+        return (base, optax.apply_updates(trained, updates), rest), loss
+
+    return Training(step, start, _texts(batch, tokens, model.vocabulary))
 
 
 def vit(hand: str, batch: int, layers: int = 24, width: int = 1024, **options: Any) -> Training:
@@ -343,6 +375,7 @@ def unet(hand: str, batch: int, **options: Any) -> Training:
 
 MODELS: dict[str, Callable[..., Training]] = {
     "decoder": decoder,
+    "lora": lora,
     "vit": vit,
     "vit_dropout": functools.partial(vit, weights_dropout=0.1),
     "gpt": gpt,
@@ -355,6 +388,7 @@ MODELS: dict[str, Callable[..., Training]] = {
 
 BATCHES: dict[str, int] = {
     "decoder": 8,
+    "lora": 8,
     "vit": 256,
     "vit_dropout": 128,
     "gpt": 8,

@@ -40,6 +40,7 @@ from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, Training
 from traces import traced
 
 import vmem_jax
+from vmem_jax.compiler.compile import LARGE_NBYTES, with_ours
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.devices.targets import target
 
@@ -143,12 +144,15 @@ def _returning(make: Callable[[str], Training], state: Any) -> Callable[[str], T
 
 def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
     """The step by plain jit, with what is picked by hand in it; and what its row says."""
+    options: dict[str, Any] = {}
     if FLAGS.target:
+        large = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(args)) >= LARGE_NBYTES
+        options = with_ours({}, "gpu", 0, described=True, fenced=False, large=large)
         leaves, tree = jax.tree.flatten(args)
         shardings = target(FLAGS.target).shardings([a.sharding for a in leaves])
         there = lambda a, on: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on)
         args = jax.tree.unflatten(tree, map(there, leaves, shardings))
-    compiled = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(*args).compile(options)
     return compiled, {"gib": need_nbytes(compiled) / 2**30}
 
 

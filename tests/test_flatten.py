@@ -112,6 +112,32 @@ def test_dead_equations_are_dropped_and_effects_are_not():
     assert any("callback" in n or "print" in n for n in left)
 
 
+def test_results_of_scans_that_nothing_reads_are_dropped_with_what_makes_them():
+    def once(carry, x):
+        a, b = carry
+        return (a * x, jnp.cos(b) + x), (jnp.sin(a), jnp.exp(x))
+
+    def fun(x):
+        (a, _), (_, y) = jax.lax.scan(once, (x[0], x[1]), x)
+        z = jax.lax.scan(lambda c, x: (c, x + 1), 0.0, x)[1]  # that nothing reads of at all
+        del z
+        return a, y
+
+    [scan] = [e for e in compat.open_jaxpr(flat(fun, X)).eqns if e.primitive.name == "scan"]
+    assert [v.aval.shape for v in scan.outvars] == [(), (8,)]
+    assert names(scan.params["jaxpr"]) == ["mul", "exp"]
+
+
+def test_scans_with_effects_keep_their_results():
+    def once(carry, x):
+        jax.debug.print("{}", x)
+        return carry + x, jnp.exp(x)
+
+    closed = jax.make_jaxpr(lambda x: jax.lax.scan(once, 0.0, x)[0])(X)
+    [scan] = [e for e in compat.open_jaxpr(flatten(closed)).eqns if e.primitive.name == "scan"]
+    assert len(scan.outvars) == 2
+
+
 def test_repeated_equations_are_merged_but_not_effects_or_different_parameters():
     def fun(x):
         jax.debug.print("same")

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 pytest.importorskip("flax")
@@ -23,14 +24,17 @@ from vision_models import ConvNeXt, UNet
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.loop_pairs import find_pairs
+from vmem_jax.models.decoder import Decoder, adapters, train_step
 
 ROOT = Path(__file__).parent.parent
 
-WIDTHS = {"decoder": 256, "vit": 128, "vit_dropout": 128, "gpt": 128, "resnet": 8}
+WIDTHS = {"decoder": 256, "lora": 256, "vit": 128, "vit_dropout": 128, "gpt": 128, "resnet": 8}
 """Of the networks that have loops."""
 
+DECODER = {"vocabulary": 64, "tokens": 64, "attention": "xla"}
 SMALLER = {
-    "decoder": {"vocabulary": 64, "tokens": 64, "attention": "xla"},
+    "decoder": DECODER,
+    "lora": DECODER,
     "gpt": {"vocabulary": 64, "tokens": 64},
 }
 HANDS = ("plain", "checkpoint", "every_dot")
@@ -65,6 +69,48 @@ def test_what_is_picked_by_hand_keeps_less(name):
 def test_segments_keep_what_enters_them_alone(name):
     of_layers, of_segments = (residual_nbytes(name, hand, 9) for hand in ("checkpoint", "sqrt"))
     assert of_segments == pytest.approx(of_layers / 3, rel=0.05)
+
+
+def test_adapters_learn_beside_frozen_weights():
+    training = MODELS["lora"]("checkpoint", 2, width=256, layers=2, **DECODER)
+    step = jax.jit(training.step)
+    begun, batch = training.init(jax.random.key(0)), training.batch(jax.random.key(1))
+    state, losses = begun, []
+    for _ in range(20):
+        state, loss = step(state, batch)
+        losses.append(loss)
+    assert losses[-1] < losses[0] - 1e-3
+    for new, old in zip(jax.tree.leaves(state[0]), jax.tree.leaves(begun[0]), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_frozen_weights_have_no_residuals_where_an_optimiser_throws_their_gradients_away():
+    """As where the loss is differentiated by the adapters alone, by which the network is written."""
+    model = Decoder(2, 256, 512, 4, 1, 64)
+    optimiser = optax.partition(
+        {True: optax.adamw(1e-4), False: optax.set_to_zero()},
+        lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, _: any(getattr(key, "key", "") == "adapters" for key in path), params
+        ),
+    )
+
+    def init(key):
+        params = model.init(key)
+        params["layers"]["adapters"] = adapters(params["layers"], 4, key)
+        return params, optimiser.init(params)
+
+    state = jax.eval_shape(init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((2, 65), jnp.int32)
+    [masked] = find_pairs(flatten(jax.make_jaxpr(train_step(model, optimiser))(state, tokens)))
+
+    def loss(trained, params):
+        layers = {**params["layers"], "adapters": trained}
+        return model.loss({**params, "layers": layers}, tokens=jnp.zeros((2, 65), jnp.int32))
+
+    own = state[0]["layers"]["adapters"]
+    [alone] = find_pairs(flatten(jax.make_jaxpr(jax.grad(loss))(own, state[0])))
+    assert masked.residual_nbytes == alone.residual_nbytes
+    assert len(masked.backward_made.stacked) == len(jax.tree.leaves(own))
 
 
 def test_segments_compute_what_layers_do():

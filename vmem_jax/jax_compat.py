@@ -17,6 +17,7 @@ from jax._src.ffi import _FfiEffect  # what XLA's foreign calls have; not in the
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
 from jax.extend import core as jexc
 from jax.extend.mlir import ir
+from jax.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
@@ -135,6 +136,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # since 0.12
     return len(consts), len(carry)
+
+
+def with_results(eqn: JaxprEqn, read: Sequence[bool]) -> JaxprEqn:
+    """`eqn`, a scan, with only those of its results that are `read`, and what they take.
+
+    JAX's rule for one equation has another signature in 0.12; that for a jaxpr has not.
+    """
+    invars = list(dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)))
+    outvars = [v for v, is_read in zip(eqn.outvars, read, strict=True) if is_read]
+    alone = close([], [], invars, outvars, [eqn], eqn.params["jaxpr"])
+    jaxpr, _ = _dce_jaxpr(open_jaxpr(alone), [True] * len(outvars), instantiate=True)
+    [found] = jaxpr.eqns
+    return found
 
 
 def user_line(eqn: JaxprEqn) -> str:

@@ -107,12 +107,17 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def drop_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns `closed` without the equations that have no effect and no reader."""
+    """Returns `closed` without the equations that have no effect and no reader, and without the
+    results of scans that have no reader: gradients, say, of weights that an optimiser leaves as they
+    are. What a backward scan makes them of is a residual of the forward scan."""
     opened = compat.open_jaxpr(closed)
     needed = {a for a in opened.outvars if isinstance(a, Var)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(opened.eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
+        read = [v in needed for v in eqn.outvars]
+        if eqn.effects or any(read):
+            if eqn.primitive.name == "scan" and not eqn.effects and not all(read):
+                eqn = compat.with_results(eqn, read)
             needed.update(a for a in eqn.invars if isinstance(a, Var))
             kept.append(eqn)
     used = [

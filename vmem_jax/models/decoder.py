@@ -91,7 +91,7 @@ class Decoder:
     def _layer(self, x: jax.Array, w: Params) -> jax.Array:
         n, t, d = x.shape
         size = d // self.heads
-        product = lambda x, name: x @ w[name].astype(self.dtype)
+        product = lambda x, name: _product(x, w, name, self.dtype)
         with jax.named_scope("attention"):
             y = _norm(x, w["norm1"])
             split = lambda y: y.reshape(n, t, -1, size)
@@ -117,6 +117,23 @@ def unstacked(layers: Params | list[Params]) -> list[Params]:
     return [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(count)]
 
 
+def adapters(layers: Params, rank: int, key: jax.Array) -> Params:
+    """Adapters of low rank for each matrix of stacked `layers`, as their "adapters".
+
+    The product of the two matrices of an adapter is added to a weight, and is zero at first (Hu et
+    al., "LoRA: Low-rank adaptation of large language models", 2022, section 4.1, with alpha = rank).
+    """
+    matrices = {name: w.shape for name, w in layers.items() if w.ndim == 3}
+    keys = jax.random.split(key, len(matrices))
+    return {
+        name: {
+            "in": jax.random.normal(k, (n, d, rank)) / d**0.5,
+            "out": jnp.zeros((n, rank, width)),
+        }
+        for k, (name, (n, d, width)) in zip(keys, matrices.items(), strict=True)
+    }
+
+
 def train_step(
     model: Decoder, optimiser: optax.GradientTransformation
 ) -> Callable[[tuple[Params, Any], jax.Array], tuple[tuple[Params, Any], jax.Array]]:
@@ -129,6 +146,14 @@ def train_step(
         return (optax.apply_updates(params, updates), rest), loss
 
     return step
+
+
+def _product(x: jax.Array, w: Params, name: str, dtype: Any) -> jax.Array:
+    """`x` times a weight, and times its adapter, if `w` has one."""
+    y = x @ w[name].astype(dtype)
+    if (adapter := w.get("adapters", {}).get(name)) is None:
+        return y
+    return y + x @ adapter["in"].astype(dtype) @ adapter["out"].astype(dtype)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
