@@ -13,6 +13,7 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.policy import Keep
 from vmem_jax.policy.auto import Auto
 from vmem_jax.search.search import Compiles
+from vmem_jax.techniques.loops import loop_variants
 
 N, D = 4096, 128
 
@@ -55,3 +56,17 @@ def test_many_layers_are_planned_like_few(share, monkeypatch):
     assert fits and more_fits
     assert 0 < len(many) <= len(few) + 1
     assert max(many) <= max(few) < 16  # steps of a program do not grow with the layers
+
+
+@pytest.mark.parametrize("activation, forms", [(lambda x: x, 0), (jnp.tanh, 2)])
+def test_the_stacks_of_a_steps_own_loops_are_not_chosen_once_more(activation, forms):
+    """A linear layer's gradient needs what the layer reads, which JAX stacks and nothing else."""
+
+    def train_step(w, x):
+        layer = lambda x, w: (activation(x @ w), None)
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w)[0] ** 2))(w)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    step = vmem_jax.jit(train_step, budget=2**62, donate_argnums=0)
+    context = step.context((shape(8, 64, 64), shape(1024, 64)), {}, "h200")
+    assert len(loop_variants(context.traced, context.machine)) == forms

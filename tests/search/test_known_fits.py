@@ -197,35 +197,13 @@ def test_what_is_expected_to_need_far_more_than_plain_is_not_compiled():
     assert not found.fits and found.best.need == need and not compile_plan.plans
 
 
-# -- the stacks of a step's own loops, chosen once more
+# -- other stacks
 
 
 def stacking(compile_plan, costs=STILL, kept=((1,),), policy=None):
     """A variant of the same program whose loops stack `kept`."""
     made = variant(compile_plan, policy or auto(STAYING), costs, "other stacks")
     return dataclasses.replace(made, program=dataclasses.replace(PROGRAM, kept=kept))
-
-
-@pytest.mark.parametrize("budget", [BUDGET, LOW + 1], ids=["predicted to fit", "too small"])
-@pytest.mark.parametrize("same", [True, False])
-def test_stacks_that_take_the_same_bytes_and_seconds_are_not_compiled_again(budget, same):
-    costs = STILL if same else dataclasses.replace(STILL, seconds=(2.0, *STILL.seconds[1:]))
-    mine, other = (over(lambda plan: 1000) for _ in range(2))
-    group = [
-        family(variant(mine, auto(STAYING), STILL)),
-        family(stacking(other, costs)),
-    ]
-    found = find(group, budget=budget, max_compiles=8, reserved_compiles=1)
-    assert not found.fits and mine.plans
-    assert bool(other.plans) != same
-
-
-def test_stacks_are_compiled_where_those_alike_missed_by_less_than_such_plans_differ():
-    mine = Compiler(lambda plan: BUDGET + 1)
-    other = Compiler(lambda plan: BUDGET)
-    group = [family(variant(mine, auto(STAYING), STILL)), family(stacking(other))]
-    found = find(group, same=BUDGET / (BUDGET + 2))
-    assert found.fits and found.best.variant.name == "other stacks"
 
 
 def test_what_a_compiled_step_tells_is_not_taken_for_another_form():

@@ -118,14 +118,10 @@ def test_a_plan_of_another_program_or_policy_or_that_moves_is_not_taken():
 # -- what is kept
 
 
-def test_a_record_has_what_was_added_once_and_knows_its_schedule():
+def test_a_record_has_what_was_added_once():
     plan, one = plan_for(BUDGET), variant(None, auto(STAYING), STILL)
     kept = record((plan, 5), (plan, 5))
     assert kept.all() == kept.candidates(one) == [tried(plan, 5)]
-    by_another = dataclasses.replace(plan, policy="another", predicted_seconds=7.0)
-    assert kept.of_schedule(one, by_another) == tried(plan, 5)
-    assert kept.of_schedule(one, dataclasses.replace(plan, order=plan.order[::-1])) is None
-    assert kept.of_schedule(one, plan_for(HIGH)) is None
 
 
 def test_of_a_program_the_lowest_and_the_latest_plans_are_kept():

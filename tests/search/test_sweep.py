@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from search_cases import BUDGET, HIGH, LOW, Compiler, auto, family, variant
+from search_cases import HIGH, LOW, Compiler, auto, family, variant
 
 from vmem_jax.api.sweep import front, sweep
 from vmem_jax.core.plan import Plan
@@ -81,23 +79,3 @@ def test_searches_share_what_is_compiled(compiles):
     assert len(compiler.plans) == len({p.order for p in compiler.plans})
     assert bool(compiler.plans) is (compiles is not Compiles.NONE)
     assert all(point.compiled is None for point in points)
-
-
-def test_what_an_earlier_compiled_step_showed_is_known():
-    learned = []
-
-    def learn(costs, compiled):
-        learned.append(compiled)
-        return dataclasses.replace(costs, error=0.5)
-
-    one, record = variant(Compiler(), learn=learn), Record()
-    first = Search(BUDGET, record=record).run([[family(one)]])
-    known = {"record": record, "compiles": Compiles.UNTRIED}
-    again = Search(BUDGET, **known).run([[family(one)]])
-    assert len(learned) == len(first.attempts)
-    assert again.best.costs == first.best.costs and again.best.need == first.best.need
-    # what was learned of one estimate of the costs says nothing of another
-    other = dataclasses.replace(one, costs=dataclasses.replace(one.costs, machine="another"))
-    third = Search(BUDGET, **known).run([[family(other)]])
-    assert len(learned) == len(first.attempts)
-    assert third.best.costs == other.costs and third.best.need == first.best.need

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from vmem_jax.core.costs import Costs
@@ -62,15 +63,6 @@ class Attempt:
         known = predicted_need(self.variant.program, restated(self.plan, self.costs))
         return max(self.need - known, 0)
 
-    def is_alike(self, variant: Variant, one: Estimate) -> bool:
-        """Whether it is a plan for the step with other stacks that is predicted to be equal to the
-        plan `one` of `variant`: as many bytes are live at every step, and each takes as long. So are
-        the stacks of the step's own loops, chosen once more."""
-        if self.plan.kept == one.plan.kept or self.predicted_need != one.need:
-            return False
-        mine, other = self.variant.timeline(self.plan), variant.timeline(one.plan)
-        return (mine.live_nbytes, mine.start) == (other.live_nbytes, other.start)
-
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -90,32 +82,14 @@ class Found:
 @dataclasses.dataclass(frozen=True)
 class Tried(Estimate):
     """A plan that was compiled, without a budget. In the record of searches that compile nothing its
-    need is the prediction.
-
-    Attributes:
-      costs: those that the plan was made from; None if another process made it.
-      learned: the same, corrected by what the compiled step shows.
-    """
-
-    costs: Costs | None = None
-    learned: Costs | None = None
-
-    def corrected(self, costs: Costs) -> Costs:
-        """`costs`, corrected by what the compiled step shows of a plan that they made."""
-        return costs if self.learned is None or self.costs != costs else self.learned
-
-    def is_of(self, variant: Variant) -> bool:
-        """Whether its plan is one for the program of `variant`."""
-        plan, program = self.plan, variant.program
-        same = plan.program == program.fingerprint and plan.compressed == program.compressed
-        return same and form_of(plan) == form_of(program)
+    need is the prediction."""
 
 
 class Record:
     """What was tried for one program; threads may share it."""
 
-    def __init__(self) -> None:
-        self._tried: dict[Plan, Tried] = {}
+    def __init__(self, tried: Iterable[Tried] = ()) -> None:
+        self._tried = {one.plan: one for one in tried}
         self._lock = threading.Lock()
 
     def add(self, tried: Tried) -> None:
@@ -132,16 +106,9 @@ class Record:
             return [*self._tried.values()]
 
     def candidates(self, variant: Variant) -> list[Tried]:
-        """The plans that `variant` may have: of its policy, with transfers only over a link."""
-        can_move = variant.costs.link is not None
-        return [
-            tried
-            for tried in self.all()
-            if tried.is_of(variant) and tried.plan.policy == variant.policy.name
-            if can_move or not tried.plan.moves
-        ]
-
-    def of_schedule(self, variant: Variant, plan: Plan) -> Tried | None:
-        """The plan that does the same as `plan` of `variant`, by any policy."""
-        alike = (t for t in self.all() if t.is_of(variant) and t.plan.schedule == plan.schedule)
-        return next(alike, None)
+        """The plans for the program of `variant` that it may have: of its policy, with transfers only
+        over a link."""
+        program, can_move = variant.program, variant.costs.link is not None
+        own = program.fingerprint, program.compressed, form_of(program), variant.policy.name
+        of = lambda plan: (plan.program, plan.compressed, form_of(plan), plan.policy)
+        return [t for t in self.all() if of(t.plan) == own and (can_move or not t.plan.moves)]

@@ -103,12 +103,3 @@ def estimate(
             target = (fits[0] + fails[0]) // 2
     fitting = [one for one in found if one.fits(goal)]
     return min(fitting or found, key=lambda one: one.seconds if fitting else one.need)
-
-
-def less_extreme(
-    variant: Variant, peak: int, params: SearchParams, log: SearchLog
-) -> list[Estimate]:
-    """Plans for somewhat more live bytes than the lowest predicted peak. They recompute less, are
-    predicted to need more, and compile to less where the lowest plan compiles to far more than
-    predicted."""
-    return [planned(variant, int(factor * peak), log) for factor in params.less_extreme]

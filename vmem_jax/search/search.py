@@ -39,7 +39,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
-from vmem_jax.search.estimate import Estimate, estimate, less_extreme, planned
+from vmem_jax.search.estimate import Estimate, estimate, planned
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.variant import Family, Variant
@@ -85,15 +85,6 @@ class Candidate:
         off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
         return self.estimate.need + sum(off)
 
-    def planned(self, estimate: Estimate, seconds: float) -> Candidate:
-        """It with a plan."""
-        return dataclasses.replace(self, estimate=estimate, seconds=seconds)
-
-    def is_like(self, other: Candidate) -> bool:
-        """Whether XLA is expected to take about as much more than predicted for both."""
-        both = self.family.alike and other.family.alike and self.family is not other.family
-        return both and self.count == other.count
-
 
 @dataclasses.dataclass
 class Search:
@@ -106,6 +97,7 @@ class Search:
         taken only where nothing else fits.
       record: plans of this program whose need is known; those that are compiled are added.
       compiles: which plans are compiled.
+      earlier: what the record had before.
       queue: (rank, order of arrival, candidate).
       over: candidates with the lowest plan that is known, which does not fit.
       attempts: what was compiled, each with its candidate.
@@ -123,6 +115,7 @@ class Search:
     log: SearchLog = dataclasses.field(default_factory=SearchLog)
     record: Record = dataclasses.field(default_factory=Record)
     compiles: Compiles = Compiles.ALL
+    earlier: Record = dataclasses.field(default_factory=Record)
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
     lacks: list[str] = dataclasses.field(default_factory=list)
@@ -143,6 +136,7 @@ class Search:
           HostMemoryError: every plan that fits parks more in host memory than is allowed.
           VmemError: nothing could be planned or compiled; the first reason.
         """
+        self.earlier = Record(self.record.all())
         if self.budget is not None:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
         for group in groups:
@@ -160,9 +154,7 @@ class Search:
         self.params = dataclasses.replace(self.params, reserved_compiles=0)
         lowest = min((one.expected for one in self.over), default=0)
         if self.may_stay and lowest > self.params.near * self._limit:
-            self._compile_untouched(
-                lowest / self.params.far
-            )  # it may need far less than the others
+            self._compile_untouched(lowest / self.params.far)  # it may need far less than others
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
             self._compile_untouched(self._least)
@@ -212,9 +204,14 @@ class Search:
 
     def _excess_of_others(self, candidate: Candidate) -> int:
         """The lowest excess of similar variants that need too much, until its own is known."""
-        alike = (a for a, other in self.attempts.items() if other.is_like(candidate))
-        excess = [a.excess for a in alike if not self._fits(a) and not candidate.misses]
-        return min(excess, default=0)
+        own = candidate.family
+        found = [
+            a.excess
+            for a, other in self.attempts.items()
+            if own.alike and other.family.alike and own is not other.family and not self._fits(a)
+            if other.count == candidate.count and not candidate.misses
+        ]
+        return min(found, default=0)
 
     def _fits(self, attempt: Attempt) -> bool:
         return attempt.need <= self._limit
@@ -282,7 +279,7 @@ class Search:
         before = Estimate(missed.plan, missed.predicted_need) if missed else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
         self.lacks.append(found.lacks)
-        candidate = candidate.planned(found, found.seconds)
+        candidate = dataclasses.replace(candidate, estimate=found, seconds=found.seconds)
         if found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
             # nothing reaches the lowered goal, but the heap may lose less with this plan
             self.log.add(What.PLANNED, variant.name, found.seconds, found.need)
@@ -306,7 +303,7 @@ class Search:
         spare -= self.params.reserved_compiles if self.best is None else 0
         known, excess = self._known(variant, one), self._excess_of_others(candidate)
         is_used_up = spare <= 0 or len(misses) >= self.params.compiles_per_variant
-        if is_used_up or known in misses or self._is_alike(variant, one):
+        if is_used_up or known in misses:
             self._give_up(candidate)
         elif known is None and one.need + excess > self._limit:
             self._push(candidate, estimate=None, goal=int(self._limit) - excess)
@@ -316,17 +313,10 @@ class Search:
                 self._again(candidate, variant, attempt)
 
     def _known(self, variant: Variant, one: Estimate) -> Attempt | None:
-        """The attempt that missed with this plan for this form of the step, by any policy."""
-        for attempt in self.attempts:
-            same = attempt.plan.schedule == one.plan.schedule
-            if same and attempt.variant.origin is variant.origin and not self._fits(attempt):
-                return attempt
-        return None
-
-    def _is_alike(self, variant: Variant, one: Estimate) -> bool:
-        """Whether a plan alike missed by more than such plans differ."""
-        most = self._limit / self.params.same
-        return any(a.need > most and a.is_alike(variant, one) for a in self.attempts)
+        """What missed with this plan for this form of the step, by any policy."""
+        schedule = one.plan.schedule
+        same = (a for a in self._missed if a.variant.origin is variant.origin)
+        return next((a for a in same if a.plan.schedule == schedule), None)
 
     def _again(self, candidate: Candidate, variant: Variant, attempt: Attempt) -> None:
         """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
@@ -352,10 +342,8 @@ class Search:
         """Compiles its plan and logs that; None if it does not compile or run here. It may have been
         planned for less than the user's budget."""
         compiled, need, costs = None, one.need, variant.costs
-        known = self.compiles is not Compiles.ALL
-        if known and (tried := self.record.of_schedule(variant, one.plan)) is not None:
-            need, costs = tried.need, tried.corrected(costs)
-        elif self.compiles is not Compiles.NONE:
+        is_untried = self.compiles is Compiles.UNTRIED and not candidate.is_proved
+        if self.compiles is Compiles.ALL or is_untried:
             start = time.perf_counter()
             try:
                 compiled = variant.compile_plan(one.plan)
@@ -365,7 +353,7 @@ class Search:
             need, costs = need_nbytes(compiled), variant.learn(variant.costs, compiled)
             logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
         unbound = dataclasses.replace(one.plan, budget=None)
-        self.record.add(Tried(unbound, need, costs=variant.costs, learned=costs))
+        self.record.add(Tried(unbound, need))
         plan = dataclasses.replace(one.plan, budget=self.budget)
         attempt = Attempt(variant, plan, compiled, need, one.need, costs)
         self.attempts[attempt] = candidate
@@ -406,7 +394,7 @@ class Search:
         plan of other families that takes longer is worse, whatever hides copies.
         """
         tolerance = self.params.time_tolerance
-        policies = {tried.plan.policy for tried in self.record.all() if tried.fits(self.budget)}
+        policies = {tried.plan.policy for tried in self.earlier.all() if tried.fits(self.budget)}
         for family in later if policies else ():
             with contextlib.suppress(VmemError):
                 for count in family.counts:
@@ -424,12 +412,12 @@ class Search:
     ) -> None:
         """Queues the plans of a variant that are known to fit at their `seconds`, unless these are
         infinite, and notes what the others need."""
-        for tried in self.record.candidates(variant):
+        for tried in self.earlier.candidates(variant):
             if not tried.fits(self.budget):
                 need = tried.need
                 self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
             elif seconds(tried.plan) < math.inf:
-                self._push(candidate.planned(tried, seconds(tried.plan)))
+                self._push(candidate, estimate=tried, seconds=seconds(tried.plan))
 
     # -- if nothing is predicted to fit
 
@@ -450,7 +438,7 @@ class Search:
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
             self.over.remove(candidate)
-            if self._known(variant, one) is not None or self._is_alike(variant, one):
+            if self._known(variant, one) is not None:
                 continue
             attempt = self._attempt(candidate, variant, one)
             if attempt is None or self._fits(attempt):
@@ -461,9 +449,12 @@ class Search:
                 self._again(candidate, variant, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
-                found = less_extreme(variant, attempt.plan.predicted_peak, self.params, self.log)
-                lower = [each for each in found if each.need < attempt.need]
-                self.over += [candidate.planned(each, each.seconds) for each in lower]
+                # plans that recompute less are predicted to need more, and compile to less
+                for factor in self.params.less_extreme:
+                    one = planned(variant, int(factor * attempt.plan.predicted_peak), self.log)
+                    if one.need < attempt.need:
+                        changes: Any = {"estimate": one, "seconds": one.seconds}
+                        self.over.append(dataclasses.replace(candidate, **changes))
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need

@@ -13,7 +13,6 @@ from vmem_jax.core.liveness import least_nbytes
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import simulate_plan
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import Timeline
 from vmem_jax.policy.base import AbstractPolicy, Splitting
 
 
@@ -47,16 +46,12 @@ class Variant:
             budget = None
         return self._bound(budget)
 
-    def timeline(self, plan: Plan) -> Timeline:
-        """When the steps of `plan` run, by prediction, and what is live."""
-        return simulate_plan(self.program, plan, self.costs)
-
     def unhidden_seconds(self, plan: Plan) -> float:
         """An upper bound of the predicted seconds of `plan`: no step runs beside a copy. It is
         infinite where loops stack in host memory."""
         if plan.looped:
             return math.inf
-        timeline = self.timeline(plan)
+        timeline = simulate_plan(self.program, plan, self.costs)
         return timeline.seconds + sum(c.end - c.begin for both in timeline.copies for c in both)
 
     @functools.cached_property

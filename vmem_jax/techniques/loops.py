@@ -19,6 +19,7 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.program import Program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.exact import Exact
@@ -69,12 +70,14 @@ class LoopVariant:
     Attributes:
       traced: it; its `plain` is that step, too.
       kept: what is stacked.
-      need: bytes that it is predicted to need where nothing else is recomputed.
+      need, seconds: what it is predicted to need, in bytes, and to take where nothing else is
+        recomputed.
     """
 
     traced: TracedStep
     kept: Kept
     need: int
+    seconds: float
 
     def __str__(self) -> str:
         seconds = 1e3 * self.kept.seconds
@@ -103,6 +106,9 @@ def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
     goals = [] if budget is None else [int(share * budget) for share in PARAMS.budget_goals]
     for goal in goals:
         found += variants.near(goal, found)
+    # the stacks of its own loops, chosen once more, make the same step
+    own = variants.predicted(variants.traced.captured.program)
+    found = [variant for variant in found if (variant.need, variant.seconds) != own]
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
@@ -163,11 +169,14 @@ class _Variants:
         captured = self.traced.captured.rewritten(
             made, _ids(kept), kept.segments, divided, with_ordered_bodies
         )
-        program = captured.program
+        traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
+        return LoopVariant(traced, kept, *self.predicted(captured.program))
+
+    def predicted(self, program: Program) -> tuple[int, float]:
+        """(bytes, seconds) of a step where nothing but its loops recomputes."""
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
-        traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
-        return LoopVariant(traced, kept, predicted_need(program, plan))
+        return predicted_need(program, plan), plan.predicted_seconds
 
     def choose(self, limit: int | None, fewest: bool = False) -> Kept | None:
         chooses = choose_divided if self.are_divisible else choose
