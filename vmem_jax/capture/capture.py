@@ -21,6 +21,7 @@ from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.siblings import shared_nbytes
+from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.capture.updates import Stacked, updated_in_loops
@@ -101,7 +102,7 @@ class Captured:
         separate = drop_dead(separate)
         flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
         flat, separate = (segmented(each, divided_loops) for each in (flat, separate))
-        flat = bodies(flat, given.platform)
+        flat = bodies(with_stack_layouts(flat, given.platform), given.platform)
         captured = _captured(flat, separate, self.applied, given, None)
         return dataclasses.replace(captured, stacked=stacked)._keeping(kept, segments, self.program)
 
@@ -133,7 +134,11 @@ class Captured:
         if count == 1:
             return self
         flat, sub_batches = divided(self.separate, batch, count, size)
-        ordered = bodies(flat, self.inputs.platform)
+        platform, last = self.inputs.platform, sub_batches.last
+        if last is not None:
+            last = with_stack_layouts(last, platform)
+            sub_batches = dataclasses.replace(sub_batches, last=last)
+        ordered = bodies(with_stack_layouts(flat, platform), platform)
         parts = _captured(ordered, flat, self.applied, self.inputs, sub_batches)
         ours = self.program
         return parts._keeping(ours.kept, ours.segments, ours)
@@ -192,6 +197,7 @@ def capture(
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
     flat, stacked = updated_in_loops(separate, inputs.donated, inputs.hosted, inputs.shardings)
+    flat = with_stack_layouts(flat, platform)
     captured = _captured(flat, separate, applied, inputs, None)
     return dataclasses.replace(captured, stacked=stacked)
 

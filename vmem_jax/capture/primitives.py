@@ -60,8 +60,8 @@ split
     )
     .union(
         """
-bessel_i0e bessel_i1e bitcast_convert_type copy igamma igamma_grad_a igammac name polygamma
-random_gamma_grad reduce_precision regularized_incomplete_beta stop_gradient zeta
+bessel_i0e bessel_i1e bitcast_convert_type copy igamma igamma_grad_a igammac layout_constraint name
+polygamma random_gamma_grad reduce_precision regularized_incomplete_beta stop_gradient zeta
 """.split()
     )
 )
