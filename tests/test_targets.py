@@ -215,3 +215,19 @@ def test_large_products_are_cublas_for_a_card_that_is_not_there(compiler):
         budgeted = vmem_jax.jit(step, budget="100GiB", policy="exact", donate_argnums=0)
         text[rows] = budgeted.lower(w, x).compile(target="h200").as_text()
     assert "__cublas" not in text[4096] and "__cublas" in text[2**18]
+
+
+def test_state_in_host_memory_that_is_only_read_is_compiled_for_a_card(compiler):
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    frozen = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=host)
+    own, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 8), (32, 256)))
+
+    def step(frozen, own, x):
+        loss = lambda own: jnp.mean(jnp.tanh(x @ frozen + x @ own @ own.T) ** 2)
+        return own - 0.1 * jax.grad(loss)(own)
+
+    allow = ("order", "recompute", "stream")
+    jitted = vmem_jax.jit(step, budget="64MiB", allow=allow, donate_argnums=1)
+    found = jitted.lower(frozen, own, x).compile(target="h200")
+    assert found.memory_analysis().host_argument_size_in_bytes == 256 * 256 * 4
+    assert [t.buffer for t in found.plan.transfers] == [0]

@@ -138,9 +138,8 @@ def _compiled(
     given, options = options, ours
     if streams:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
-        which = {i for i, _ in traced.hosted}
         return hosted.compile_reordered(
-            flat, avals, donations, which, name, options, target is not None
+            flat, avals, donations, traced.hosted, name, options, target is not None
         )
 
     donate: dict[str, Any]

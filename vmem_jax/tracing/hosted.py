@@ -8,7 +8,7 @@ host memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -176,7 +176,7 @@ def compile_reordered(
     flat: Callable,
     avals: Sequence[jax.ShapeDtypeStruct],
     order: Donations,
-    hosted: Collection[int],
+    hosted: Sequence[tuple[int, int | None]],
     name: str,
     options: dict[str, Any],
     absent: bool,
@@ -184,14 +184,20 @@ def compile_reordered(
     """`flat`, a function of leaves to leaves, compiled with the donations of `order`.
 
     Args:
-      hosted: the arguments in host memory.
+      hosted: as `pairs` gives them.
       absent: for a card that is not there.
     """
+    there = {i for i, _ in hosted}
+    only_read = all(o is None for _, o in hosted)
 
     def step(*leaves: Any) -> list[Any]:
         given: list[Any] = [None] * len(leaves)
         for i, leaf in zip(order.arguments, leaves, strict=True):
             given[i] = leaf
+        if absent and only_read:
+            # JAX leaves out every copy between memories of a step that mentions the device's alone,
+            # and the arguments of a card that is not there do not say where they lie
+            given[min(there)] = jax.device_put(given[min(there)], jax.memory.Space.Host)
         outs = flat(*given)
         return [outs[o] for o in order.results]
 
@@ -199,7 +205,7 @@ def compile_reordered(
     jitted = jax.jit(step, keep_unused=True, donate_argnums=range(order.count))
     lowered = jitted.lower(*(avals[i] for i in order.arguments))
     if absent:
-        kinds = [PINNED if i in hosted else "device" for i in order.arguments]
+        kinds = [PINNED if i in there else "device" for i in order.arguments]
         compat.say_memory_kinds(lowered, kinds)
     return Reordered(lowered.compile(compiler_options=options or None), order)
 
