@@ -245,7 +245,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "steps.jsonl", "where rows are added")
     flags.DEFINE_string("target", None, "a card to compile for that is not there")
     flags.DEFINE_string("traces", "", "directory for instructions and kernels")
-    flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn"], "of the decoder, as jax.nn has it")
+    flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn", "chunks"], "of the decoder")
     flags.DEFINE_bool("scanned", True, "layers in one scan, or unrolled")
     flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
     flags.DEFINE_list("allow", None, "techniques that plans may use (`jit`'s argument)")

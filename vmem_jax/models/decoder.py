@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
+from vmem_jax.models.attention import chunked_attention
+
 Params = dict[str, Any]
 
 
@@ -30,7 +32,8 @@ class Decoder:
       heads, kv_heads: of the queries, and of keys and values.
       vocabulary: number of tokens; input and output weights are separate.
       dtype: type of the computation.
-      attention: "xla" or "cudnn", as `jax.nn.dot_product_attention` takes it.
+      attention: "xla" or "cudnn", as `jax.nn.dot_product_attention` takes it; or "chunks", in scans
+        over chunks of 1,024 tokens.
       scanned: layers in one `lax.scan`; else in a Python loop.
       wrap: what is applied to a layer, for instance `jax.checkpoint`.
       scan: what runs the layers if they are scanned, as `jax.lax.scan` does.
@@ -43,7 +46,7 @@ class Decoder:
     kv_heads: int = 8
     vocabulary: int = 32_000
     dtype: Any = jnp.bfloat16
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "cudnn", "chunks"] = "xla"
     scanned: bool = True
     wrap: Callable[[Callable], Callable] = lambda layer: layer
     scan: Callable[..., Any] = jax.lax.scan
@@ -97,13 +100,18 @@ class Decoder:
             split = lambda y: y.reshape(n, t, -1, size)
             q, k, v = (split(product(y, name)) for name in ("query", "key", "value"))
             q, k = _rotated(q), _rotated(k)
-            y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+            y = self._attended(q, k, v)
             y = checkpoint_name(y, "attention")
             x = x + product(y.reshape(n, t, d), "out")
         with jax.named_scope("feed_forward"):
             y = _norm(x, w["norm2"])
             y = jax.nn.silu(product(y, "gate")) * product(y, "up")
             return x + product(y, "down")
+
+    def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if self.attention == "chunks":
+            return chunked_attention(q, k, v)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
 
 
 def unstacked(layers: Params | list[Params]) -> list[Params]:
