@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from helpers import BACKWARD, SHAPES, UPDATE, Builder, chain, orders, programs, unit_costs
 from hypothesis import given, settings
@@ -127,6 +129,33 @@ def test_what_waits_for_the_step_before_is_one_fence_with_what_is_tied_there():
     assert [f for f in fences(program, range(6), small=10) if f.position == 3] == [
         Fence(3, (mask, small))
     ]
+
+
+def test_a_small_number_of_the_backward_pass_at_the_start_does_not_end_the_forward_pass():
+    b = Builder()
+    x, count = b.input(100), b.input(1)
+    share = b.step([count], 1, BACKWARD, fusible=True)
+    h, z = b.step([x], 100), b.step([x], 100)
+    mask = b.step([h], 100, fusible=True)
+    loss = b.step([z], 100)
+    program = b.program([b.step([loss, mask, share], 100, BACKWARD)])
+    assert Fence(4, (z, mask)) in fences(program, range(6), small=10)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_sum_that_the_backward_pass_reads_again_is_taken_in_the_forward_pass(adds):
+    """XLA may leave the sum of two products out of the second one's kernel."""
+    b = Builder()
+    x, w = b.input(100), b.input(50)
+    first = b.step([x, w], 100)
+    total = b.step([first, w], 100)
+    if adds:
+        b.steps[-1] = dataclasses.replace(b.steps[-1], equations=(1, 2))
+    y = b.step([total], 100, fusible=True)
+    loss = b.step([y], 100)
+    grad = b.step([loss, total], 100, BACKWARD)
+    program = b.program([b.step([grad], 100, BACKWARD)])
+    assert (Fence(3, (y, total)) in fences(program, range(6), small=10)) is adds
 
 
 def test_small_values_are_not_worth_a_fence():

@@ -175,7 +175,7 @@ class _Fencer:
             waiting = [b for b in waiting if self._outlives(b, end)]
             loose = [*waiting, *self._loose(start, end)]
         is_whole = self.anew or len(starts) == 1
-        found += self._forward_ties(len(order) if is_whole else starts[1])
+        found += self._forward_ties(len(order) if is_whole else self._forward_end())
         return self._before_updates(sorted(found, key=lambda fence: fence.position))
 
     def _before_updates(self, fences: Sequence[Fence]) -> tuple[Fence, ...]:
@@ -402,6 +402,17 @@ class _Fencer:
                 onward.update(step.writes)
         return loose
 
+    def _forward_end(self) -> int:
+        """The position of the first backward step of something large. A number that the gradient is
+        multiplied with, the share of one token, may stand at the very start of the order."""
+        program = self.program
+        for position, s in enumerate(self.order):
+            step = program.steps[s]
+            touched = (program.buffers[b].nbytes for b in (*step.reads, *step.writes))
+            if step.phase is Phase.BACKWARD and (step.is_heavy or max(touched) > self.small):
+                return position
+        return len(self.order)
+
     def _forward_ties(self, end: int) -> list[Fence]:
         """Fences in the forward pass, which ends at `end`: one before a heavy step, where needed."""
         program = self.program
@@ -423,6 +434,7 @@ class _Fencer:
                 held = held or (max(reads, key=lambda b: program.buffers[b].nbytes),)
                 held = tuple(dict.fromkeys((*held, *ties)))
             found += [Fence(position, held)] if held else []
+            waiting = [(position, b) for b in step.writes if self._is_sum_for_later(b, position)]
         return found
 
     def _waiting_for_nothing(self, position: int) -> tuple[int, ...]:
@@ -447,6 +459,17 @@ class _Fencer:
         readers = [self.program.steps[r] for r in self.program.readers[b]]
         forward = [r for r in readers if r.phase is Phase.FORWARD]
         return len(forward) < len(readers) and not any(r.is_heavy for r in forward)
+
+    def _is_sum_for_later(self, b: int, position: int) -> bool:
+        """Whether the product at `position` may have added to another value of the size of `b` that
+        nothing else reads, and `b` is for later: XLA may leave the sum out of the kernel and take it
+        in the backward pass, and keep both of what is added."""
+        program, step = self.program, self.program.steps[self.order[position]]
+        if len(step.equations) == 1 or not self._is_for_later(b):
+            return False
+        size = program.buffers[b].nbytes
+        added = [r for r in step.reads if program.buffers[r].nbytes == size > self.small]
+        return any(not self._is_read_from(r, position + 1) for r in added)
 
     def _frees(self, position: int, end: int) -> bool:
         """Whether the step at `position` reads something large that nothing reads from `end` on."""
