@@ -89,3 +89,26 @@ def test_what_a_device_sends_takes_its_time_in_each_iteration_of_a_loop():
     loop = dataclasses.replace(alone, op="scan", body=(sending,), length=16)
     quiet = dataclasses.replace(loop, body=(alone,))
     assert H200.seconds(loop) - H200.seconds(quiet) == pytest.approx(16 * more)
+
+
+@pytest.mark.parametrize(
+    ("op", "megabytes", "gigaflops", "micros"),
+    [
+        ("reduce_max", 2149, 2.6, 685),
+        ("reduce_sum", 3224, 5.3, 1019),
+        ("convert_element_type", 3223, 4.7, 1091),
+        ("select_n", 5372, 8.0, 1753),
+        ("mul", 403, 0.2, 132),
+        ("dot_general", 2189, 68.7, 765),  # few flops: it waits for memory
+        ("dot_general", 1116, 68.7, 370),
+        ("dot_general", 201, 274.9, 344),
+    ],
+)
+def test_kernels_take_on_an_h100_what_a_trace_of_a_decoder_with_xlas_attention_has(
+    op, megabytes, gigaflops, micros
+):
+    [step] = program([("attention", FORWARD, op)]).steps
+    dtype = "bfloat16" if op == "dot_general" else ""
+    work = {"nbytes": megabytes * 10**6, "flops": int(gigaflops * 1e9), "dtype": dtype}
+    seconds = CARDS["h100"].machine.seconds(dataclasses.replace(step, **work))
+    assert seconds == pytest.approx(1e-6 * micros, rel=0.1)
