@@ -246,17 +246,21 @@ def seven_billion() -> str:
 def loops_compiled() -> str:
     names = {
         "decoder": "decoder",
+        "lora": "LoRA of the decoder",
         "vit": "ViT-L/16",
         "gpt": "GPT-2 medium, dropout",
         "resnet": "ResNet-152",
     }
     lines, by_hand = [], {}
     for row in _json("loops_h200_compiled"):
-        attention = {"xla": ", XLA's attention", "cudnn": ", cuDNN's"}.get(
-            row.get("attention", ""), ""
-        )
+        attention = {
+            "xla": ", XLA's attention",
+            "cudnn": ", cuDNN's",
+            "chunks": ", attention in chunks",
+        }.get(row.get("attention", ""), "")
         depth = "" if row["model"] == "resnet" else f", {row['layers']} layers"
-        model = f"{names[row['model']]}{attention}{depth} ({row['batch']})"
+        length = f", {row['tokens']:,} tokens" if "tokens" in row else ""
+        model = f"{names[row['model']]}{attention}{depth}{length} ({row['batch']})"
         model += f", fully sharded over {row['mesh']}" if "mesh" in row else ""
         if "predicted_gib" not in row:
             by_hand[model, row["way"]] = row["gib"]

@@ -134,8 +134,9 @@ def test_what_waits_for_the_step_before_is_one_fence_with_what_is_tied_there():
 def test_a_small_number_of_the_backward_pass_at_the_start_does_not_end_the_forward_pass():
     b = Builder()
     x, count = b.input(100), b.input(1)
+    h = b.step([x], 100)
     share = b.step([count], 1, BACKWARD, fusible=True)
-    h, z = b.step([x], 100), b.step([x], 100)
+    z = b.step([x], 100)
     mask = b.step([h], 100, fusible=True)
     loss = b.step([z], 100)
     program = b.program([b.step([loss, mask, share], 100, BACKWARD)])
