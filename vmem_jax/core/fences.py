@@ -409,7 +409,8 @@ class _Fencer:
         for position, s in enumerate(self.order):
             step = program.steps[s]
             touched = (program.buffers[b].nbytes for b in (*step.reads, *step.writes))
-            if step.phase is Phase.BACKWARD and (step.is_heavy or max(touched, default=0) > self.small):
+            is_large = step.is_heavy or max(touched, default=0) > self.small
+            if step.phase is Phase.BACKWARD and is_large:
                 return position
         return len(self.order)
 
