@@ -107,8 +107,7 @@ def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
     for goal in goals:
         found += variants.near(goal, found)
     # the stacks of its own loops, chosen once more, make the same step
-    own = variants.predicted(variants.traced.captured.program)
-    found = [variant for variant in found if (variant.need, variant.seconds) != own]
+    found = [variant for variant in found if (variant.need, variant.seconds) != variants.own]
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
@@ -139,6 +138,11 @@ class _Variants:
         self.variables: list[tuple[Var, ...]] = [variables for _, variables in made]
         self.are_divisible = all(map(can_be_divided, self.level.scans))
         self.made: dict[Hashable, LoopVariant] = {}
+
+    @functools.cached_property
+    def own(self) -> tuple[int, float]:
+        """What the step is predicted to need and to take with the stacks of its own loops."""
+        return self.predicted(self.traced.captured.program)
 
     @functools.cached_property
     def front(self) -> Sequence[Kept]:
