@@ -132,11 +132,7 @@ def _sharding(path: tuple, shape: Any) -> SingleDeviceSharding:
 def _placed(shapes: Any) -> Any:
     """The shapes of the state where it lies between steps."""
     if FLAGS.way == "checkpoint":
-        if not FLAGS.target:
-            return shapes
-        on_card = target(FLAGS.target).sharding()
-        there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_card)
-        return jax.tree.map(there, shapes)
+        return _on_card(shapes)
 
     def place(path: tuple, x: Any) -> Any:
         if not _is_hosted(path, x):
@@ -146,15 +142,21 @@ def _placed(shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, shapes)
 
 
+def _on_card(shapes: Any) -> Any:
+    """The same shapes, on the card that is compiled for where that is not there."""
+    if not FLAGS.target:
+        return shapes
+    on_card = target(FLAGS.target).sharding()
+    there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_card)
+    return jax.tree.map(there, shapes)
+
+
 def _compiled(model: Decoder, state: Any) -> tuple[Any, dict[str, Any]]:
     """The step of the way, compiled, and what its row says about it."""
     step = train_step(model, OPTIMISER)
     tokens = jax.ShapeDtypeStruct((FLAGS.batch, FLAGS.tokens + 1), jnp.int32)
     if FLAGS.way == "checkpoint":
-        if FLAGS.target:
-            on_card = target(FLAGS.target).sharding()
-            tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=on_card)
-        compiled = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
+        compiled = jax.jit(step, donate_argnums=0).lower(state, _on_card(tokens)).compile()
         return compiled, {"gib": need_nbytes(compiled) / GIB, "moved_gib": 0.0}
     budgeted = vmem_jax.jit(
         step,
