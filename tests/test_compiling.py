@@ -13,7 +13,13 @@ import pytest
 import vmem_jax
 from vmem_jax.compiler.compile import LONG, left_out, with_ours
 from vmem_jax.core.need import need_nbytes
-from vmem_jax.jax_compat import FENCE_OPTIONS, SIZED_OPTIONS, STREAM_OPTIONS
+from vmem_jax.jax_compat import (
+    DESCRIBED_OPTIONS,
+    FENCE_OPTIONS,
+    NOT_TIMED,
+    SIZED_OPTIONS,
+    STREAM_OPTIONS,
+)
 
 PASSES = "xla_disable_hlo_passes"
 FENCED = FENCE_OPTIONS["cpu"][PASSES]
@@ -211,3 +217,22 @@ def test_what_xla_says_of_the_users_own_options_is_passed_on():
     step = vmem_jax.jit(deep, budget=8 << 20, compiler_options=options, donate_argnums=0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step.lower(*DEEP).compile()
+
+
+def test_what_a_card_has_no_room_to_time_is_compiled_untimed(monkeypatch):
+    """A share of plain's need is known, and plans compile; plain itself is not run so."""
+    untimed = {"xla_llvm_disable_expensive_passes": True}
+    monkeypatch.setitem(DESCRIBED_OPTIONS, "cpu", untimed)
+    tried, compile_ = [], jax.stages.Lowered.compile
+
+    def compile(self, compiler_options=None):
+        tried.append(untimed.items() <= (compiler_options or {}).items())
+        if not tried[-1]:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {NOT_TIMED[0]} or were excluded")
+        return compile_(self, compiler_options=compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    compiled = vmem_jax.jit(deep, budget=0.6, donate_argnums=0).lower(*DEEP).compile()
+    assert compiled.plan.policy == "auto" and tried == [False, True] * (len(tried) // 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=NOT_TIMED[0]):
+        vmem_jax.jit(deep, budget=1.0, policy="keep").lower(*DEEP).compile()

@@ -268,7 +268,11 @@ DESCRIBED_LARGE_OPTIONS: dict[str, dict[str, str]] = {
 """Further ones, for programs beside which cuBLAS's workspace of 32 MiB is negligible."""
 
 NOT_CONFIGURED = ("No supported config found", "Failed to get configs")
-"""XLA's errors where `DESCRIBED_OPTIONS` leave a kernel without parameters: it has no defaults."""
+"""XLA's errors where `DESCRIBED_OPTIONS` leave a kernel without parameters that has no defaults, such
+as a product of an operand that is transposed where it is read."""
+
+NOT_TIMED = ("All configs failed during profiling",)
+"""XLA's error where the card has no room for the operands of a kernel that is to be timed."""
 
 
 def triton_params(warps: int, stages: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def with_ours(
     that either disables are disabled.
 
     Args:
-      described: whether it is compiled for a device that is only described.
+      described: whether no device times kernels: it is only described, or it could time none.
       fenced: whether it has our barriers; if not, it is compiled as by plain `jax.jit`.
       large: whether its arguments take `LARGE_NBYTES`.
       sized: whether only its memory is asked for.
@@ -100,10 +100,21 @@ def compile_jaxpr(
       CompileError: XLA cannot compile `jaxpr`, and it is not the user's own program (`traced.plain`).
         Errors of that program, or of the user's `options`, are raised unchanged.
     """
+    compiled = lambda described: _compiled(
+        traced, jaxpr, target, name, sig, options, streams, sized, described
+    )
+    is_plain, described = jaxpr is traced.plain, target is not None
+    words = compat.NOT_CONFIGURED if described else compat.NOT_TIMED
+    runs_as_it_is = is_plain and not described and not sized
     try:
-        return _compiled(traced, jaxpr, target, name, sig, options, streams, sized)
+        try:
+            return compiled(described)
+        except jax.errors.JaxRuntimeError as error:
+            if runs_as_it_is or not any(each in str(error) for each in words):
+                raise
+        return compiled(not described)
     except jax.errors.JaxRuntimeError as error:
-        if jaxpr is traced.plain or any(option in str(error) for option in options):
+        if is_plain or any(option in str(error) for option in options):
             raise
         raise CompileError(name=name, message=str(error)) from error
 
@@ -114,9 +125,10 @@ def _compiled(
     target: str | None,
     name: str,
     sig: arguments.Signature,
-    options: Mapping[str, Any],
+    given: Mapping[str, Any],
     streams: bool,
     sized: bool,
+    described: bool,
 ) -> Any:
     avals = traced.avals if streams else tuple(map(hosted.on_device, traced.avals))
     if target is not None:
@@ -132,10 +144,8 @@ def _compiled(
     steps = len(traced.captured.program.steps)
     platform, fenced = devices_of(avals)[0].platform, jaxpr is not traced.plain
     large = sum(map(nbytes, avals)) >= LARGE_NBYTES
-    described = target is not None
     streams = streams and bool(traced.hosted)
-    ours = with_ours(options, platform, steps, described, fenced, large, sized, streams)
-    given, options = options, ours
+    options = with_ours(given, platform, steps, described, fenced, large, sized, streams)
     if streams:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
         return hosted.compile_reordered(
@@ -160,11 +170,4 @@ def _compiled(
 
     step.__name__ = step.__qualname__ = name
     lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
-    try:
-        return lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as error:
-        if target is None or not any(words in str(error) for words in compat.NOT_CONFIGURED):
-            raise
-        # a kernel that only the autotuner chooses parameters for, such as a product of an operand
-        # that is transposed where it is read
-        return lowered.compile(compiler_options=with_ours(given, platform, steps, False, fenced))
+    return lowered.compile(compiler_options=options or None)
