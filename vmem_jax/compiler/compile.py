@@ -103,18 +103,17 @@ def compile_jaxpr(
     compiled = lambda described: _compiled(
         traced, jaxpr, target, name, sig, options, streams, sized, described
     )
-    is_plain, described = jaxpr is traced.plain, target is not None
+    described = target is not None
     words = compat.NOT_CONFIGURED if described else compat.NOT_TIMED
-    runs_as_it_is = is_plain and not described and not sized
     try:
         try:
             return compiled(described)
         except jax.errors.JaxRuntimeError as error:
-            if runs_as_it_is or not any(each in str(error) for each in words):
+            if not any(each in str(error) for each in words):
                 raise
         return compiled(not described)
     except jax.errors.JaxRuntimeError as error:
-        if is_plain or any(option in str(error) for option in options):
+        if jaxpr is traced.plain or any(option in str(error) for option in options):
             raise
         raise CompileError(name=name, message=str(error)) from error
 
