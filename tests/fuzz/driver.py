@@ -157,7 +157,7 @@ def single(settings: Settings) -> Iterator[Callable[..., Row]]:
 
     The process is the same from one call to the next, but after it ended or hung.
     """
-    child = Child(settings.environment, settings.limit, settings.preface)
+    child = Child(settings.environment, settings.limit, settings.preface, alone=True)
 
     def run_one(spec: Spec, options: Options, ask: bool = True) -> Row:
         [row] = child.rows(spec, [(0, options, ask)])
