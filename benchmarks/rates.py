@@ -1,0 +1,229 @@
+"""What a card's products and its passes over memory reach, by their shapes.
+
+    python benchmarks/rates.py --out=rows.jsonl
+
+A row is one kernel or a few: a product [batch, m, k] x [batch, k, n], or a pass that reads and writes
+arrays once. It has the microseconds of its kernels under JAX's profiler, the median of `--runs` runs
+on random normal data, and what that is in operations or bytes a second. `core/cards.py` has what is
+derived from these rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import records
+from absl import app, flags
+from jax import lax
+
+FLAGS = flags.FLAGS
+
+TOKENS = (2048, 8192, 12608, 16384, 25216)
+"""Rows of activations: 64 and 128 images of 197 tokens among them."""
+
+WEIGHTS = (
+    *((1024, 1024), (1024, 3072), (1024, 4096), (4096, 1024)),  # ViT-L, GPT-2 medium
+    *((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),  # a decoder of 1.1 billion weights
+)
+
+SQUARES = (512, 1024, 2048, 4096, 8192)
+
+ATTENTION = (  # batch, queries, keys, size of a head
+    *((1024, 197, 197, 64), (2048, 197, 197, 64), (128, 1024, 1024, 64)),
+    *((64, 2048, 2048, 128), (256, 512, 512, 64)),
+)
+
+OTHERS = (  # batch, m, n, k: a vocabulary, adapters of rank 16
+    *((1, 8192, 32000, 2048), (1, 8192, 50257, 1024), (1, 2048, 32000, 2048)),
+    *((1, 16384, 16, 2048), (1, 16384, 2048, 16), (1, 16, 2048, 16384), (1, 2048, 16, 16384)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program to time.
+
+    Attributes:
+      row: what its row says of it.
+      call: arrays -> arrays.
+      shapes: of its operands.
+      flops, nbytes: what it computes, and what it reads and writes once.
+    """
+
+    row: dict[str, Any]
+    call: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    flops: int
+    nbytes: int
+
+
+def main(_: Any) -> None:
+    found = [*_products()] if "product" in FLAGS.kinds else []
+    found += [*_passes()] if "pass" in FLAGS.kinds else []
+    for begin in range(0, len(found), FLAGS.at_once):
+        for row in _timed(found[begin : begin + FLAGS.at_once]):
+            print(json.dumps(row), flush=True)
+            with open(FLAGS.out, "a") as out:
+                out.write(json.dumps(row) + "\n")
+
+
+def _products() -> Iterator[Case]:
+    for dtype in FLAGS.dtypes:
+        sizes = [(1, n, n, n) for n in SQUARES]
+        sizes += [(1, t, n, k) for t in TOKENS for k, n in WEIGHTS]
+        gradients = [(1, k, n, t) for t in TOKENS for k, n in WEIGHTS]
+        for batch, m, n, k in (*sizes, *OTHERS):
+            yield _product(dtype, batch, m, n, k)
+        for batch, m, n, k in gradients:  # to the weights: both operands are [tokens, channels]
+            yield _product(dtype, batch, m, n, k, lhs_first=True)
+        for batch, queries, keys, size in ATTENTION:
+            yield _product(dtype, batch, queries, keys, size)
+            yield _product(dtype, batch, queries, size, keys)
+            yield _product(dtype, batch, keys, size, queries, lhs_first=True)
+
+
+def _product(dtype: str, batch: int, m: int, n: int, k: int, lhs_first: bool = False) -> Case:
+    """Args: lhs_first: whether the left operand has its contracted dimension first."""
+    lhs = (batch, k, m) if lhs_first else (batch, m, k)
+    dims = (((1,) if lhs_first else (2,), (1,)), ((0,), (0,)))
+    shapes = [lhs, (batch, k, n)]
+    if batch == 1:
+        dims = (((0,) if lhs_first else (1,), (0,)), ((), ()))
+        shapes = [shape[1:] for shape in shapes]
+    operands = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    size = jnp.dtype(dtype).itemsize
+    return Case(
+        {"kind": "product", "dtype": dtype, "batch": batch, "m": m, "n": n, "k": k}
+        | {"lhs_first": lhs_first},
+        lambda x, y: lax.dot_general(x, y, dims),
+        operands,
+        2 * batch * m * n * k,
+        size * batch * (m * k + k * n + m * n),
+    )
+
+
+def _passes() -> Iterator[Case]:
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    size = lambda *arrays: sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+
+    def case(name: str, call: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> Case:
+        results = jax.tree.leaves(jax.eval_shape(call, *operands))
+        row = {"kind": "pass", "name": name, "dtype": str(operands[0].dtype)}
+        row |= {"shape": operands[0].shape}
+        return Case(row, call, operands, 0, size(*operands, *results))
+
+    centred = lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    normed = lambda x: centred(x.astype(jnp.float32)).astype(x.dtype)
+    weights = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+    for dtype in ("bfloat16", "float32"):
+        for rows in (1024, 4096, 16384, 65536):  # of 1,024: from 2 to 268 MB
+            x = of(dtype, rows, 1024)
+            yield case("add", lambda x, y: x + y, x, x)
+            yield case("gelu", jax.nn.gelu, x)
+            yield case("norm", normed, x)
+            yield case("sum of columns", lambda x: x.astype(jnp.float32).sum(0), x)
+        yield case("softmax", weights, of(dtype, 64, 16, 197, 197))
+        yield case("softmax", weights, of(dtype, 8, 16, 1024, 1024))
+        yield case("heads", lambda x: jnp.swapaxes(x, 1, 2) * 2, of(dtype, 64, 197, 16, 64))
+        yield case("transpose", lambda x: x.T * 2, of(dtype, 16384, 1024))
+    x, key = of("bfloat16", 64, 16, 197, 197), of("uint32", 2)
+    keep = lambda key, x: x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype)
+    yield case("dropout", keep, key, x)
+    f32 = of("float32", 4096, 4096)
+    moment = lambda w, g, m, v: (w - m / (jnp.sqrt(v) + 1e-8), 0.9 * m + g, 0.99 * v + g * g)
+    yield case("adam", moment, f32, of("bfloat16", 4096, 4096), f32, f32)
+
+
+def _timed(cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """The rows of `cases`, which run under one trace."""
+    compiled = []
+    for i, case in enumerate(cases):
+
+        def named(*operands: Any, case: Case = case) -> Any:
+            return case.call(*operands)
+
+        named.__name__ = f"case_{i}"
+        compiled.append(jax.jit(named).lower(*case.shapes).compile())
+    runs = [
+        (program, _operands(case.shapes)) for program, case in zip(compiled, cases, strict=True)
+    ]
+    for program, operands in runs:
+        jax.block_until_ready(program(*operands))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            for _ in range(FLAGS.runs):
+                for program, operands in runs:
+                    jax.block_until_ready(program(*operands))
+        [file] = sorted(pathlib.Path(directory).rglob("*.xplane.pb"))
+        profile = jax.profiler.ProfileData.from_serialized_xspace(file.read_bytes())
+    micros, names = _kernels(profile)
+    for i, case in enumerate(cases):
+        each = micros[f"jit_case_{i}"]
+        median = statistics.median(each) if each else None
+        yield {
+            **case.row,
+            "us": median,
+            "us_least": min(each, default=None),
+            "us_most": max(each, default=None),
+            "kernels": names[f"jit_case_{i}"],
+            "tflops": case.flops / median / 1e6 if median else None,
+            "gb_per_s": case.nbytes / median / 1e3 if median else None,
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "commit": records.commit(),
+        }
+
+
+def _operands(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    drawn = lambda key, x: (
+        jax.random.key_data(key)
+        if x.dtype == jnp.uint32
+        else jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+    )
+    return [drawn(key, x) for key, x in zip(keys, shapes, strict=True)]
+
+
+def _kernels(profile: Any) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
+    """Of each module the microseconds of its kernels in each run, and their names."""
+    by_module = collections.defaultdict(list)
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    stats = dict(event.stats)
+                    by_module[str(stats.get("hlo_module", ""))].append((event.start_ns, event))
+    micros, names = collections.defaultdict(list), collections.defaultdict(list)
+    for module, events in by_module.items():
+        ordered = [event for _, event in sorted(events, key=lambda pair: pair[0])]
+        of_a_run = len(ordered) // FLAGS.runs
+        for begin in range(0, of_a_run * FLAGS.runs, max(of_a_run, 1)):
+            run = ordered[begin : begin + of_a_run]
+            micros[module].append(sum(event.duration_ns for event in run) / 1e3)
+        names[module] = [event.name for event in ordered[:of_a_run]]
+    return micros, names
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("kinds", ["product", "pass"], "of rows: product, pass")
+    flags.DEFINE_list("dtypes", ["bfloat16"], "of products")
+    flags.DEFINE_integer("runs", 7, "of each program under the profiler")
+    flags.DEFINE_integer(
+        "at_once", 16, "programs in a trace; their operands are in memory together"
+    )
+    flags.DEFINE_string("out", "rates.jsonl", "where rows are added")
+    app.run(main)
