@@ -243,3 +243,38 @@ def test_hosted_moments_are_no_device_memory():
         assert memory.host_alias_size_in_bytes == (12 * one if donate else 0)
         found, _ = copies(entry.best.compiled.as_text())
         assert sum(leaves for _, _, leaves in found) == 12 and len(found) == 24
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["in the backward loop", "behind it"])
+def test_hosted_stacks_are_no_device_memory(clipped):
+    """A scanned step within less than one stack of its weights, or with that of its gradients."""
+    target("h200")
+    layers, width = 16, 512
+    adam = optax.adamw(1e-3)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adam) if clipped else adam
+
+    def step(state, x):
+        w, s = state
+        layer = lambda y, w: (y + jnp.tanh(y @ w), None)
+        grads = jax.grad(lambda w: jnp.square(jax.lax.scan(layer, x, w)[0]).mean())(w)
+        updates, s = tx.update(grads, s, w)
+        return optax.apply_updates(w, updates), s
+
+    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
+    w = jax.ShapeDtypeStruct((layers, width, width), "float32")
+    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host) if a.ndim == 3 else a
+    state = jax.tree.map(place, (w, jax.eval_shape(tx.init, w)))
+    x = jax.ShapeDtypeStruct((64, width), "float32")
+    one = 4 * layers * width * width
+    budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=0)
+    entry = budgeted._entry_for((state, x), {}, "h200")
+    memory, text = entry.best.compiled.memory_analysis(), entry.best.compiled.as_text()
+    assert entry.best.need < (1.5 if clipped else 0.6) * one
+    assert entry.best.predicted_need == pytest.approx(entry.best.need, rel=0.15)
+    assert memory.argument_size_in_bytes < 0.1 * one and memory.host_temp_size_in_bytes == 0
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == 3 * one
+    started = lambda what: len(re.findall(rf"%{what}-start[.\d]* =", text))
+    # each stack once in the loop of updates, the weights in the forward loop, and in the backward
+    # loop, too, where that is another
+    assert started("dynamic-slice") == (5 if clipped else 4)
+    assert started("dynamic-update-slice") == 3 and "host_compute" not in text

@@ -262,7 +262,8 @@ class BudgetedStep:
         plain = entry.plain_need
         if plain is None:
             plain = StepContext(self._settings, entry.traced, target=target).plain_need
-        program = entry.traced.captured.program
+        captured = entry.traced.captured
+        program = captured.program
         platform = "gpu" if target is not None else devices_of(entry.traced.avals)[0].platform
         spared = entry.policy.spared(program), left_out(platform, len(program.steps))
         return explain(
@@ -275,7 +276,7 @@ class BudgetedStep:
             tuning=entry.tuning,
             log=entry.log,
             spared="\n".join(filter(None, spared)),
-            stacked="\n".join(map(str, entry.traced.captured.stacked)),
+            stacked="\n".join(map(str, (*captured.stacked, *captured.whole))),
             cache=entry.cache,
         )
 

@@ -52,7 +52,7 @@ def notices(
       search_params: what the search took as the tolerance of predicted seconds.
       whole: the variant of the user's policy with the batch as a whole.
     """
-    found = []
+    found = [f"{stacks}." for stacks in best.variant.origin.captured.whole]
     plain, seconds = sum(step.costs.seconds), best.plan.predicted_seconds
     slow = budget is not None and plain > 0 and seconds > PARAMS.slow * plain
     if slow and budget is not None:

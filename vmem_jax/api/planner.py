@@ -115,7 +115,7 @@ def find_plan(
         for plan, need in () if record.all() else named_peaks.known(step):
             record.add(Tried(plan, need))
     groups = _groups(step, budget, log, record.all())
-    untouched = None if program.hosted else _variant(step, Keep(), 1)
+    untouched = None if step.traced.hosted else _variant(step, Keep(), 1)
     if untouched is not None and plain_need is not None:
         plain = Keep().plan(program, untouched.costs, None)
         assert isinstance(plain, Plan), "without a budget there is always a plan"

@@ -145,11 +145,13 @@ class Compiled:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes that leave for host memory in a step; hosted outputs are among them."""
+        """Bytes that leave for host memory in a step; hosted outputs are among them, also those that
+        leave by slices."""
         program = self._entry.traced.captured.program
         out = [t.buffer for t in self.plan.transfers if t.buffer not in program.streamed_in]
         slices = sum(slices_nbytes(program.buffers[b]) for b in self.plan.looped)
         times = lambda b: program.steps[program.producer[b]].times  # once for each sub-batch
+        slices += sum(step.times * step.returned for step in program.steps)
         return sum(times(b) * program.buffers[b].nbytes for b in out) + slices
 
     @property

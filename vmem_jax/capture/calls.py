@@ -32,10 +32,16 @@ class Calls:
     def bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> list[Any]:
         """Emits the equations of `call` on `operands`; returns the variables of its results."""
         avals = [_traceable(v.aval) for v in operands]
-        opened = compat.open_jaxpr(jax.make_jaxpr(call)(*avals))
+        there = [compat.is_in_host_memory(v.aval) for v in operands]
+        lying = lambda x, is_there: jax.device_put(x, jax.memory.Space.Host) if is_there else x
+        where = lambda *xs: call(*map(lying, xs, there))
+        opened = compat.open_jaxpr(jax.make_jaxpr(where if any(there) else call)(*avals))
         here: dict[Var, Atom] = dict(zip(opened.invars, operands, strict=True))
         read = lambda a: here[a] if isinstance(a, Var) else a
-        for eqn in opened.eqns:
+        for n, eqn in enumerate(opened.eqns):
+            if n < sum(there):  # what is traced begins on the device, these do not
+                here[eqn.outvars[0]] = read(eqn.invars[0])
+                continue
             outs = [compat.new_var(v.aval) for v in eqn.outvars]
             here.update(zip(eqn.outvars, outs, strict=True))
             self.emit(

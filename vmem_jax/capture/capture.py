@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.all_at_once import Stacked, Whole
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, is_half
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.hosted_updates import with_state_in_loops
+from vmem_jax.capture.inputs import Inputs
 from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
+from vmem_jax.capture.kinds import kinds_of, phases_of
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
@@ -24,31 +28,10 @@ from vmem_jax.capture.siblings import shared_nbytes
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import SubBatches, divided
-from vmem_jax.capture.updates import Stacked, updated_in_loops
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.paired import PairedLoop
-from vmem_jax.core.program import BEGIN, END, Buffer, Kind, Phase, Program, Step
+from vmem_jax.core.program import BEGIN, END, Buffer, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What is known of the inputs of a step.
-
-    Attributes:
-      names: the user's name of each, "state.params['conv1']['kernel']".
-      donated: for each whether the caller gives it up.
-      shardings: the `jax.sharding.Sharding` of each; none for those on one device.
-      hosted: for each in host memory its index, and that of the output that goes there again.
-      platform: "cpu" where XLA's CPU compiler compiles the step.
-    """
-
-    names: tuple[str, ...] = ()
-    donated: tuple[bool, ...] = ()
-    shardings: tuple[Any, ...] = ()
-    hosted: tuple[tuple[int, int | None], ...] = ()
-    platform: str = ""
-
 
 Bodies = Callable[[ClosedJaxpr, str], ClosedJaxpr]
 """(a flat jaxpr, the platform that it is compiled for) -> the same with other bodies of its loops."""
@@ -70,6 +53,7 @@ class Captured:
       sub_batches: how its batch runs in parts; None where it runs as a whole. Then `flat` is of one
         of them.
       stacked: gradients of loops that exist all at once.
+      whole: stacks in host memory that come as a whole.
     """
 
     flat: ClosedJaxpr
@@ -81,6 +65,13 @@ class Captured:
     separate: ClosedJaxpr
     sub_batches: SubBatches | None = None
     stacked: tuple[Stacked, ...] = ()
+    whole: tuple[Whole, ...] = ()
+
+    @property
+    def sliced(self) -> tuple[int, ...]:
+        """The arguments in host memory that loops read by the slice."""
+        invars = compat.open_jaxpr(self.flat).invars
+        return tuple(i for i, _ in self.inputs.hosted if compat.is_in_host_memory(invars[i].aval))
 
     def rewritten(
         self,
@@ -100,11 +91,15 @@ class Captured:
         """
         given = self.inputs
         separate = drop_dead(separate)
-        flat, stacked = updated_in_loops(separate, given.donated, given.hosted, given.shardings)
-        flat, separate = (segmented(each, divided_loops) for each in (flat, separate))
-        flat = bodies(with_stack_layouts(flat, given.platform), given.platform)
-        captured = _captured(flat, separate, self.applied, given, None)
-        return dataclasses.replace(captured, stacked=stacked)._keeping(kept, segments, self.program)
+
+        def others(flat: ClosedJaxpr) -> ClosedJaxpr:
+            flat = with_stack_layouts(segmented(flat, divided_loops), given.platform)
+            return bodies(flat, given.platform)
+
+        captured = _in_loops(separate, self.applied, given, others)
+        segmented_apart = segmented(separate, divided_loops)
+        captured = dataclasses.replace(captured, separate=segmented_apart)
+        return captured._keeping(kept, segments, self.program)
 
     def _keeping(
         self,
@@ -141,7 +136,9 @@ class Captured:
         ordered = bodies(with_stack_layouts(flat, platform), platform)
         parts = _captured(ordered, flat, self.applied, self.inputs, sub_batches)
         ours = self.program
-        return parts._keeping(ours.kept, ours.segments, ours)
+        parts = parts._keeping(ours.kept, ours.segments, ours)
+        why = dict.fromkeys((i for i, _ in self.inputs.hosted), "the batch runs in sub-batches")
+        return dataclasses.replace(parts, whole=self.inputs.whole(self.separate, why))
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
@@ -150,7 +147,7 @@ class Captured:
         flat = drop_dead(flat)
         other = _captured(flat, self.separate, self.applied, self.inputs, self.sub_batches)
         program = dataclasses.replace(other.program, compressed=compressed)
-        return dataclasses.replace(other, program=program, stacked=self.stacked)
+        return dataclasses.replace(other, program=program, stacked=self.stacked, whole=self.whole)
 
     def of(self, flat: ClosedJaxpr) -> Captured:
         """The same for `flat`, which has the same equations on other shapes."""
@@ -196,10 +193,21 @@ def capture(
     flat, applied = apply_exact_rules(with_stated_splits(flatten(closed), shardings))
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
-    flat, stacked = updated_in_loops(separate, inputs.donated, inputs.hosted, inputs.shardings)
-    flat = with_stack_layouts(flat, platform)
-    captured = _captured(flat, separate, applied, inputs, None)
-    return dataclasses.replace(captured, stacked=stacked)
+    return _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
+
+
+def _in_loops(
+    separate: ClosedJaxpr,
+    applied: tuple[Applied, ...],
+    given: Inputs,
+    then: Callable[[ClosedJaxpr], ClosedJaxpr],
+) -> Captured:
+    """The step `separate` with updates in loops, whose bodies `then` changes."""
+    donated, hosted, shardings = given.donated, given.hosted, given.shardings
+    flat, stacked, why = with_state_in_loops(separate, donated, hosted, shardings, then)
+    captured = _captured(flat, separate, applied, given, None)
+    whole = given.whole(separate, why)
+    return dataclasses.replace(captured, stacked=stacked, whole=whole)
 
 
 def capture_pair(
@@ -268,15 +276,15 @@ def _captured(
     slices = stacks(flat)
 
     inputs = [*opened.invars, *opened.constvars]
-    names = [*given.names] or [f"argument {i}" for i in range(len(opened.invars))]
+    names = [given.name(i) for i in range(len(opened.invars))]
     names += [f"constant {i}" for i in range(len(opened.constvars))]
     variables: list[Var] = [*inputs, *(v for k in kernels for v in k.writes)]
     index = {v: b for b, v in enumerate(variables)}
-    phases = _phases(kernels, eqns, index)
+    phases = phases_of(kernels, eqns, index)
 
     # outputs in order, each buffer once; a literal output is no buffer
     outputs = tuple(dict.fromkeys(index[a] for a in opened.outvars if isinstance(a, Var)))
-    kinds = _kinds(kernels, phases, index, len(opened.invars), len(inputs), set(outputs))
+    kinds = kinds_of(kernels, phases, index, len(opened.invars), len(inputs), set(outputs))
     writer = {v: k for k in kernels for v in k.writes}
     buffers = []
     for b, v in enumerate(variables):
@@ -287,7 +295,11 @@ def _captured(
             is_total = root.primitive.name in (BEGIN, END)
             where = "" if is_total else layer_of(root)  # a total is no layer's
             label = f"{where or root.primitive.name} {v.aval.str_short()}"
-        movable = is_array(v.aval) and (shards.device_count == 1 or shards.spec(v) is not None)
+        movable = (
+            is_array(v.aval)
+            and not compat.is_in_host_memory(v.aval)
+            and (shards.device_count == 1 or shards.spec(v) is not None)
+        )
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
         buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
 
@@ -322,6 +334,7 @@ def _captured(
     for b in _carried_into_results(steps, len(inputs), set(outputs)):
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     in_host_memory = hosted_values(flat, given.hosted)
+    streamed = {v for v in in_host_memory if not compat.is_in_host_memory(v.aval)}
     program = Program(
         buffers=tuple(buffers),
         steps=tuple(steps),
@@ -330,7 +343,7 @@ def _captured(
         aliases=tuple(
             (index[i], index[o]) for i, o in aliases(flat, given.donated, in_host_memory)
         ),
-        hosted=tuple(sorted(index[v] for v in in_host_memory)),
+        hosted=tuple(sorted(index[v] for v in streamed)),
         sub_batch_size=None if sub_batches is None or sub_batches.is_even else sub_batches.size,
     )
     every = tuple(variables)
@@ -374,55 +387,6 @@ def _within(buffers: Sequence[Buffer], steps: Sequence[Step]) -> list[Buffer]:
         dataclasses.replace(buffer, movable=buffer.movable and b in inside - outside, slices=1)
         for b, buffer in enumerate(buffers)
     ]
-
-
-def _phases(
-    kernels: Sequence[Kernel], eqns: Sequence[compat.JaxprEqn], index: dict[Var, int]
-) -> list[Phase]:
-    """Backward: AD says so. Update: neither differentiated nor before any backward kernel."""
-    after_backward: set[Var] = set()
-    phases = []
-    for kernel in kernels:
-        stack = compat.name_stack(eqns[kernel.root])
-        late = any(v in after_backward for v in kernel.reads)
-        if "transpose(" in stack:
-            phase = Phase.BACKWARD
-        elif late and "jvp(" not in stack:
-            phase = Phase.UPDATE
-        else:
-            phase = Phase.FORWARD
-        if late or phase is Phase.BACKWARD:
-            after_backward.update(kernel.writes)
-        phases.append(phase)
-    return phases
-
-
-def _kinds(
-    kernels: Sequence[Kernel],
-    phases: Sequence[Phase],
-    index: dict[Var, int],
-    arguments: int,
-    inputs: int,
-    outputs: set[int],
-) -> dict[int, Kind]:
-    """What every buffer holds, derived from who reads it."""
-    read_in: dict[int, set[Phase]] = {}
-    kinds: dict[int, Kind] = {}
-    for kernel, phase in zip(kernels, phases, strict=True):
-        for v in kernel.reads:
-            read_in.setdefault(index[v], set()).add(phase)
-        for v in kernel.writes:
-            made = Kind.ACTIVATION if phase is Phase.FORWARD else Kind.GRADIENT
-            kinds[index[v]] = Kind.OUTPUT if index[v] in outputs else made
-    for b in range(inputs):
-        where = read_in.get(b, set())
-        if b >= arguments:
-            kinds[b] = Kind.CONSTANT
-        elif Phase.UPDATE not in where:
-            kinds[b] = Kind.BATCH
-        else:
-            kinds[b] = Kind.PARAMETER if Phase.FORWARD in where else Kind.OPTIMISER
-    return kinds
 
 
 def capture_body(

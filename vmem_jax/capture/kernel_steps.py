@@ -64,12 +64,13 @@ class StepMaker:
         self.collectives = Collectives(eqns, shards)
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         libraries = libraries_of(platform)
-        # the library returns what it makes in a tuple, whatever is fused behind: XLA writes over no
-        # part of one
+        # the library returns what it makes in a tuple, whatever is fused behind, and so does a copy
+        # from host memory: XLA writes over no part of one
         self.from_library = {
             v
             for kernel in kernels
             if eqns[kernel.root].primitive.name in libraries
+            or _over_the_link(eqns[kernel.root], None)[0]
             for v in kernel.writes
         }
         # of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
@@ -137,6 +138,7 @@ class StepMaker:
             in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
             # XLA adds it in a kernel of its own, which is timed with this one
             apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
+        fetched, returned = _over_the_link(root, body)
         return Step(
             reads=reads,
             writes=writes,
@@ -160,9 +162,26 @@ class StepMaker:
             body=() if body is None else body.steps,
             length=root.params["length"] if root.primitive.name == "scan" else 1,
             sent=self.collectives.sent(root, phase),
+            fetched=fetched,
+            returned=returned,
             batched=root.primitive.name == "dot_general"
             and any(root.params["dimension_numbers"][1]),
         )
+
+
+def _over_the_link(eqn: compat.JaxprEqn, body: Program | None) -> tuple[int, int]:
+    """Bytes that `eqn` copies from host memory, and to it."""
+    if body is not None:
+        length = eqn.params["length"]
+        over = [(step.times * step.fetched, step.times * step.returned) for step in body.steps]
+        return length * sum(n for n, _ in over), length * sum(n for _, n in over)
+    if eqn.primitive.name != "device_put":
+        return 0, 0
+    ins, outs = ([v.aval for v in values] for values in (eqn.invars, eqn.outvars))
+    fetches, returns = (any(map(compat.is_in_host_memory, avals)) for avals in (ins, outs))
+    if fetches == returns:
+        return 0, 0
+    return sum(map(nbytes, outs)), sum(map(nbytes, ins))
 
 
 def _layer_of_loop(body: Program | None) -> str:

@@ -82,10 +82,10 @@ def class_of(eqn: JaxprEqn) -> Class:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of a value of `aval`; PRNG keys count their words, tokens nothing."""
+    """Bytes of a value of `aval` on the device; PRNG keys count their words, tokens nothing."""
     shape = getattr(aval, "shape", None)
     dtype = getattr(aval, "dtype", None)
-    if shape is None or dtype is None:
+    if shape is None or dtype is None or compat.is_in_host_memory(aval):
         return 0
     size = math.prod(shape)
     itemsize = getattr(dtype, "itemsize", 4)

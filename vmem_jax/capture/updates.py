@@ -30,9 +30,8 @@ behind the loop; so do updates of memory that something else still reads.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,38 +39,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.all_at_once import Stacked, stacked_by
 from vmem_jax.capture.batch import Value, follow_slices
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.flatten import drop_dead, inline
 from vmem_jax.capture.layouts import Layout
-from vmem_jax.capture.locations import layer_of, location_of
 from vmem_jax.capture.primitives import Class, class_of, is_array, last_casts, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards, is_typed
 from vmem_jax.capture.sliced import Slicer, cut, opened, put
-from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 _SLICES = Layout(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stacked:
-    """Gradients of scanned layers that exist all at once.
-
-    Attributes:
-      loop: the layer of the loop that makes them, or "".
-      nbytes: the bytes of all slices.
-      why: the reason why updates cannot run in the loop, for people.
-    """
-
-    loop: str
-    nbytes: int
-    why: str
-
-    def __str__(self) -> str:
-        what = f"the gradients of {self.loop or 'a loop'}, {show_nbytes(self.nbytes)}"
-        return f"{what}, exist all at once: {self.why}"
 
 
 def updated_in_loops(
@@ -79,6 +58,7 @@ def updated_in_loops(
     donated: Sequence[bool],
     hosted: Sequence[tuple[int, int | None]],
     shardings: Sequence[Any],
+    sliced: Collection[int] = (),
 ) -> tuple[ClosedJaxpr, tuple[Stacked, ...]]:
     """`flat` with updates in the loops that make their gradients, and what could not be moved there.
 
@@ -86,6 +66,7 @@ def updated_in_loops(
       donated: for each argument whether the caller gives it up.
       hosted: for each argument in host memory its index, and that of the output that goes there
         again. Such stacks come and go as a whole, so what reads them is not moved.
+      sliced: those of them that come and go by slices instead (`hosted_stacks`).
       shardings: the `jax.sharding.Sharding` of each argument; none for those on one device. Stacks
         that are split along the layers are left alone.
     """
@@ -93,10 +74,10 @@ def updated_in_loops(
     shards: Shards | None = None
     for n in range(len(_scans(flat))):  # each is replaced by one
         shards = follow_shards(flat, shardings) if shards is None else shards
-        loop = _Loop(flat, _scans(flat)[n], donated, hosted, shards)
+        loop = Loop(flat, _scans(flat)[n], donated, hosted, shards, sliced)
         if loop.saved:
             flat, shards = loop.moved(), None
-        stacked += loop.stacked()
+        stacked += stacked_by(loop)
     return flat, tuple(stacked)
 
 
@@ -104,7 +85,7 @@ def _scans(flat: ClosedJaxpr) -> list[int]:
     return [i for i, e in enumerate(compat.open_jaxpr(flat).eqns) if e.primitive.name == "scan"]
 
 
-class _Loop:
+class Loop:
     """One scan of `flat`, and what of the equations behind it can run in its body.
 
     Attributes:
@@ -121,6 +102,7 @@ class _Loop:
         donated: Sequence[bool],
         hosted: Sequence[tuple[int, int | None]],
         shards: Shards,
+        sliced: Collection[int],
     ) -> None:
         self.flat, self.at, self.shards = flat, at, shards
         self.opened = compat.open_jaxpr(flat)
@@ -134,8 +116,13 @@ class _Loop:
         for i, eqn in enumerate(self.eqns):
             for a in {a for a in eqn.invars if isinstance(a, Var)}:
                 self.readers.setdefault(a, []).append(i)
-        self.hosted = hosted_values(flat, hosted)
-        self.over = {o: i for i, o in aliases(flat, donated, self.hosted)}
+        self.hosted = hosted_values(flat, [pair for pair in hosted if pair[0] not in sliced])
+        self.over = {o: i for i, o in aliases(flat, donated, hosted_values(flat, hosted))}
+        self.sliced = {self.opened.invars[i] for i in sliced}
+        for i, o in hosted:
+            made = None if o is None or i not in sliced else self.opened.outvars[o]
+            if isinstance(made, Var) and made in self.maker:
+                self.over.setdefault(made, self.opened.invars[i])
         self.divisible = [v for v in self.eqn.outvars[self.carry :] if self._is_divisible(v)]
         self.origins: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v in self.divisible}
         self.saved, self.entered = 0, list[Var]()
@@ -322,7 +309,7 @@ class _Loop:
         for i in moved:
             slicer.emit(i)
             for v in read_again.intersection(self.eqns[i].outvars):
-                if self._is_made_alone(v, makers):
+                if self.over[v] not in self.sliced and self._is_made_alone(v, makers):
                     [stack] = self._write(v, stack_of[v], slicer.env[v], calls, like)
                     [written[v]] = calls.fence([stack], like)
                     [slicer.env[v]] = self._read(v, written[v], calls, like)
@@ -451,48 +438,3 @@ class _Loop:
         outvars = [read(a) for a in ours.outvars]
         parts = ours.constvars, compat.constants(self.flat), ours.invars, outvars, equations
         return drop_dead(compat.close(*parts, like=self.flat))
-
-    # -- for people
-
-    def stacked(self) -> list[Stacked]:
-        """The gradients among the stacks that exist as a whole: of the shape of an argument."""
-        if "transpose(" not in compat.name_stack(self.eqn):
-            return []
-        shape = lambda v: tuple(getattr(v.aval, "shape", ()))
-        shapes = {*map(shape, self.opened.invars)}
-        stacks = self.eqn.outvars[self.carry :]
-        whole = [v for v in stacks if v in self.needed and shape(v) in shapes]
-        by_why: dict[str, int] = {}
-        for v in whole:
-            why = self._why(v)
-            by_why[why] = by_why.get(why, 0) + nbytes(v.aval)
-        return [Stacked(layer_of(self.eqn), n, why) for why, n in by_why.items() if why]
-
-    def _why(self, stack: Var) -> str:
-        """Why `stack` exists; "" where nothing makes a result of it but by the loops that read it."""
-        if stack not in self.origins:
-            typed = "their types say how they are split over devices"
-            return typed if is_typed(stack) else "they are split over devices along the layers"
-        if stack in self.results:
-            return "the step returns them"
-        after = {stack}
-        for i in sorted(i for i in self.live if i > self.at):
-            eqn = self.eqns[i]
-            if after.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
-                continue
-            if i not in self.movable:
-                if eqn.primitive.name == "scan":
-                    return ""
-                if not self.streamed.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
-                    return f"{location_of(eqn)} reads state in host memory, which comes as a whole"
-                there = self.available | after
-                for a in eqn.invars:
-                    if isinstance(a, Var) and a not in there and a in self.maker:
-                        return (
-                            f"{location_of(eqn)} waits for {location_of(self.eqns[self.maker[a]])}"
-                        )
-                return f"{location_of(eqn)} needs all of them at once"
-            after.update(eqn.outvars)
-        if not self.over:
-            return "the state is not donated"
-        return "what is made of them is written over values that are still read"

@@ -147,8 +147,9 @@ def _compiled(
     options = with_ours(given, platform, steps, described, fenced, large, sized, streams)
     if streams:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
+        sliced = traced.captured.sliced
         return hosted.compile_reordered(
-            flat, avals, donations, traced.hosted, name, options, target is not None
+            flat, avals, donations, traced.hosted, name, options, target is not None, sliced
         )
 
     donate: dict[str, Any]

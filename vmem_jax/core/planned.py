@@ -62,7 +62,7 @@ def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:
         "order": plan.fenced,
         "recompute": bool(plan.recomputed) or plan.kept is not None,
         "offload": bool(plan.looped) or any(t.buffer not in hosted for t in plan.transfers),
-        "stream": any(t.buffer in hosted for t in plan.transfers),
+        "stream": program.is_streamed,
         "workspace": bool(plan.divided),
         "sub_batches": plan.sub_batches > 1,
         "compress": bool(plan.compressed),

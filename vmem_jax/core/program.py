@@ -92,6 +92,8 @@ class Step:
       body: of a loop, the steps of one iteration.
       length: of a loop, the number of iterations.
       batched: whether it is a matrix product with batch dimensions.
+      fetched, returned: bytes that it copies from host memory itself, and back there: of a loop, the
+        slices of stacks of state.
       sent: bytes that the device sends to others to gather operands and to add up partial results.
       compared: buffers that a library kernel's epilogue writes and a comparison reads, as for the
         mask of a clamp. A barrier separates the two.
@@ -123,6 +125,8 @@ class Step:
     batched: bool = False
     sent: int = 0
     tied: tuple[int, ...] = ()
+    fetched: int = 0
+    returned: int = 0
 
     @property
     def is_boundary(self) -> bool:
@@ -244,6 +248,11 @@ class Program:
     def streamed_out(self) -> frozenset[int]:
         """Hosted outputs that a step makes: each is offloaded once a step."""
         return frozenset(b for b in self.hosted if self.producer[b] >= 0)
+
+    @functools.cached_property
+    def is_streamed(self) -> bool:
+        """Whether any state comes from host memory, or goes there, as a whole or by slices."""
+        return bool(self.hosted) or any(step.fetched or step.returned for step in self.steps)
 
     @functools.cached_property
     def producer(self) -> tuple[int, ...]:

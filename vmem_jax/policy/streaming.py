@@ -56,9 +56,9 @@ class Streaming(AbstractPolicy):
 
     def plan(self, program: Program, costs: Costs, budget: int | None) -> Plan | Infeasible:
         """The plan of `inner` with the transfers of hosted buffers, under the name of `inner`."""
-        if not program.hosted:
-            return self.inner.plan(program, costs, budget)
         inner_costs = self._inner_costs(costs)
+        if not program.hosted:
+            return _fenced(self.inner.plan(program, inner_costs, budget), program.is_streamed)
         target = budget
         for _ in range(PARAMS.streaming_tries):
             found = self.inner.plan(program, inner_costs, target)
@@ -96,6 +96,16 @@ class Streaming(AbstractPolicy):
             transfers=timeline.transfers,
         )
         return streamed, timeline
+
+
+def _fenced(found: Plan | Infeasible, streams: bool) -> Plan | Infeasible:
+    """`found`, which is never plain jit's own order where loops stream slices of state."""
+    if isinstance(found, Plan):
+        return dataclasses.replace(found, fenced=found.fenced or streams)
+    if found.plan is None:
+        return found
+    plan = dataclasses.replace(found.plan, fenced=found.plan.fenced or streams)
+    return dataclasses.replace(found, plan=plan)
 
 
 def _outside(

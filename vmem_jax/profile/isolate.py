@@ -135,6 +135,8 @@ def isolate(
     if len(steps) == 1 and not head.fusible and head.in_place:
         carried = tuple((reads.index(r), results.index(w)) for r, w in head.in_place[:1])
     trouble = _trouble(eqns)
+    if any(program.steps[s].fetched or program.steps[s].returned for s in steps):
+        trouble = "it streams state that lies in host memory"
     if not results:
         trouble = trouble or "it has no result"
     if any(program.buffers[b].nbytes != nbytes(variables[b].aval) for b in values):

@@ -66,7 +66,7 @@ class Explanation:
       tuning: the result of `jit(tune=True)`; None before it is known.
       log: the events of the search; None without a search.
       spared: the parts of the search that were skipped; "" for none.
-      stacked: the gradients of scanned layers that exist all at once, and why; "" for none.
+      stacked: what of scanned layers is on the device all at once, and why; "" for nothing.
       cache: the predicted traffic without the tensor cache, and with it; None without.
     """
 

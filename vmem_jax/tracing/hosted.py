@@ -8,7 +8,7 @@ host memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -180,12 +180,14 @@ def compile_reordered(
     name: str,
     options: dict[str, Any],
     absent: bool,
+    sliced: Collection[int] = (),
 ) -> Reordered:
     """`flat`, a function of leaves to leaves, compiled with the donations of `order`.
 
     Args:
       hosted: as `pairs` gives them.
       absent: for a card that is not there.
+      sliced: arguments that `flat` takes where they lie.
     """
     there = {i for i, _ in hosted}
     only_read = all(o is None for _, o in hosted)
@@ -194,10 +196,10 @@ def compile_reordered(
         given: list[Any] = [None] * len(leaves)
         for i, leaf in zip(order.arguments, leaves, strict=True):
             given[i] = leaf
-        if absent and only_read:
-            # JAX leaves out every copy between memories of a step that mentions the device's alone,
-            # and the arguments of a card that is not there do not say where they lie
-            given[min(there)] = jax.device_put(given[min(there)], jax.memory.Space.Host)
+        # JAX traces arguments as if they were on the device, and leaves out every copy between
+        # memories of a step that mentions the device's alone
+        for i in sliced or ([min(there)] if absent and only_read else []):
+            given[i] = jax.device_put(given[i], jax.memory.Space.Host)
         outs = flat(*given)
         return [outs[o] for o in order.results]
 

@@ -1,0 +1,202 @@
+"""Stacks of scanned layers in pinned host memory come and go by slices, with the same results."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import transfer_cases as cases
+from jax import lax
+from test_loops import needs_calls
+from test_transports import FAST
+from test_updates import EXACT, MODELS, OPTIMISERS, PLAIN, W, X, same, scanned, training
+
+import vmem_jax
+from vmem_jax import jax_compat as compat
+from vmem_jax.core.machine import Machine
+from vmem_jax.core.planned import techniques_of
+from vmem_jax.core.validate import violations
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-3))
+
+
+def placed(tree, hosted):
+    """A copy of `tree`, whose stacks for which `hosted` holds are in host memory."""
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    put = lambda path, x: jax.device_put(x, host) if x.ndim > 1 and hosted(path) else x + 0
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def everything(path):
+    return True
+
+
+def moments(path):
+    return path[0].idx > 0
+
+
+def nothing(path):
+    return False
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim > 1}
+
+
+def entry_for(step, *args, **options):
+    options = {"budget": "1GiB", "donate_argnums": 0, **options}
+    return vmem_jax.jit(step, **options)._entry_for(args, {}, None)
+
+
+def after_two_steps(step, state, hosted, **options):
+    budgeted = vmem_jax.jit(
+        step, budget="1GiB", donate_argnums=0, compiler_options=EXACT, **options
+    )
+    state = placed(state, hosted)
+    for _ in range(2):
+        state, out = budgeted(state, X)
+    return state, out
+
+
+CASES = [(model, "adamw", everything) for model in MODELS if model != "odd unroll"]
+CASES += [("odd unroll", "sgd", everything), ("lax", "lion", everything), ("lax", "adamw", moments)]
+CASES += [("lax", "clipped", moments), ("shared", "clipped", everything)]
+
+
+@pytest.mark.parametrize(("model", "optimiser", "hosted"), CASES)
+def test_they_come_by_slices_and_results_keep_every_bit(model, optimiser, hosted):
+    step, state = training(MODELS[model], {**OPTIMISERS, "clipped": CLIPPED}[optimiser])
+    ours = after_two_steps(step, state, hosted)
+    assert same(ours, after_two_steps(step, state, nothing))
+    there = placed(state, hosted)
+    for before, after in zip(jax.tree.leaves(there), jax.tree.leaves(ours[0]), strict=True):
+        assert before.sharding.memory_kind == after.sharding.memory_kind
+    traced = entry_for(step, there, X).traced
+    assert len(traced.captured.sliced) == len(traced.hosted)
+    assert traced.captured.whole == () == traced.captured.program.hosted
+    compat.check_jaxpr(traced.captured.flat)
+
+
+def test_what_is_only_read_comes_by_slices_and_stays_where_it_is():
+    """Frozen weights of scanned layers, as of LoRA."""
+
+    def step(small, frozen, x):
+        def loss(small):
+            body = lambda y, p: (y + jnp.tanh(y @ p[0] + p[1]), None)
+            return jnp.square(lax.scan(body, x, (frozen, small))[0]).mean()
+
+        return small - 0.1 * jax.grad(loss)(small), frozen
+
+    small, there = PLAIN["b"], placed([W], everything)[0]
+    for donate in ((0,), (0, 1)):
+        entry = entry_for(step, small, there, X, donate_argnums=donate)
+        assert entry.traced.captured.sliced == (1,) and entry.best.plan.transfers == ()
+        budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=donate, compiler_options=EXACT)
+        given = placed([W], everything)[0]
+        found, kept = budgeted(small + 0, given, X)
+        on_device = vmem_jax.jit(step, budget="1GiB", compiler_options=EXACT)(small + 0, W, X)
+        assert same((found, kept), on_device) and kept.sharding.memory_kind == "pinned_host"
+
+
+def test_what_moves_is_counted():
+    step, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=0)
+    compiled = budgeted.lower(placed(state, everything), X).compile()
+    program = compiled._entry.traced.captured.program
+    stacks = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert compiled.moved_nbytes == stacks  # weights and momentum, once each
+    assert sum(s.fetched for s in program.steps) == stacks + sum(a.nbytes for a in PLAIN.values())
+    assert "stream" in techniques_of(program, compiled.plan)
+    assert program.resident_nbytes == X.nbytes + 4  # no stack is on the device
+
+
+def test_a_slow_link_takes_its_time():
+    """A loop takes no less than its slices take on the link."""
+    step, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    seconds = []
+    for rate in (1e12, 1e6):
+        machine = Machine(
+            "m", {"": 1e12}, 1e12, 0.0, 2**40, link_out=rate, link_in=rate, link_both=2 * rate
+        )
+        seconds.append(entry_for(step, placed(state, moments), X, machine=machine).best.plan)
+    assert seconds[1].predicted_seconds > 2 * sum(a.nbytes for a in PLAIN.values()) / 1e6
+    assert seconds[0].predicted_seconds < seconds[1].predicted_seconds / 1000
+
+
+def with_norm(state, x):
+    """It reads the momentum of all layers at once."""
+    step, _ = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    (p, s), (loss, _) = step(state, x)
+    return (p, s), loss + optax.tree.norm(state[1])
+
+
+def with_more(state, x):
+    """It returns a stack in host memory once more."""
+    step, _ = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    new, out = step(state, x)
+    return new, (out, state[1])
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "why"),
+    [
+        (with_norm, {}, "reads all of it"),
+        (with_more, {}, "reads all of it"),
+        (with_norm, {"donate_argnums": ()}, "the state is not donated"),
+        (with_norm, {"sub_batches": 2}, "the batch runs in sub-batches"),
+    ],
+)
+def test_what_comes_as_a_whole_is_named_with_the_reason(step, options, why, caplog):
+    _, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    there = placed(state, moments)
+    entry = entry_for(step, there, X, **options)
+    assert entry.traced.captured.sliced == () and entry.best.plan.transfers
+    names = "`state[1][1][0].trace['w']`, `state[1][1][0].trace['b']`"
+    said = f"{names}, 260.00 KiB in host memory, come as a whole: "
+    assert any(said in text and why in text for text in map(str, caplog.messages))
+    budgeted = vmem_jax.jit(step, budget="1GiB", **{"donate_argnums": 0, **options})
+    told = " ".join(str(budgeted.explain(there, X)).split())  # it is wrapped
+    assert said in told and why in told.split(said)[1]
+
+
+def test_arguments_that_are_no_stacks_of_a_loop_are_not_mentioned():
+    """Of unrolled layers each comes alone, and is a whole."""
+    step = lambda s, x: (jax.tree.map(lambda a: a + x.sum(), s), x)
+    found = entry_for(step, placed([W], everything), X).traced
+    assert len(found.hosted) == 1 and found.captured.whole == () == found.captured.sliced
+
+
+@needs_calls
+def test_looped_stacks_and_hosted_ones_move_in_one_loop():
+    """Our own calls move residuals in the loops whose slices of state XLA moves."""
+    step, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    how = {"allow": ("order", "offload", "stream"), "machine": FAST}
+    there = placed(state, moments)
+    entry = entry_for(step, there, X, **how)
+    program = entry.traced.captured.program
+    plan = entry.policy.plan(program, entry.costs, None)
+    plan = plan.__class__(
+        **{
+            **plan.__dict__,
+            "looped": tuple(b for b, x in enumerate(program.buffers) if x.slices > 1),
+            "fenced": True,
+        }
+    )
+    assert plan.looped and violations(program, plan) == []
+    budgeted = vmem_jax.jit(step, plan=plan, donate_argnums=0, **how)
+    with cases.injected(delay_seconds=1e-3, poison=True):
+        ours = budgeted(there, X)
+    kept = vmem_jax.jit(step, budget="1GiB", policy="exact", donate_argnums=0)
+    assert same(ours, kept(placed(state, nothing), X)) and kinds(ours[0][1]) == {"pinned_host"}
+
+
+def test_a_compiled_plan_is_saved_and_run_again(tmp_path):
+    step, state = training((scanned(), PLAIN), OPTIMISERS["adamw"])
+    entry = entry_for(step, placed(state, moments), X)
+    entry.best.plan.save(tmp_path / "plan.json")
+    again = vmem_jax.jit(step, plan=vmem_jax.Plan.load(tmp_path / "plan.json"), donate_argnums=0)
+    ours = again(placed(state, moments), X)
+    assert same(ours, vmem_jax.jit(step, budget="1GiB")(state, X))
+    with pytest.raises(vmem_jax.PlanError, match="another step"):
+        again(placed(state, nothing), X)
