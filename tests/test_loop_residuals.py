@@ -27,8 +27,9 @@ from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.validate import check_program
 from vmem_jax.errors import BudgetError
 from vmem_jax.models.decoder import Decoder, train_step
+from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.params import PARAMS
-from vmem_jax.policy.residuals import choose, front
+from vmem_jax.policy.residuals import Held, choose, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 
 MACHINE = CARDS["h200"].machine
@@ -414,6 +415,59 @@ def test_a_front_has_ever_fewer_bytes_for_more_seconds():
         assert b.seconds >= a.seconds
 
 
+def held_of(loop: PairedLoop, kept: set[int]) -> int:
+    """The most bytes that a backward iteration holds beside its stacks, by running it."""
+    program = loop.program
+    body, order = BodyMemory(loop), list[int]()
+
+    def run(s):
+        for r in program.steps[s].reads:
+            by = program.producer[r]
+            if by >= 0 and by not in order and r not in kept and by not in loop.late_steps:
+                run(by)
+        order.append(s)
+
+    at = []
+    for s in body.order:
+        run(s)
+        at.append(len(order) - 1)
+    made = {b for s in order for b in program.steps[s].writes} - kept
+    where = {s: i for i, s in enumerate(order)}
+
+    def live(b, i):
+        if where[program.producer[b]] > i:
+            return False
+        reads = [where[r] for r in program.readers[b] if r in where]
+        # what is only read on the way to this step is gone when it runs
+        return program.producer[b] == order[i] or any(r >= i for r in reads)
+
+    return max(
+        program.steps[order[i]].workspace
+        + sum(program.buffers[b].nbytes for b in made if live(b, i))
+        for i in at
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpointed"])
+def test_the_lowest_choice_counts_what_an_iteration_holds(name):
+    """Of all choices none has fewer bytes in stacks and in the iteration that holds the most."""
+    step, (weights, _) = BODIES[name]()
+    _, captured = captured_of(step, (weights, normal(3, 64 * ROWS, WIDTH)))
+    loop, _ = capture_pair(find_pairs(captured.separate)[0])
+    held = Held((BodyMemory(loop),), (frozenset({0}),))
+    for _ in range(8):
+        kept = choose([loop], MACHINE, fewest=True, held=held)
+        held = held.with_most(kept)
+    early = sorted(loop.keepable - loop.given - loop.late)
+    sums = list[int]()
+    for bits in itertools.product((False, True), repeat=len(early)):
+        some = {b for b, bit in zip(early, bits, strict=True) if bit}
+        if loop.carried & loop.wanted <= some:
+            size = loop.length * sum(loop.program.buffers[b].nbytes for b in some)
+            sums.append(size + held_of(loop, some))
+    assert held.nbytes(kept) == min(sums)
+
+
 # -- the whole of it
 
 
@@ -479,14 +533,14 @@ def test_a_decoder_fits_in_what_a_checkpoint_of_each_layer_needs_and_takes_less(
 
 @pytest.mark.gpu_compile
 def test_a_backward_body_holds_what_is_predicted():
-    """Left to XLA, which orders the body otherwise, it needs 520 MiB, 7 % less than is predicted."""
+    """Without the choices that count what an iteration holds, the lowest peak is 556 MiB."""
     shape = {"layers": 4, "width": 512, "hidden": 4096, "heads": 8, "kv_heads": 2}
     model, optimiser = Decoder(**shape, vocabulary=64), optax.sgd(1e-3)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape(optimiser.init, params)
     tokens = jax.ShapeDtypeStruct((32, 257), jnp.int32)
     step = vmem_jax.jit(
-        train_step(model, optimiser), budget="557MiB", sub_batches=1, donate_argnums=0
+        train_step(model, optimiser), budget="490MiB", sub_batches=1, donate_argnums=0
     )
     made = step.lower(state, tokens).compile(target="h200")
     assert made.need_nbytes == pytest.approx(made.attempts[-1].predicted_need, rel=0.03)

@@ -24,6 +24,16 @@ carries in. That has the same rows once more, of what has to be made again there
 
 and carry[c] costs a slice a segment. Every k is a program of its own.
 
+What an iteration of the backward loop holds beside the stacks (`policy.body_memory`) may be bounded
+as well, at some of its positions p. With done[s] for a step that has run again by then:
+
+    keep[b] + done[producer of b] >= 1        for what the backward loop read until p
+    keep[r] + done[producer of r] >= done[s]  for every operand r of step s
+    live[b] >= done[producer of b] - keep[b]  for what it reads from p on
+    live[r] >= done[producer of r] - keep[r] + redo[s] - done[s] - 1
+    held >= base(p) + sum of bytes(b) live[b]
+    sum of length x bytes(b) keep[b] + held <= limit
+
 Without the bound it is a minimum cut, as in the partitioners that cut a graph between its forward
 and its backward part at one price for memory (Herrmann et al., 2019, survey what else there is). With
 it every number of bytes has its best choice. Of several loops the rows stand in one program.
@@ -33,14 +43,50 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from scipy import optimize, sparse
 
 from vmem_jax.core.costs import Machine
 from vmem_jax.core.paired import PairedLoop, in_segments
+from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.params import PARAMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What counts beside the stacks: the iteration of a backward loop that holds the most with them.
+
+    Attributes:
+      bodies: the backward iteration of each loop.
+      waiting: for each loop those whose stacks are there while it runs backwards.
+      least: bytes that count beside all stacks in any case.
+      at: pairs of a loop and a position of its backward iteration that are counted.
+    """
+
+    bodies: tuple[BodyMemory, ...]
+    waiting: tuple[frozenset[int], ...]
+    least: int = 0
+    at: frozenset[tuple[int, int]] = frozenset()
+
+    def nbytes(self, kept: Kept) -> int:
+        """Bytes of the stacks of `kept` and of what counts beside them."""
+        there = lambda i: sum(kept.each[j] for j in self.waiting[i])
+        return max(
+            [kept.nbytes + self.least, *(there(i) + most for i, _, most in self._most(kept))]
+        )
+
+    def with_most(self, kept: Kept) -> Held:
+        """Counts also where the iterations of `kept` hold the most."""
+        return dataclasses.replace(self, at=self.at | {(i, at) for i, at, _ in self._most(kept)})
+
+    def _most(self, kept: Kept) -> Iterator[tuple[int, int, int]]:
+        for i, (body, buffers) in enumerate(zip(self.bodies, kept.buffers, strict=True)):
+            held = body.held(buffers)
+            if held:
+                at = max(range(len(held)), key=held.__getitem__)
+                yield i, at, held[at]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +99,7 @@ class Kept:
       seconds: that computing the rest again takes, and the stacks.
       every: of each loop the iterations in a segment; 0 where it is not divided.
       parts: of each loop those of `buffers` whose stacks exist for a segment at a time.
+      each: bytes of the stacks of each loop.
     """
 
     buffers: tuple[frozenset[int], ...]
@@ -60,6 +107,7 @@ class Kept:
     seconds: float
     every: tuple[int, ...] = ()
     parts: tuple[frozenset[int], ...] = ()
+    each: tuple[int, ...] = ()
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...] | None:
@@ -76,16 +124,24 @@ def choose(
     limit: int | None = None,
     fewest: bool = False,
     every: Sequence[int] = (),
+    held: Held | None = None,
+    without: Sequence[Collection[int]] = (),
 ) -> Kept | None:
     """The fastest choice for `loops` whose stacks are within `limit` bytes; None where none is.
 
     Args:
       machine: what the steps take time on.
-      limit: bytes of all stacks together; None for no limit.
+      limit: bytes of all stacks together, and of what is `held`; None for no limit.
       fewest: the choice with the fewest bytes instead, and of those the fastest.
       every: of each loop the iterations in a segment, 0 where it is not to be divided.
+      held: what counts beside the stacks; None for nothing.
+      without: of each loop what is not to be stacked.
     """
-    return _Model(loops, machine, every or (0,) * len(loops)).solve(limit, fewest)
+    model = _Model(loops, machine, every or (0,) * len(loops), held)
+    for keep, buffers in zip(model.keeps, without, strict=False):
+        for b in buffers:
+            model.upper[keep[b]] = 0
+    return model.solve(limit, fewest)
 
 
 def choose_divided(
@@ -140,7 +196,13 @@ def _distinct(found: Sequence[Kept]) -> Iterator[Kept]:
 class _Model:
     """The program of all loops; its variables are those of one after another."""
 
-    def __init__(self, loops: Sequence[PairedLoop], machine: Machine, every: Sequence[int]) -> None:
+    def __init__(
+        self,
+        loops: Sequence[PairedLoop],
+        machine: Machine,
+        every: Sequence[int],
+        held: Held | None = None,
+    ) -> None:
         self.loops, self.machine, self.every = loops, machine, every
         self.costs: list[float] = []
         self.nbytes: list[int] = []
@@ -149,8 +211,16 @@ class _Model:
         self.rows: list[tuple[list[int], list[float], float]] = []  # sum of these >= the last
         self.keeps: list[dict[int, int]] = []  # of each loop the variable of every buffer
         self.parts: list[dict[int, int]] = []  # the same of its stack for one segment
+        self.redos: list[dict[int, int]] = []  # the variable of every step
+        self.own: list[range] = []  # its variables
         for loop, k in zip(loops, every, strict=True):
+            before = len(self.costs)
             self._add(loop, *(in_segments(loop.length, k) if k else (0, loop.length)))
+            self.own.append(range(before, len(self.costs)))
+        self.integral = len(self.costs)  # the variables behind these may have any value
+        self.counted = {i: n for i, n in enumerate(self.nbytes) if n}
+        if held is not None:
+            self._add_held(held)
 
     def _variable(self, cost: float, nbytes: int = 0, low: float = 0, high: float = 1) -> int:
         self.costs.append(cost)
@@ -202,6 +272,7 @@ class _Model:
                 self._excludes(part[w], redo[s])
         self.keeps.append(keep)
         self.parts.append(part)
+        self.redos.append(redo)
         if not count:
             return
         again = {s: self._variable(again_length * seconds[s], high=pure(s)) for s in steps}
@@ -223,23 +294,68 @@ class _Model:
             if after in wanted:
                 self._needs(carry[b], wanted[after])
 
+    def _add_held(self, held: Held) -> None:
+        unit = max(sum(self.nbytes), 1)
+        most = self._variable(0.0, high=np.inf)
+        self.counted = {most: unit}
+
+        def add(loops: Iterable[int], base: int, live: Sequence[tuple[int, int]] = ()) -> None:
+            stacks = [(i, self.nbytes[i]) for j in loops for i in self.own[j] if self.nbytes[i]]
+            terms = [(i, -size / unit) for i, size in (*stacks, *live)]
+            columns, values = [most, *(i for i, _ in terms)], [1.0, *(v for _, v in terms)]
+            self.rows.append((columns, values, base / unit))
+
+        add(range(len(self.loops)), held.least)
+        for i, at in sorted(held.at):
+            body = held.bodies[i]
+            add(held.waiting[i], body.base[at], self._live(i, body, at))
+
+    def _live(self, i: int, body: BodyMemory, at: int) -> list[tuple[int, int]]:
+        """Variables and bytes of what is live at position `at` of loop `i`, made again."""
+        program, redo = self.loops[i].program, self.redos[i]
+        keep, part = self.keeps[i], self.parts[i]
+        stacked = lambda b: [of[b] for of in (keep, part) if b in of]
+        done = {s: self._variable(0.0) for s in redo}
+        for s in redo:
+            self._needs(done[s], redo[s])
+            for r in program.steps[s].reads:
+                if r in keep:
+                    self._needs(done[s], *stacked(r), done.get(program.producer[r]))
+        live = list[tuple[int, int]]()
+        for b in keep:
+            s, (first, last) = program.producer[b], body.reads.get(b, (at + 1, -1))
+            if first <= at:
+                by = [*stacked(b), *([done[s]] if s in done else [])]
+                self.rows.append((by, [1.0] * len(by), 1.0))
+            if s not in done:
+                continue
+            column, size = self._variable(0.0), program.buffers[b].nbytes
+            live.append((column, size))
+            made = [column, done[s], *stacked(b)]
+            signs = [1.0, -1.0, *([1.0] * len(stacked(b)))]
+            if last >= at:
+                self.rows.append((made, signs, 0.0))
+            for r in program.readers[b]:
+                if r in redo:
+                    self.rows.append(([*made, redo[r], done[r]], [*signs, -1.0, 1.0], -1.0))
+        return live
+
     def solve(self, limit: int | None, fewest: bool) -> Kept | None:
         count = len(self.costs)
         prices = np.asarray(self.costs) / max(sum(self.costs), 1e-30)
         if fewest:
-            prices = prices + PARAMS.fewest_seconds * np.asarray(self.nbytes) / max(
-                sum(self.nbytes), 1
-            )
+            total = max(sum(self.counted.values()), 1)
+            for i, n in self.counted.items():
+                prices[i] += PARAMS.fewest_seconds * n / total
         rows = [(columns, values, low, np.inf) for columns, values, low in self.rows]
         if limit is not None:
-            columns = [i for i, n in enumerate(self.nbytes) if n]
-            share = max(limit, 1)
+            columns, share = [*self.counted], max(limit, 1)
             rows.append(
-                (columns, [self.nbytes[i] / share for i in columns], -np.inf, limit / share)
+                (columns, [n / share for n in self.counted.values()], -np.inf, limit / share)
             )
         if not count:
             none = tuple(frozenset[int]() for _ in self.loops)
-            return Kept(none, 0, 0.0, (0,) * len(none), none)
+            return Kept(none, 0, 0.0, (0,) * len(none), none, (0,) * len(none))
         matrix = sparse.csr_array(
             (
                 np.concatenate([np.asarray(values, float) for _, values, *_ in rows]),
@@ -250,7 +366,7 @@ class _Model:
         )
         found = optimize.milp(
             prices * count,  # near 1 each, which HiGHS's tolerances suit
-            integrality=np.ones(count),
+            integrality=np.arange(count) < self.integral,
             bounds=optimize.Bounds(np.asarray(self.lower), np.asarray(self.upper)),
             constraints=optimize.LinearConstraint(
                 matrix, [low for *_, low, _ in rows], [high for *_, high in rows]
@@ -263,8 +379,8 @@ class _Model:
         chosen = lambda of: tuple(frozenset(b for b, i in each.items() if taken[i]) for each in of)
         whole, parts = chosen(self.keeps), chosen(self.parts)
         parts = tuple(part - keep for keep, part in zip(whole, parts, strict=True))
-        nbytes = sum(n for n, taken in zip(self.nbytes, taken, strict=True) if taken)
+        each = tuple(sum(self.nbytes[i] for i in own if taken[i]) for own in self.own)
         seconds = sum(c for c, taken in zip(self.costs, taken, strict=True) if taken)
         kept = tuple(keep | part for keep, part in zip(whole, parts, strict=True))
         every = tuple(k if part else 0 for k, part in zip(self.every, parts, strict=True))
-        return Kept(kept, nbytes, seconds, every, parts)
+        return Kept(kept, sum(each), seconds, every, parts, each)

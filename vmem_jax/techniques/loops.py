@@ -22,8 +22,9 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.program import Program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
+from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.exact import Exact
-from vmem_jax.policy.residuals import Kept, choose, choose_divided, front
+from vmem_jax.policy.residuals import Held, Kept, choose, choose_divided, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.params import PARAMS
@@ -102,7 +103,7 @@ def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
         return ()
     found = [variants.of(kept) for kept in variants.front]
     if budget is not None and all(variant.need > budget for variant in found):
-        found += variants.divided()
+        found += [*variants.lowest(), *variants.divided()]
     goals = [] if budget is None else [int(share * budget) for share in PARAMS.budget_goals]
     for goal in goals:
         found += variants.near(goal, found)
@@ -181,6 +182,54 @@ class _Variants:
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
         return predicted_need(program, plan), plan.predicted_seconds
+
+    @functools.cached_property
+    def held(self) -> Held:
+        """What counts beside the stacks, by what the choices of the front are predicted to need.
+        Where the step peaks elsewhere, what its loops hold does not count."""
+        levels = [level for _, level in self.level.all_pairs]
+        waiting = (
+            frozenset(
+                j
+                for j, other in enumerate(self.pairs)
+                if levels[j] is not level or other.forward < pair.backward <= other.backward
+            )
+            for pair, level in zip(self.pairs, levels, strict=True)
+        )
+        held = Held(tuple(map(BodyMemory, self.loops)), tuple(waiting))
+        made = [self.of(kept) for kept in self.front]
+        for variant in made:
+            held = held.with_most(variant.kept)
+        beside = min(variant.need - variant.kept.nbytes for variant in made)
+        rest = min(variant.need - held.nbytes(variant.kept) for variant in made)
+        return dataclasses.replace(held, least=max(beside - rest, 0))
+
+    def lowest(self) -> Iterator[LoopVariant]:
+        """The choice with the fewest bytes of stacks and of what counts beside them, and the one
+        without what that adds to the fewest stacks, both where they need less than the front.
+
+        XLA may hold more than is predicted: where the input of a decoder's second half is stacked,
+        it merges the gradients of two products into one kernel with two results.
+        """
+        if not self.front:
+            return
+        fewest, kept = self.front[-1], self._lowest()
+        found = [] if kept is None else [kept]
+        if kept is not None and kept.nbytes > fewest.nbytes:
+            pairs = zip(kept.buffers, fewest.buffers, strict=True)
+            other = self._lowest([own - least for own, least in pairs])
+            found += [] if other is None else [other]
+        least = min(self.of(kept).need for kept in self.front)
+        yield from (variant for variant in map(self.of, found) if variant.need < least)
+
+    def _lowest(self, without: Sequence[frozenset[int]] = ()) -> Kept | None:
+        held = self.held
+        for _ in range(PARAMS.budget_tries):
+            kept = choose(self.loops, self.machine, None, True, (), held, without)
+            if kept is None or (more := held.with_most(kept)) == held:
+                break
+            held = more
+        return kept
 
     def choose(self, limit: int | None, fewest: bool = False) -> Kept | None:
         chooses = choose_divided if self.are_divisible else choose
