@@ -183,6 +183,7 @@ _BY_HAND = {
 
 _STEPS = {
     "decoder": "decoder",
+    "lora": "LoRA of the decoder",
     "gpt": "GPT-2 medium, dropout, scanned ({batch})",
     "vit": "ViT-L/16, dropout, scanned ({batch})",
     "resnet": "ResNet-152, scanned ({batch})",
@@ -193,7 +194,7 @@ _STEPS = {
 def training_steps() -> str:
     """The decoder's rows without a profile, with cuDNN's attention."""
     rows = _json("training_steps_h200")
-    rows = [r for r in rows if not (r["profile"] or r.get("attention"))]
+    rows = [r for r in rows if not (r["profile"] or r.get("attention") or r.get("tokens"))]
     return _training_steps(rows, "decoder").replace("| decoder, ", "| ")
 
 
@@ -205,12 +206,14 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
             continue
         way = row["way"]
         step = _STEPS[row["model"]].format(**row)
-        if row["model"] == "decoder":
+        if row["model"] in ("decoder", "lora"):
             step += ", scanned" if row["scanned"] else ", unrolled"
         if row.get("attention"):
             step += f", XLA's attention ({row['batch']})"
         if row["model"] == "decoder" and "layers" in row:
             step += ", {layers} layers of {tokens} tokens".format(**row)
+        elif "tokens" in row:
+            step += ", {batch} × {tokens:,} tokens".format(**row)
         step += f", fully sharded over {row['mesh']}" if "mesh" in row else ""
         step += "" if row.get("triton", True) else ", without Triton"
         if way[0] == "@":
@@ -222,10 +225,12 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         variant += ", profiled" if row["profile"] else ""
         moves = way not in _BY_HAND and "offload" in row.get("allow", ())
         variant += ", transfers allowed" if moves else ""
+        variant += f", {row['note']}" if "note" in row else ""
         predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
         ms = f"{row['ms']:.1f}" if "ms" in row else "does not run"
         of_plain = f"{row['of_plain']:.3f}" if "of_plain" in row else ""
-        figures = [number(row["gib"]), ms, of_plain, predicted]
+        gib = number(row["gib"]) if "gib" in row else "does not compile"
+        figures = [gib, ms, of_plain, predicted]
         lines[step, variant] = [step, variant, *figures]
     header = ["step", "variant", "GiB", "ms", "time / plain", "ms predicted"]
     return "\n" + grid(header, [*lines.values()])
@@ -235,11 +240,14 @@ def seven_billion() -> str:
     """The whole training of a network whose state is as large as the card."""
     lines = []
     for row in _json("seven_billion"):
-        figures = [row["state_gib"], row["pinned_gib"], row["allocator_gib"]]
-        seconds = [f"{row['ms'] / 1e3:.2f}", f"{row['predicted_ms'] / 1e3:.2f}"]
+        card = row["device"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
+        way = "a checkpoint a layer" if row["way"] == "checkpoint" else f"`auto`, {row['budget']}"
+        figures = [row["pinned_gib"], row["allocator_gib"]]
+        predicted = f"{row['predicted_ms'] / 1e3:.2f}" if "predicted_ms" in row else ""
+        seconds = [f"{row['ms'] / 1e3:.2f}", predicted]
         each = f"{row['tokens_per_second']:,.0f}"
-        lines.append([row["device"].removeprefix("NVIDIA "), *map(number, figures), *seconds, each])
-    header = ["card", "state, GiB", "pinned", "peak", "s", "predicted", "tokens/s"]
+        lines.append([card, way, *map(number, figures), *seconds, each])
+    header = ["card", "way", "pinned, GiB", "peak", "s", "predicted", "tokens/s"]
     return "\n" + grid(header, lines)
 
 
@@ -376,7 +384,8 @@ def readme() -> str:
             lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
     for scanned in (True, False):
         own = [r for r in _json("training_steps_h200") if r["model"] == "decoder"]
-        own = [r for r in own if not (r["profile"] or r.get("attention") or r.get("allow"))]
+        others = ("profile", "attention", "allow", "tokens")
+        own = [r for r in own if not any(map(r.get, others))]
         own = [r for r in own if r["scanned"] is scanned]
         by_way = {r["way"]: r for r in own}
         budgeted = [r for r in own if "predicted_ms" in r]

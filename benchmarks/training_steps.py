@@ -74,6 +74,7 @@ def main(_: Any) -> None:
         state, data = _sharded(state, data)
         make = _returning(make, state)
     about = {"model": FLAGS.model, "batch": batch, **options, "profile": bool(FLAGS.profile)}
+    about["scanned"] = FLAGS.scanned
     about |= {"allow": FLAGS.allow} if FLAGS.allow else {}
     about |= {"mesh": FLAGS.mesh} if FLAGS.mesh > 1 else {}
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
