@@ -8,8 +8,8 @@ to the device, and the new one to host memory; XLA makes an asynchronous copy of
 where the slice lies in the stack (0.11.2).
 
 A slice is fetched as soon as an iteration begins, whatever barriers stand in front of its readers:
-the copy hides under all that comes before them. So no barrier holds a stack. What replaces a slice
-is written after that was read.
+the copy hides under all that comes before them. So no barrier holds a stack, but for those of
+`hosted_pace`. What replaces a slice is written after that was read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.hosted_pace import paced
 from vmem_jax.capture.locations import location_of
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -87,6 +88,7 @@ class _Level:
         self._env: dict[Var, Atom] = {**env}
         self._calls = Calls(self.equations.append)
         self._origin: dict[Var, Atom] = {}  # of what went through barriers
+        self._written: set[Any] = set()  # stacks with a new slice
         self._slices: dict[tuple, Var] = {}  # (stack, where, sizes) -> on the device
 
     def read(self, atom: Atom) -> Any:
@@ -125,8 +127,15 @@ class _Level:
 
     def _barrier(self, eqn: JaxprEqn) -> None:
         held = []
+        pace = not {*self._slices.values()}.isdisjoint(map(self.read, eqn.invars))
         for a, v in zip(eqn.invars, eqn.outvars, strict=True):
-            if isinstance(a, Var) and a in self.hosted:
+            if pace and self.read(a) in self._written:
+                there = _in_host_memory(v)
+                self._env[v] = there
+                self._written.add(there)
+                self.hosted.add(v)
+                held.append((self.read(a), there))
+            elif isinstance(a, Var) and a in self.hosted:
                 self.hosted.add(v)
                 self._env[v] = self.read(a)
             else:
@@ -167,6 +176,7 @@ class _Level:
         made = _in_host_memory(eqn.outvars[0])
         self.equations.append(eqn.replace(invars=[stack, there, *starts], outvars=[made]))
         self._env[eqn.outvars[0]] = made
+        self._written.add(made)
         self.hosted.add(eqn.outvars[0])
 
     def _leading_to(self, x: Atom) -> set[Atom]:
@@ -190,8 +200,8 @@ class _Level:
         for p in given:
             if p >= consts + carry:
                 inner.on_device(body.invars[p], eqn)
-        inner.take(body.eqns)
-        outs = [*body.outvars]
+        eqns, outs = paced(body.eqns, body.outvars, {body.invars[p] for p in carried})
+        inner.take(eqns)
         there = {n for n, a in enumerate(outs) if isinstance(a, Var) and a in inner.hosted}
         if there != {p - consts for p in carried}:
             raise ReadWhole(f"{location_of(eqn)} makes all of it in each iteration")

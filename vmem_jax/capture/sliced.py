@@ -7,7 +7,7 @@ what is there for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,6 +72,10 @@ class Slicer:
         if atom in self.env and not is_whole:
             return self.env[atom]
         return self.whole(atom) if want is None else self._slice(atom, want, like)
+
+    def hold(self, parts: Mapping[Var, Atom], layout: Layout) -> None:
+        """From here on `parts` stand for these samples of what is there for all of them."""
+        self._sliced.update(((v, layout), part) for v, part in parts.items())
 
     def _resized(
         self,

@@ -31,7 +31,7 @@ behind the loop; so do updates of memory that something else still reads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -287,16 +287,27 @@ class Loop:
         casts = last_casts(body)
         equations += [e for e in body.eqns if casts.keys().isdisjoint(e.outvars)]
 
-        made = {v for eqn in body.eqns for v in eqn.outvars}
+        made = dict.fromkeys(v for eqn in body.eqns for v in eqn.outvars)
         results = [*dict.fromkeys(a for a in body.outvars if isinstance(a, Var) and a in made)]
         inner = [casts[v].invars[0] if v in casts else v for v in results]
-        held = [*self.carried.values(), *dict.fromkeys(inner)]
-        now: dict[Any, Any] = dict(zip(held, calls.fence(held, like), strict=True))
-        for v, eqn in casts.items():
-            now[v] = compat.new_var(v.aval)
-            equations.append(eqn.replace(invars=[now[eqn.invars[0]]], outvars=[now[v]]))
         behind = lambda v: now[self.carried[v]] if v in self.carried else enter(v)
         slicer = Slicer(self.eqns, self.batch, 1, self.index, calls, behind)
+        apart = [stack for v, stack in self.carried.items() if v in self.sliced]
+        now: dict[Any, Any] = dict(zip(apart, apart, strict=True))
+        source = {v: casts[a].invars[0] if a in casts else a for v, a in self._made_by(body)}
+        for a, stacks in self._together(source, made).items():
+            parts = [slicer.read(v, _SLICES, like) for v in stacks]
+            now[a], *fenced = calls.fence([a, *parts], like)
+            slicer.hold(dict(zip(stacks, fenced, strict=True)), _SLICES)
+        held = [a for a in (*self.carried.values(), *dict.fromkeys(inner)) if a not in now]
+        if any(v not in self.sliced for v in self.carried):
+            # what the others are made of is written over behind it, too
+            others = [now[a] for a in inner if a in now]
+            now |= zip(held, calls.fence([*held, *others], like), strict=False)
+        for v, eqn in casts.items():
+            now[v] = compat.new_var(v.aval)
+            given = now.get(eqn.invars[0], eqn.invars[0])
+            equations.append(eqn.replace(invars=[given], outvars=[now[v]]))
         read = lambda a: a if isinstance(a, Literal) else now.get(a, a)
         for v, a in zip(self.eqn.outvars, body.outvars, strict=True):
             if v in self.origins:
@@ -315,13 +326,15 @@ class Loop:
                     [slicer.env[v]] = self._read(v, written[v], calls, like)
                 else:
                     [slicer.env[v]] = calls.fence([slicer.env[v]], like)
-        later = [v for v in self.updated if v not in written]
-        slices, stacks = [slicer.env[v] for v in later], [stack_of[v] for v in later]
+        later = [v for v in self.updated if v not in written and self.over[v] not in self.sliced]
         if not self._are_in_order(read_again):
+            slices, stacks = [slicer.env[v] for v in later], [stack_of[v] for v in later]
             fenced = calls.fence([*slices, *stacks], like)
-            slices, stacks = fenced[: len(slices)], fenced[len(slices) :]
-        for v, stack, x in zip(later, stacks, slices, strict=True):
-            [written[v]] = self._write(v, stack, x, calls, like)
+            slicer.env.update(zip(later, fenced, strict=False))
+            stack_of.update(zip(later, fenced[len(later) :], strict=True))
+        for v in self.updated:
+            if v not in written:
+                [written[v]] = self._write(v, stack_of[v], slicer.env[v], calls, like)
         kept = [
             p for p in range(self.carry, len(body.outvars)) if self.eqn.outvars[p] in self.needed
         ]
@@ -350,6 +363,33 @@ class Loop:
             equations,
             closed,
         )
+
+    def _made_by(self, body: Any) -> Iterable[tuple[Var, Any]]:
+        """The stacks that can be read by the slice, each with the result of `body` that makes it."""
+        return [
+            (v, a)
+            for v, a in zip(self.eqn.outvars, body.outvars, strict=True)
+            if v in self.origins and isinstance(a, Var)
+        ]
+
+    def _together(self, source: Mapping[Var, Var], made: Collection[Var]) -> dict[Var, list[Var]]:
+        """Of each value of the body that gradients are made of the stacks in host memory that are
+        updated by them.
+
+        Their slices are needed where it is there. A barrier over both has XLA fetch them a few
+        products earlier; without it XLA:GPU begins where they are read (0.11.2).
+
+        Args:
+          source: of each stack of gradients that value.
+          made: what the body makes, in order.
+        """
+        order = {a: n for n, a in enumerate(made)}
+        found: dict[Var, list[Var]] = {}
+        for v in self.updated:
+            if self.over[v] in self.sliced:
+                last = max((source[g] for g in self.origins[v]), key=lambda a: order.get(a, -1))
+                found.setdefault(last, []).append(self.over[v])
+        return found
 
     def _are_in_order(self, fenced: set[Var]) -> bool:
         """Whether every slice that is written over has been read by then: it is read for what is

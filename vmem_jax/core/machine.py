@@ -65,12 +65,12 @@ class Machine:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
         each run of the step, and what it sends, under which nothing else runs. A loop takes the
         seconds of its body's steps in all iterations, and of its own traffic, which is that of
-        stacking results. What an iteration fetches from host memory comes while it computes; what it
-        returns there leaves at its end."""
+        stacking results. Slices come from host memory, and leave for it, while it computes."""
         if step.body:
             computed = sum(self.seconds(s) for s in step.body if not s.fetched + s.returned)
-            fetched, returned = step.fetched / self.link_in, step.returned / self.link_out
-            inside = max(step.length * computed, fetched) + returned
+            both = (step.fetched + step.returned) / self.link_both
+            moved = max(step.fetched / self.link_in, step.returned / self.link_out, both)
+            inside = max(step.length * computed, moved)
             return step.times * (inside + step.nbytes / self.bandwidth)
         rate = self.flops.get(step.dtype, self.flops[""])
         if step.op in ("conv_general_dilated", "micro_convolution", "carried_product"):
