@@ -28,10 +28,12 @@
 
 namespace vmem {
 
-// A tensor of `nbytes` that a step compresses once, into a byte array of `capacity`.
+// A tensor of `nbytes` that a step compresses into a byte array of `capacity`: once, or, in a loop,
+// `slots` times, before a later loop decompresses it as often, the last one first.
 struct Site {
   std::size_t nbytes = 0;
   std::size_t capacity = 0;
+  std::size_t slots = 1;
 };
 
 // Those of a store, and where the overflow memory of each begins.
@@ -42,21 +44,30 @@ class Sites {
       overflow_offsets_.push_back(overflow_nbytes_);
       // One with room for everything, whatever its elements, never overflows.
       const CompressedFormat widest_mask{sites_[i].nbytes, 1};
-      const std::uint64_t most = CeilDiv(sites_[i].nbytes, kUnitNbytes) * kUnitNbytes;
-      if (sites_[i].capacity < widest_mask.values_offset() + most) {
-        overflow_nbytes_ += CeilDiv(most, kLargestPage) * kLargestPage;
+      if (sites_[i].capacity < widest_mask.values_offset() + Most(i)) {
+        overflow_nbytes_ += sites_[i].slots * OverflowStride(i);
       }
     }
   }
 
   std::size_t size() const { return sites_.size(); }
   const Site& operator[](std::size_t i) const { return sites_[i]; }
-  std::size_t overflow_offset(std::size_t i) const { return overflow_offsets_[i]; }
+  std::size_t overflow_offset(std::size_t i, std::size_t slot) const {
+    return overflow_offsets_[i] + slot * OverflowStride(i);
+  }
   // Of all, at the worst.
   std::size_t overflow_nbytes() const { return overflow_nbytes_; }
 
  private:
-  static constexpr std::size_t kLargestPage = 1 << 16;  // so that each site's can be given back
+  static constexpr std::size_t kLargestPage = 1 << 16;  // so that each tensor's can be given back
+
+  // Bytes of all values of a tensor.
+  std::uint64_t Most(std::size_t i) const {
+    return CeilDiv(sites_[i].nbytes, kUnitNbytes) * kUnitNbytes;
+  }
+  std::uint64_t OverflowStride(std::size_t i) const {
+    return CeilDiv(Most(i), kLargestPage) * kLargestPage;
+  }
 
   std::vector<Site> sites_;
   std::vector<std::size_t> overflow_offsets_;
@@ -98,11 +109,17 @@ class DeviceStore {
     const CompressedFormat format = Checked(site, itemsize, nbytes, capacity);
     Lock lock(mutex_);
     Run& mine = Begun(run, stream);
-    if (!mine.held.emplace(site, itemsize).second) {
+    Held& held = mine.held.try_emplace(site, Held{itemsize, 0}).first->second;
+    const std::size_t slots = (*sites_)[site].slots;
+    if (held.count == slots) {
       throw Error(Code::kFailedPrecondition,
-                  Named(site) + " is compressed for the second time before it was decompressed");
+                  Named(site) + (slots == 1 ? " is compressed for the second time"
+                                            : " is compressed more than " + std::to_string(slots) +
+                                                  " times") +
+                      " before it was decompressed");
     }
-    std::byte* const overflow = OverflowOf(mine, site);
+    std::byte* const overflow = OverflowOf(mine, site, held.count);
+    held.count += 1;
     counted_[site].runs += 1;
     counted_[site].elements += format.elements();
     lock.unlock();
@@ -119,18 +136,20 @@ class DeviceStore {
                   Named(site) + " holds nothing: this run has not compressed it, or has "
                   "decompressed it already");
     }
-    const std::uint32_t compressed = mine->second.held[site];
+    const std::uint32_t compressed = mine->second.held[site].itemsize;
     if (compressed != itemsize) {
       throw Error(Code::kInvalidArgument,
                   Named(site) + " was compressed as elements of " + std::to_string(compressed) +
                       " bytes, and is decompressed as elements of " + std::to_string(itemsize));
     }
-    std::byte* const overflow = OverflowOf(mine->second, site);
+    Held& held = mine->second.held[site];
+    std::byte* const overflow = OverflowOf(mine->second, site, held.count - 1);
     lock.unlock();
     codec_.Decompress(stream, format, static_cast<const std::byte*>(c), capacity, overflow, x);
     lock.lock();
     // Only now: what another run writes there must come later on the stream
-    mine->second.held.erase(site);
+    held.count -= 1;
+    if (held.count == 0) mine->second.held.erase(site);
     if (mine->second.held.empty()) End(mine);
   }
 
@@ -157,12 +176,18 @@ class DeviceStore {
   using Lock = std::unique_lock<std::mutex>;
   using Overflow = typename C::Overflow;
 
+  // How many tensors of a site are compressed, and the bytes of their elements.
+  struct Held {
+    std::uint32_t itemsize = 1;
+    std::size_t count = 0;
+  };
+
   // One execution that has something compressed, and the overflow memory that is its own.
   struct Run {
     std::thread::id launcher;
     Stream stream;
     std::unique_ptr<Overflow> overflow;
-    std::map<std::size_t, std::uint32_t> held;  // site: bytes of its elements
+    std::map<std::size_t, Held> held;  // by site
   };
   using Runs = std::map<std::int64_t, Run>;
 
@@ -197,9 +222,9 @@ class DeviceStore {
     return format;
   }
 
-  std::byte* OverflowOf(const Run& run, std::size_t site) const {
+  std::byte* OverflowOf(const Run& run, std::size_t site, std::size_t slot) const {
     std::byte* const data = run.overflow->data();
-    return data == nullptr ? nullptr : data + sites_->overflow_offset(site);
+    return data == nullptr ? nullptr : data + sites_->overflow_offset(site, slot);
   }
 
   // The run, which begins where it holds nothing yet.

@@ -216,9 +216,11 @@ void BindStructs(nb::module_& m) {
       .def_ro("begin", &Span::begin)
       .def_ro("end", &Span::end);
   nb::class_<Site>(m, "Site")
-      .def(nb::init<std::size_t, std::size_t>(), nb::kw_only(), "nbytes"_a, "capacity"_a)
+      .def(nb::init<std::size_t, std::size_t, std::size_t>(), nb::kw_only(), "nbytes"_a,
+           "capacity"_a, "slots"_a = 1)
       .def_ro("nbytes", &Site::nbytes)
-      .def_ro("capacity", &Site::capacity);
+      .def_ro("capacity", &Site::capacity)
+      .def_ro("slots", &Site::slots);
   nb::class_<SiteCounters>(m, "SiteCounters")
       .def_ro("runs", &SiteCounters::runs)
       .def_ro("elements", &SiteCounters::elements)

@@ -216,6 +216,38 @@ void TestThreads() {
   for (std::thread& thread : threads) thread.join();
 }
 
+// As loops do: all of a site before the first comes back, the last one first.
+void TestSlots() {
+  constexpr std::size_t kSlots = 3;
+  const std::vector<Site> sites{{Opened::kNbytes, Opened::kTight, kSlots},
+                                {Opened::kNbytes, Opened::kTight}};
+  DeviceStore<CpuCompression> store(std::make_shared<const Sites>(sites), 0);
+  auto put = [&](std::size_t site, Buffer& x, Buffer& c) {
+    store.Compress(0, nullptr, site, kItem, x.data(), Opened::kNbytes, c.data(), Opened::kTight);
+  };
+  auto get = [&](std::size_t site, Buffer& c) {
+    Buffer x(Opened::kNbytes);
+    store.Decompress(0, nullptr, site, kItem, c.data(), Opened::kTight, x.data(), Opened::kNbytes);
+    return x;
+  };
+  Buffer other = Random(Opened::kNbytes, kItem, 0.9, 7);
+  for (int turn = 0; turn < 2; ++turn) {
+    std::vector<Buffer> x;
+    std::vector<Buffer> c(kSlots, Buffer(Opened::kTight));
+    Buffer last(Opened::kTight);
+    for (std::size_t i = 0; i < kSlots; ++i) {
+      x.push_back(Random(Opened::kNbytes, kItem, 0.9, static_cast<unsigned>(i)));
+      put(0, x[i], c[i]);
+    }
+    put(1, other, last);
+    EXPECT(Throws([&] { put(0, other, last); }, "more than 3 times"));
+    for (std::size_t i = kSlots; i-- > 0;) EXPECT(get(0, c[i]) == x[i]);
+    EXPECT(Throws([&] { get(0, c[0]); }, "holds nothing"));
+    EXPECT(get(1, last) == other);
+  }
+  EXPECT(store.counters()[0].runs == 2 * kSlots && store.counters()[0].overflow_nbytes > 0);
+}
+
 // A device whose work one thread launches, as CUDA's are, and which counts its overflow memory.
 class Launched : public CpuCompression {
  public:
@@ -329,6 +361,7 @@ int main() {
   vmem::TestKernelsAndTwinAgree<std::uint64_t>();
   vmem::TestRunsThatInterleave();
   vmem::TestThreads();
+  vmem::TestSlots();
   vmem::TestRunsThatDied();
   vmem::TestFreedOnALostDevice();
   std::puts("all passed");
