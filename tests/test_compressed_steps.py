@@ -331,26 +331,6 @@ def test_what_is_not_compressed_says_why(options, why):
     assert f"compress is not used: {why}" in step.explain(*args).summary()
 
 
-def looped(w, x):
-    def loss(w):
-        layer = lambda y, w: (y + jax.nn.relu(y @ w[0]) @ w[1], None)
-        return jnp.square(jax.lax.scan(layer, x, w)[0]).mean()
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
-
-
-LOOPED = (jnp.ones((6, 16, 64)), jnp.ones((6, 64, 16))), jnp.ones((2048, 16))
-
-
-def test_a_loop_stacks_other_values_although_compression_is_named():
-    how = {"budget": 0.7, "allow": ("order", "recompute", "compress"), "density": 0.5}
-    step = vmem_jax.jit(looped, **how)
-    plan = step.plan(*LOOPED)
-    assert plan.kept is not None and not plan.compressed
-    why = "`density` does not tell the zeros of 3 large stacks of loops"
-    assert f"compress is not used: {why}" in step.explain(*LOOPED).summary()
-
-
 def test_it_is_not_planned_unless_it_is_named():
     step, args = budgeted(allow=None)
     assert not step.plan(*args).compressed

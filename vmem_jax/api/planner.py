@@ -37,7 +37,7 @@ from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.carry import carry_contexts, with_carry
-from vmem_jax.techniques.compress import compressing, with_compressed
+from vmem_jax.techniques.compress import compressing, compressing_loops, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
 from vmem_jax.techniques.loops import loop_contexts, with_loops
 from vmem_jax.techniques.settings import Settings
@@ -196,6 +196,10 @@ def _groups(
     chunked += carry_contexts(step)
     loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
     first += [_of_loops(context) for context in loops]
+    if compresses and 1 in parts.counts:
+        packed = [*compressing_loops(loops, budget)]
+        first += map(_of_loops, packed)
+        loops += packed
     first += _of_tried(step, (step, *loops), budget, tried)
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
@@ -235,7 +239,8 @@ def _of_loops(context: StepContext, moves: bool | None = None) -> Family:
     settings = context.settings
     make = functools.partial(_variant, context, settings.policy, moves=moves)
     parts = parts_of(context)
-    return Family(parts.counts, make, settings.splitting, alike=True, between=parts.between)
+    counts = [1] if context.traced.captured.program.compressed else parts.counts
+    return Family(counts, make, settings.splitting, alike=True, between=parts.between)
 
 
 def _of_tried(
@@ -246,15 +251,16 @@ def _of_tried(
 ) -> list[Family]:
     """The families of `tried` plans that fit, but whose loops stack what no other of `forms` does:
     which forms there are depends on the budget, and an earlier search had another one."""
-    stacks = {form_of(form.traced.captured.program) for form in forms}
+    own = lambda one: (form_of(one), one.compressed)
+    stacks = {own(form.traced.captured.program) for form in forms}
     found = []
     for one in tried:
         fits, plan = budget is None or one.need <= budget, one.plan
-        if fits and plan.kept is not None and form_of(plan) not in stacks:
-            stacks.add(form_of(plan))
-            form = _formed(step, plan)
+        if fits and plan.kept is not None and own(plan) not in stacks:
+            stacks.add(own(plan))
+            form = _compressed(_formed(step, plan), plan)
             make = functools.partial(_variant, form, step.settings.policy)
-            alike = [other.plan for other in tried if form_of(other.plan) == form_of(plan)]
+            alike = [other.plan for other in tried if own(other.plan) == own(plan)]
             counts = sorted({p.sub_batches for p in alike if p.sub_batch_size is None})
             found.append(Family(counts, make, alike=True))
     return found
@@ -269,6 +275,14 @@ def _formed(step: StepContext, plan: Plan) -> StepContext:
     if plan.kept is not None:
         step = with_loops(step, plan.kept, plan.segments)
     return step
+
+
+def _compressed(step: StepContext, plan: Plan) -> StepContext:
+    """`step`, the form that `plan` is made for, with what that compresses; itself where it cannot."""
+    sizes = dict(plan.compressed)
+    if not sizes or not {*sizes} <= {*compressible(step.traced.captured, 0)}:
+        return step
+    return step.of(with_compressed(step.traced, sizes, [*sizes]))
 
 
 def _other(step: StepContext, policy: AbstractPolicy) -> Family:
@@ -350,13 +364,7 @@ def _new_variant(
 
 def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     """The step by the user's own `plan`."""
-    if plan.compressed:
-        found = compressible(step.traced.captured, 0)
-        if not {b for b, _ in plan.compressed} <= {*found}:
-            check_made_for(step.traced.captured.program, plan)  # which it cannot be
-        sizes = dict(plan.compressed)
-        step = step.of(with_compressed(step.traced, sizes, [b for b, _ in plan.compressed]))
-    step = _formed(step, plan)
+    step = _compressed(_formed(step, plan), plan)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     policy, samples = step.settings.policy, plan.sub_batch_size

@@ -146,6 +146,8 @@ class Captured:
         """The same step with the equations of `flat`, in which `compressed` is."""
         flat = drop_dead(flat)
         other = _captured(flat, self.separate, self.applied, self.inputs, self.sub_batches)
+        ours = self.program
+        other = other._keeping(ours.kept, ours.segments, ours)
         program = dataclasses.replace(other.program, compressed=compressed)
         return dataclasses.replace(other, program=program, stacked=self.stacked, whole=self.whole)
 

@@ -175,6 +175,15 @@ class Explanation:
             "rest runs once"
         )
 
+    def _compressed_stacks(self, others: int) -> str:
+        """How many stacks are compressed; all else that is takes `others` bytes."""
+        loops = [loop for loop in self.program.steps if loop.body]
+        inside = [(loop.length, s) for loop in loops for s in loop.body if s.op == COMPRESS]
+        held = sum(n for _, n in self.plan.compressed) - others
+        whole = sum(length * s.nbytes for length, s in inside) - held  # each reads one, writes one
+        sizes = f"{show_nbytes(held)} in place of {show_nbytes(whole)}"
+        return f"\n{len(inside)} stacks wait compressed, slice by slice: {sizes}" if inside else ""
+
     def _compression(self) -> str:
         """What is compressed, into how much, and what that takes."""
         if not self.plan.compressed:
@@ -185,7 +194,10 @@ class Explanation:
         both = [s for s, step in enumerate(steps) if step.op in (COMPRESS, DECOMPRESS)]
         made = [b for s in both if steps[s].op == COMPRESS for b in steps[s].writes]
         total = lambda sizes: show_nbytes(sum(sizes[b] for b in made))
-        said = (
+        stacks = self._compressed_stacks(sum(nbytes[b] for b in made))
+        if not made:
+            return stacks
+        said = stacks + (
             f"\n{len(made)} values wait compressed: {total(nbytes)} in place of {total(whole)}, for "
             f"{sum(self.costs.seconds[s] for s in both) * 1e3:.2f} ms"
         )

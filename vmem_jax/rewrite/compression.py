@@ -16,15 +16,17 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.editor import Editor
+from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.core.program import DECOMPRESS, Phase
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.rewrite.compressed_stacks import CompressedStacks
 from vmem_jax.transfer.compression import Site, compress, decompress
 
 
 def compressible(captured: Captured, share: float) -> tuple[int, ...]:
     """The buffers of `captured` that can be compressed: floats that the forward pass makes for the
-    backward pass, on one device and outside of loops.
+    backward pass, on one device, and stacks of such.
 
     Args:
       share: smaller buffers than this share of all temporaries are omitted.
@@ -47,22 +49,38 @@ def compressible(captured: Captured, share: float) -> tuple[int, ...]:
     return tuple(found)
 
 
+def slices_of(captured: Captured, b: int) -> int:
+    """The slices of buffer `b` that are compressed each for itself; 1 where it is as a whole. Of a
+    loop whose user unrolls it, XLA may reorder the calls of its iterations."""
+    eqns = compat.open_jaxpr(captured.flat).eqns
+    v = captured.variables[b]
+    loops = [e for e in eqns if e.primitive.name == "scan" and v in (*e.invars, *e.outvars)]
+    in_order = all(loop.params["unroll"] in (1, False) for loop in loops)
+    return captured.program.buffers[b].slices if in_order else 1
+
+
 def rectified(captured: Captured, buffers: Sequence[int]) -> tuple[int, ...]:
     """The buffers among `buffers` that have zeros from a ReLU or a product with a mask."""
     editor = Editor(captured.flat)
+    return tuple(b for b in buffers if _has_zeros(editor, captured.variables[b]))
 
-    def has_zeros(v: Atom) -> bool:
-        eqn = editor.source(v)
-        if eqn is None:
-            return False
-        name, operands = eqn.primitive.name, eqn.invars
-        if class_of(eqn) is Class.VIEW or name in ("convert_element_type", "min"):
-            return any(map(has_zeros, operands))
-        if name in ("max", "select_n", "clamp"):
-            return any(editor.constant(a) == 0 for a in operands)
-        return name == "mul" and any(_is_mask(editor, a) for a in operands)
 
-    return tuple(b for b in buffers if has_zeros(captured.variables[b]))
+def _has_zeros(editor: Editor, v: Atom) -> bool:
+    eqn = editor.source(v)
+    if eqn is None:
+        return False
+    name, operands = eqn.primitive.name, eqn.invars
+    if name == "scan":
+        inside = flatten(eqn.params["jaxpr"])
+        result = compat.open_jaxpr(inside).outvars[eqn.outvars.index(v)]
+        return _has_zeros(Editor(inside), result)
+    if name == "optimization_barrier":
+        return _has_zeros(editor, operands[eqn.outvars.index(v)])
+    if class_of(eqn) is Class.VIEW or name in ("convert_element_type", "min"):
+        return any(_has_zeros(editor, a) for a in operands)
+    if name in ("max", "select_n", "clamp"):
+        return any(editor.constant(a) == 0 for a in operands)
+    return name == "mul" and any(_is_mask(editor, a) for a in operands)
 
 
 def _is_mask(editor: Editor, a: Atom) -> bool:
@@ -82,10 +100,16 @@ def compressed(captured: Captured, sizes: Sequence[tuple[int, int]]) -> Captured
 def sites(captured: Captured) -> tuple[Site, ...]:
     """The compressed tensors of `captured`, in the order of their sites."""
     found = {}
-    for eqn in compat.open_jaxpr(captured.flat).eqns:
-        if eqn.primitive.name == DECOMPRESS:
-            [c], [x] = eqn.invars, eqn.outvars
-            found[eqn.params["site"]] = Site(nbytes(x.aval), c.aval.size)
+
+    def look(flat: ClosedJaxpr, slots: int) -> None:
+        for eqn in compat.open_jaxpr(flat).eqns:
+            if eqn.primitive.name == DECOMPRESS:
+                [c], [x] = eqn.invars, eqn.outvars
+                found[eqn.params["site"]] = Site(nbytes(x.aval), c.aval.size, slots)
+            elif eqn.primitive.name == "scan" and eqn.effects:
+                look(eqn.params["jaxpr"], eqn.params["length"])
+
+    look(captured.flat, 1)
     return tuple(found[site] for site in sorted(found))
 
 
@@ -96,11 +120,18 @@ class _Compressor:
         self.exists = set(captured.variables)
         self.equations: list[JaxprEqn] = []
         self.calls = Calls(self.equations.append)
-        self.site = {captured.variables[b]: (site, n) for site, (b, n) in enumerate(sizes)}
+        sites = {captured.variables[b]: (site, n) for site, (b, n) in enumerate(sizes)}
+        slices = {captured.variables[b]: slices_of(captured, b) for b, _ in sizes}
+        self.site = {v: site for v, site in sites.items() if slices[v] == 1}
+        self.stacks = CompressedStacks(
+            {v: (s, n // slices[v]) for v, (s, n) in sites.items() if slices[v] > 1}
+        )
         self.held: dict[Var, Var] = {}  # value -> what it is compressed into
         self.late: dict[Var, Atom] = {}  # value -> what the backward pass reads in its place
         self.behind: dict[int, list[Var]] = {}  # equation -> what is compressed behind it
         for b, _ in sizes:
+            if captured.variables[b] not in self.site:
+                continue
             self.behind.setdefault(self._last_in_forward(b), []).append(captured.variables[b])
 
     def run(self) -> ClosedJaxpr:
@@ -108,7 +139,7 @@ class _Compressor:
         for i, eqn in enumerate(self.editor.eqns):
             if i in self.editor.late:
                 eqn = eqn.replace(invars=[self._in_backward(a, eqn) for a in eqn.invars])
-            self.equations.append(eqn)
+            self.equations.append(self.stacks.emitted(eqn))
             for v in self.behind.get(i, ()):
                 site, capacity = self.site[v]
                 call = lambda x, s=site, n=capacity: compress(x, store=0, site=s, capacity=n)

@@ -170,7 +170,7 @@ class _Rewriter:
         fused = self._behind(s)
         together = () if fused is None else fused.equations
         for i in step.equations:
-            eqn = self.opened.eqns[i]
+            eqn = self._stored(self.opened.eqns[i])
             if i in together[:-1]:
                 continue
             if eqn.outvars and all(v in local for v in eqn.outvars):
@@ -225,11 +225,20 @@ class _Rewriter:
         if self.transfers is not None and eqn.primitive.name in (BEGIN, END):
             return self.transfers.through_boundary(eqn, invars)
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
-        params = eqn.params
-        if eqn.primitive.name in (COMPRESS, DECOMPRESS):
-            params = {**params, "store": self.store}
-        self.equations.append(eqn.replace(invars=invars, outvars=outs, params=params))
+        self.equations.append(eqn.replace(invars=invars, outvars=outs))
         return outs
+
+    def _stored(self, eqn: JaxprEqn) -> JaxprEqn:
+        """`eqn`, with what it compresses in the store of this step."""
+        if eqn.primitive.name in (COMPRESS, DECOMPRESS):
+            return eqn.replace(params={**eqn.params, "store": self.store})
+        if eqn.primitive.name != "scan" or not eqn.effects or not self.program.compressed:
+            return eqn
+        body = eqn.params["jaxpr"]
+        opened = compat.open_jaxpr(body)
+        eqns = [self._stored(inner) for inner in opened.eqns]
+        parts = opened.constvars, compat.constants(body), opened.invars, opened.outvars, eqns
+        return eqn.replace(params={**eqn.params, "jaxpr": compat.close(*parts, like=body)})
 
     def _fence(self, buffers: tuple[int, ...], like: int) -> None:
         """One barrier over the current versions of `buffers`, in front of equation `like`."""

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from vmem_jax import jax_compat as compat
@@ -12,7 +12,7 @@ from vmem_jax.core.compression import compressed_nbytes
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.profile.density import densities
-from vmem_jax.rewrite.compression import compressed, compressible, rectified
+from vmem_jax.rewrite.compression import compressed, compressible, rectified, slices_of
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.search.estimate import estimate
 from vmem_jax.search.log import SearchLog
@@ -118,6 +118,22 @@ def compressing(
     return [choice.variant for choice in choices[: PARAMS.compressed_choices]], why
 
 
+def compressing_loops(contexts: Sequence[StepContext], limit: int | None) -> Iterator[StepContext]:
+    """Those of `contexts` with stacks that can be compressed, and with all of these compressed.
+
+    Args:
+      limit: bytes of device memory that counting zeros may need.
+    """
+    for step in contexts:
+        captured = step.traced.captured
+        if captured.program.segments is not None:
+            continue  # most of their stacks are made again, a segment at a time
+        sizes, _ = compressed_sizes(step.traced, step.leaves, step.settings.density, limit)
+        stacks = [b for b in sizes if slices_of(captured, b) > 1]
+        if stacks:
+            yield step.of(with_compressed(step.traced, sizes, stacks))
+
+
 def _moved_next(choice: _Choice) -> tuple[Transfer, ...]:
     """What the plan of `choice`, which moves nothing, would move if its peak were too high."""
     variant = choice.variant
@@ -139,28 +155,28 @@ def compressed_sizes(
     """
     captured = traced.captured
     found = compressible(captured, PARAMS.compressed_part)
+    slices = {b: slices_of(captured, b) for b in found}
+    old = compression.unusable_in_loops() if max(slices.values(), default=1) > 1 else ""
+    if old:
+        found = tuple(b for b in found if slices[b] == 1)
     if density is not None:
         known = dict.fromkeys(rectified(captured, found), density)
     else:
-        counted = densities(captured, found, leaves, limit)
+        counted = densities(captured, found, leaves, limit, [slices[b] for b in found])
         if isinstance(counted, str):
             return {}, f"{counted}; `density` would spare it that"
         known = counted
     sizes = {}
     for b, share in known.items():
         aval: Any = captured.variables[b].aval
-        room = min(share * (1 + PARAMS.capacity_margin), 1.0)
-        nbytes = compressed_nbytes(aval.size, aval.dtype.itemsize, room)
+        room, count = min(share * (1 + PARAMS.capacity_margin), 1.0), slices[b]
+        nbytes = count * compressed_nbytes(aval.size // count, aval.dtype.itemsize, room)
         if nbytes <= PARAMS.compressed_share * captured.program.buffers[b].nbytes:
             sizes[b] = nbytes
     if sizes:
         return sizes, ""
-    loops = sum(captured.program.steps[captured.program.producer[b]].op == "scan" for b in found)
-    if loops and density is not None:
-        others = f", and of the other {len(found) - loops} none has enough zeros"
-        return {}, f"`density` does not tell the zeros of {loops} large stacks of loops" + (
-            others if loops < len(found) else ""
-        )
+    if old:
+        return {}, old
     emptiest = f": of the emptiest {min(known.values()):.0%} are none" if known else ""
     return {}, f"of its {len(found)} large residuals none has enough zeros{emptiest}"
 

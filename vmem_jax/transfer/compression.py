@@ -8,8 +8,9 @@ without room in it go to overflow memory of the store, so no step fails if a ten
 is lossless, bit for bit; `xla_ffi/zero_values.h` has the format. The method is that of vDNN++,
 section IV-C, before the link instead of behind it.
 
-In a step every site is compressed once and then decompressed once, each fenced like transfers. On
-several devices both calls are in a `shard_map`, and sizes are those of a shard.
+In a step every site is compressed once and then decompressed once, each fenced like transfers. In
+loops a site has a slot for each iteration, and what was compressed last comes back first. On several
+devices both calls are in a `shard_map`, and sizes are those of a shard.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ _SUB_BYTE = {"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """A tensor of `raw_nbytes` that a step compresses into a byte array of `capacity` bytes."""
+    """A tensor of `raw_nbytes` that a step compresses into a byte array of `capacity` bytes; in a
+    loop, `slots` tensors, of which a later loop decompresses the last one first."""
 
     raw_nbytes: int
     capacity: int
+    slots: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.raw_nbytes, self.capacity) < 0:
-            raise ValueError(f"a site has no negative sizes: {self}.")
+        if min(self.raw_nbytes, self.capacity) < 0 or self.slots < 1:
+            raise ValueError(f"a site has no negative sizes, and at least one slot: {self}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +87,12 @@ class Store(Registered):
         """Registers `sites`; takes nothing yet."""
         extension = load()
         self.sites = tuple(sites)
-        native = [extension.Site(nbytes=s.raw_nbytes, capacity=s.capacity) for s in self.sites]
+        slots = lambda s: (
+            {"slots": s.slots} if s.slots > 1 else {}
+        )  # which older builds do not know
+        native = [
+            extension.Site(nbytes=s.raw_nbytes, capacity=s.capacity, **slots(s)) for s in self.sites
+        ]
         super().__init__(extension.store_create(native), extension.store_free)
 
     def open(self, device: jax.Device) -> None:
@@ -130,6 +138,12 @@ def unusable(platform: str) -> str:
         "vmem_jax's native extension was built without nvcc, CUDA's compiler: install "
         "vmem_jax_cuda13, or vmem_jax's sources where nvcc is found"
     )
+
+
+def unusable_in_loops() -> str:
+    """Why a loop cannot use the two calls where a step can, or ""."""
+    has_slots = hasattr(load().Site, "slots")
+    return "" if has_slots else "vmem_jax's native extension is older than vmem_jax: build it again"
 
 
 def cannot_overflow(device: jax.Device) -> str:
