@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import transfer_cases as cases
@@ -143,10 +144,10 @@ def test_slices_come_and_go_while_the_layer_computes():
 
     def deep(y, p):
         for w in p.values():
-            y = jnp.tanh(y @ w)
+            y = y + 0.1 * jnp.tanh(y @ w)
         return y, None
 
-    weights = {name: W * (n + 1) for n, name in enumerate("abcdef")}
+    weights = {name: W * (1 + n / 10) for n, name in enumerate("abcdef")}
     step, state = training((scanned(jax.checkpoint(deep)), weights), OPTIMISERS["adamw"])
     for hosted in (moments, everything):
         flat = entry_for(step, placed(state, hosted), X).traced.captured.flat
@@ -170,7 +171,9 @@ def test_slices_come_and_go_while_the_layer_computes():
             if i < products[-1]
         ]
         assert {W.shape} in held  # so that the copy is over by then
-        assert same(after_two_steps(step, state, hosted), after_two_steps(step, state, nothing))
+        pairs = (after_two_steps(step, state, where) for where in (hosted, nothing))
+        for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
