@@ -12,7 +12,8 @@ bfloat16. Two ways train the same network on the same random tokens from the sam
 - "checkpoint": plain `jax.jit` with `jax.checkpoint` around each layer, all state on the card;
 - "budget": `vmem_jax.jit` within `--budget`; moments wait in pinned host memory, come for their
   update, and leave after it. `--hosted` says which: those of the layers, all, or the whole state with
-  the weights.
+  the weights. With `--scanned` the layers are one `lax.scan`: each kind of weight is one stack, which
+  comes and goes by slices.
 
 The state is made one array at a time, so that the card never holds more of it than the step does. The
 row has the loss of each step, the median, least and most milliseconds of a step after the warm-up,
@@ -55,7 +56,7 @@ def main(_: Any) -> None:
     os.environ.setdefault(HOST_POOL, str(_pinned_nbytes(shapes) // GIB + 4))
     device = None if FLAGS.target else jax.devices()[0]
     row: dict[str, Any] = {"way": FLAGS.way, "budget": FLAGS.budget, "hosted": FLAGS.hosted}
-    row |= {name: FLAGS[name].value for name in ("layers", "width", "batch", "tokens")}
+    row |= {name: FLAGS[name].value for name in ("layers", "width", "batch", "tokens", "scanned")}
     row |= {"device": FLAGS.target or device.device_kind, "jax": jax.__version__}
     row |= {
         "commit": records.commit(),
@@ -90,17 +91,18 @@ def _model() -> Decoder:
         kv_heads=FLAGS.heads,
         vocabulary=FLAGS.vocabulary,
         attention=FLAGS.attention,
-        scanned=False,
+        scanned=FLAGS.scanned,
         wrap=jax.checkpoint if FLAGS.way == "checkpoint" else lambda layer: layer,
     )
 
 
 def _shapes(model: Decoder) -> Any:
-    """The shapes of the weights, those of each layer apart, and of the optimiser's state."""
+    """The shapes of the weights, those of unrolled layers apart, and of the optimiser's state."""
 
     def start() -> Any:
         params = model.init(jax.random.key(0))
-        params["layers"] = unstacked(params["layers"])
+        if not FLAGS.scanned:
+            params["layers"] = unstacked(params["layers"])
         return params, OPTIMISER.init(params)
 
     return jax.eval_shape(start)
@@ -108,11 +110,15 @@ def _shapes(model: Decoder) -> Any:
 
 def _is_hosted(path: tuple, shape: Any) -> bool:
     """Whether a leaf of the state waits in pinned host memory; numbers and norms do not."""
-    if FLAGS.way == "checkpoint" or shape.ndim < 2:
+    if FLAGS.way == "checkpoint" or shape.ndim < 2 or _is_norm(path):
         return False
     if FLAGS.hosted == "layers" and not any(getattr(key, "key", "") == "layers" for key in path):
         return False
     return FLAGS.hosted == "state" or path[0].idx > 0
+
+
+def _is_norm(path: tuple) -> bool:
+    return any(str(getattr(key, "key", "")).startswith("norm") for key in path)
 
 
 def _pinned_nbytes(shapes: Any) -> int:
@@ -189,7 +195,7 @@ def _state(shapes: Any) -> Any:
     for i, (path, x) in enumerate(leaves):
         if path[0].idx > 0:
             value = _zeros(x.shape, x.dtype)
-        elif x.ndim == 1:
+        elif _is_norm(path):
             value = jnp.ones(x.shape, x.dtype)
         else:
             value = _drawn(jax.random.fold_in(key, i), x.shape)
@@ -244,6 +250,7 @@ if __name__ == "__main__":
     flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
     flags.DEFINE_string("target", None, "a card to compile for that is not there")
     flags.DEFINE_string("out", "seven_billion.jsonl", "where the row is added")
+    flags.DEFINE_bool("scanned", False, "layers in one loop; else unrolled")
     flags.DEFINE_integer("layers", 32, "of the decoder")
     flags.DEFINE_integer("width", 4096, "of the residual stream")
     flags.DEFINE_integer("hidden", 11_008, "of the feed-forward part")

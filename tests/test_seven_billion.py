@@ -26,18 +26,34 @@ SMALL = {
 }
 
 
-def test_both_ways_train_alike_with_moments_in_host_memory(tmp_path):
-    out, plan = tmp_path / "rows.jsonl", tmp_path / "plan.json"
+def rows(tmp_path, *options):
+    """The row of each run with these options."""
+    out = tmp_path / "rows.jsonl"
     small = [f"--{name}={value}" for name, value in SMALL.items()]
-    options = [["--way=checkpoint"], [f"--save_plan={plan}"], [f"--plan={plan}"]]
     for given in options:
         command = [sys.executable, str(SCRIPT), *small, *given, f"--out={out}"]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         subprocess.run(command, env=environment, check=True, capture_output=True)
-    kept, *streamed = map(json.loads, out.read_text().splitlines())
+    return [*map(json.loads, out.read_text().splitlines())]
+
+
+def test_both_ways_train_alike_with_moments_in_host_memory(tmp_path):
+    plan = tmp_path / "plan.json"
+    given = ["--way=checkpoint"], [f"--save_plan={plan}"], [f"--plan={plan}"]
+    kept, *streamed = rows(tmp_path, *given)
     layers = 2 * 2 * 4 * (4 * 64 * 64 + 3 * 64 * 128) / 2**30  # two moments of two layers
     assert kept["pinned_gib"] == kept["moved_gib"] == 0
     for row in streamed:
         assert row["pinned_gib"] == row["moved_gib"] == layers and len(row["losses"]) == 3
         np.testing.assert_allclose(row["losses"], kept["losses"], rtol=2e-4)
     assert streamed[0]["losses"] == streamed[1]["losses"]
+
+
+def test_scanned_layers_train_alike_with_all_their_state_in_host_memory(tmp_path):
+    scanned = ["--scanned", "--layers=4"]
+    given = [*scanned, "--way=checkpoint"], [*scanned, "--hosted=state"]
+    kept, streamed = rows(tmp_path, *given)
+    layers = 3 * 4 * 4 * (4 * 64 * 64 + 3 * 64 * 128) / 2**30  # weights and moments of four layers
+    assert streamed["moved_gib"] >= layers
+    assert streamed["pinned_gib"] == streamed["moved_gib"]
+    np.testing.assert_allclose(streamed["losses"], kept["losses"], rtol=2e-4)
