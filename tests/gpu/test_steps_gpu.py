@@ -181,6 +181,47 @@ def test_hosted_moments_train_alike_and_are_no_device_memory(donate):
     assert memory.host_argument_size_in_bytes == 12 * one
 
 
+@pytest.mark.parametrize("clipped", [False, True], ids=["in the backward loop", "behind it"])
+def test_hosted_stacks_train_alike_and_are_no_device_memory(clipped):
+    """The state of scanned layers in pinned host memory, which comes and goes by slices."""
+    device, layers, width = jax.devices()[0], 12, 1024
+    adam = optax.adamw(1e-3)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adam) if clipped else adam
+    one = 4 * layers * width * width
+
+    def step(state, x):
+        weights, moments = state
+
+        def loss(weights):
+            layer = lambda y, w: (y + 0.1 * jnp.tanh(jnp.tanh(y @ w["a"]) @ w["b"]), None)
+            return jnp.square(jax.lax.scan(layer, x, weights)[0]).mean()
+
+        updates, moments = tx.update(jax.grad(loss)(weights), moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    def state(kind):
+        keys = jax.random.split(jax.random.key(0))
+        draw = lambda key: jax.random.normal(key, (layers, width, width)) / width**0.5
+        weights = {name: draw(key) for name, key in zip("ab", keys, strict=True)}
+        put = lambda a: jax.device_put(a, a.sharding.with_memory_kind(kind)) if a.ndim == 3 else a
+        return jax.tree.map(put, (weights, tx.init(weights)))
+
+    x = jax.random.normal(jax.random.key(1), (2048, width))
+    kept = vmem_jax.jit(step, budget="device", policy="exact")
+    streamed = vmem_jax.jit(step, budget="device", donate_argnums=0)
+    a, b = state("pinned_host"), state("device")
+    for _ in range(3):
+        a, b = streamed(a, x), kept(b, x)
+    for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert p.ndim != 3 or p.sharding.memory_kind == "pinned_host"
+        scale = max(float(jnp.abs(jax.device_put(q, device)).max()), 1e-6)
+        np.testing.assert_allclose(np.asarray(p), np.asarray(q), rtol=0, atol=1e-3 * scale)
+    memory = streamed.lower(a, x).compile().memory_analysis()
+    assert memory.argument_size_in_bytes < one
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == 6 * one
+    assert memory.host_temp_size_in_bytes == 0
+
+
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="one device here")
 def test_sharded_step_moves_the_shards_of_every_device():
     """The same plan twice, its buffers moved and kept: equal bits, and bytes over every link."""
