@@ -22,7 +22,7 @@ from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
-from vmem_jax.capture.primitives import is_array, nbytes
+from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.siblings import shared_nbytes
 from vmem_jax.capture.stack_layouts import with_stack_layouts
@@ -303,7 +303,10 @@ def _captured(
             and (shards.device_count == 1 or shards.spec(v) is not None)
         )
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
-        buffers.append(Buffer(nbytes(v.aval) // shards.count(v), kinds[b], label, movable, depth))
+        own = nbytes(v.aval) // shards.count(v)
+        if given.platform == "cpu" and not is_body and (b < len(inputs) or b in set(outputs)):
+            own += hosted_nbytes(v.aval)  # XLA:CPU counts host memory as the device's
+        buffers.append(Buffer(own, kinds[b], label, movable, depth))
 
     made = StepMaker(eqns, kernels, index, shards, given.platform)
     bodies = [_body(eqns[kernel.root], shards, given.platform) for kernel in kernels]
@@ -337,14 +340,13 @@ def _captured(
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     in_host_memory = hosted_values(flat, given.hosted)
     streamed = {v for v in in_host_memory if not compat.is_in_host_memory(v.aval)}
+    apart = streamed if given.platform == "cpu" else in_host_memory
     program = Program(
         buffers=tuple(buffers),
         steps=tuple(steps),
         inputs=tuple(range(len(inputs))),
         outputs=outputs,
-        aliases=tuple(
-            (index[i], index[o]) for i, o in aliases(flat, given.donated, in_host_memory)
-        ),
+        aliases=tuple((index[i], index[o]) for i, o in aliases(flat, given.donated, apart)),
         hosted=tuple(sorted(index[v] for v in streamed)),
         sub_batch_size=None if sub_batches is None or sub_batches.is_even else sub_batches.size,
     )

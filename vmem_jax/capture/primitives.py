@@ -92,6 +92,13 @@ def nbytes(aval: Any) -> int:
     return size * itemsize
 
 
+def hosted_nbytes(aval: Any) -> int:
+    """Bytes of a value of `aval` in host memory; 0 of one on the device."""
+    if not compat.is_in_host_memory(aval):
+        return 0
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
 def is_array(aval: Any) -> bool:
     """Whether a value of `aval` is plain bytes: no token, no PRNG key."""
     dtype = getattr(aval, "dtype", None)

@@ -288,6 +288,8 @@ class Program:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of everything that a plan depends on; source lines and labels are omitted."""
+        sliced = [(s, step.fetched, step.returned) for s, step in enumerate(self.steps)]
+        sliced = [each for each in sliced if any(each[1:])]
         facts = [
             [(b.nbytes, b.kind.value) for b in self.buffers],
             [(s.reads, s.writes, s.op, s.phase.value, s.pure) for s in self.steps],
@@ -295,6 +297,7 @@ class Program:
             self.outputs,
             self.aliases,
             *([self.hosted] if self.hosted else []),
+            *([sliced] if sliced else []),
             *([self.sub_batches] if self.sub_batches > 1 else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
