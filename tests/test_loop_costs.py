@@ -55,17 +55,20 @@ def test_the_seconds_of_a_loop_grow_with_its_iterations():
 
 
 def test_of_its_own_a_loop_moves_what_it_stacks_and_copies_there_or_carries():
-    """The slices that an iteration reads are operands of its steps, and a fused kernel writes its
-    result into the stack; XLA copies what a library made."""
+    """A fused kernel reads slices where they lie, and writes its result into the stack. XLA copies
+    what a library reads or makes, and what an iteration reads besides."""
 
     def nbytes(body):
         step = lambda ws, x: lax.scan(body, x, ws)
         return loop_of(program_of(step, (LAYERS, 512, 512), (512, 512))).nbytes
 
-    assert nbytes(lambda y, w: (jnp.sin(y @ w), None)) == 0
-    assert nbytes(lambda y, w: (y, jnp.sin(w))) == LAYERS * MIB
-    assert nbytes(lambda y, w: (y, y @ w)) == 2 * LAYERS * MIB
-    assert nbytes(lambda y, w: (y @ w, None)) == 2 * LAYERS * MIB
+    copy = 2 * LAYERS * MIB  # each slice is read and written
+    assert nbytes(lambda y, w: (jnp.sin(y + w), None)) == 0
+    assert nbytes(lambda y, w: (y, jnp.sin(w))) == 0
+    assert nbytes(lambda y, w: (jnp.sin(y @ w), None)) == copy
+    assert nbytes(lambda y, w: (y, y @ w)) == 2 * copy
+    assert nbytes(lambda y, w: (y @ w, None)) == 2 * copy
+    assert nbytes(lambda y, w: (jnp.sin(y @ (s := jnp.cos(w))), s)) == copy
 
 
 def test_a_slice_that_is_read_and_written_is_all_that_is_touched_of_a_stack():

@@ -28,7 +28,6 @@ from vmem_jax.core.validate import check_program
 from vmem_jax.errors import BudgetError
 from vmem_jax.models.decoder import Decoder, train_step
 from vmem_jax.policy.body_memory import BodyMemory
-from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.residuals import Held, choose, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 
@@ -387,8 +386,11 @@ def brute_force(loop: PairedLoop, limit: int) -> float:
                 seconds += MACHINE.seconds(program.steps[program.producer[b]])
         for b in kept:
             by = program.producer[b]
-            passes = 1 if by >= 0 and program.steps[by].fusible else PARAMS.stack_passes
-            seconds += passes * program.buffers[b].nbytes / MACHINE.bandwidth
+            reading = lambda steps, b=b: [s for s in steps if b in program.steps[s].reads]
+            is_put = by >= 0 and program.steps[by].fusible and not reading(loop.first_steps)
+            is_got = all(program.steps[s].fusible for s in reading(loop.late_steps))
+            copies = (not is_put) + (not is_got)
+            seconds += 2 * copies * program.buffers[b].nbytes / MACHINE.bandwidth
         best = min(best, loop.length * seconds)
     return best
 

@@ -432,27 +432,34 @@ def _in_float32(body: Captured) -> int:
 
 
 def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Captured | None, int]:
-    """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies of results of
-    its iterations.
+    """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies between what
+    its iterations make or read and where that lies.
 
-    A fused kernel writes its result into the stack. XLA copies there what a library made, and to
-    where it is carried.
+    XLA copies into a stack, and to where it is carried, what a library made or what the iteration
+    reads, too; a fused kernel writes any other result there. It copies out of a stack what a library
+    reads; fused kernels read slices where they lie.
     """
     if eqn.primitive.name != "scan":
         return None, 0
     body = capture_body(eqn, shards, platform)
     program, libraries = body.program, libraries_of(platform)
-    made = set[int]()
+    made, given = set[int](), set[int]()
     for step in program.steps:
         if step.op in libraries:
             made.update(step.writes)
+            given.update(step.reads)
         elif step.op == "optimization_barrier":
             made.update(w for r, w in zip(step.reads, step.writes, strict=False) if r in made)
     index = {v: b for b, v in enumerate(body.variables)}
-    _, carry = compat.scan_counts(eqn)
-    copied = 0
-    for n, a in enumerate(compat.open_jaxpr(body.flat).outvars):
-        if isinstance(a, Var) and index[a] in made:
-            passes = 2 if n < carry else 1  # the stack's own is the loop's
-            copied += passes * program.buffers[index[a]].nbytes
+    consts, carry = compat.scan_counts(eqn)
+    opened = compat.open_jaxpr(body.flat)
+    slices = [index[a] for a in opened.invars[consts + carry :]]
+    carried, stacked = (
+        [index[a] for a in part if isinstance(a, Var)]
+        for part in (opened.outvars[:carry], opened.outvars[carry:])
+    )
+    moved = [b for b in slices if b in given]
+    moved += [b for b in carried if b in made]
+    moved += [b for b in stacked if b in made or program.readers[b]]
+    copied = sum(2 * program.buffers[b].nbytes for b in moved)  # each is read and written
     return body, eqn.params["length"] * copied

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vmem_jax import jax_compat as compat
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
@@ -24,9 +23,8 @@ def touched_nbytes(kernel: Kernel, eqns: Sequence[JaxprEqn], size: Callable[[Var
     root = eqns[kernel.root]
     if root.primitive.name == "optimization_barrier":
         return 0
-    if root.primitive.name == "scan":  # its body has the rest, and reads slices where they are
-        _, carry = compat.scan_counts(root)
-        return sum(map(size, root.outvars[carry:]))
+    if root.primitive.name == "scan":  # its body has all, but for copies to and from stacks
+        return 0
     own = [eqns[i] for i in kernel.equations]
     read = sum(_read(v, own, size) for v in kernel.reads)
     return read + sum(_written(v, own, size) for v in kernel.writes)

@@ -54,11 +54,18 @@ class PairedLoop:
 
     @functools.cached_property
     def copied(self) -> frozenset[int]:
-        """Those of `keepable` that are copied to their stacks: what a library makes, and what is
-        carried in. A fused kernel writes its result there."""
-        program = self.program
-        by = program.producer
-        return frozenset(b for b in self.keepable if by[b] < 0 or not program.steps[by[b]].fusible)
+        """Those of `keepable` that are copied to their stacks: what a library makes, what is carried
+        in, and what the first loop reads, too. A fused kernel writes any other result there."""
+        by, steps = self.program.producer, self.program.steps
+        used = {b for s in self.first_steps for b in steps[s].reads}
+        direct = lambda b: by[b] >= 0 and steps[by[b]].fusible and b not in used
+        return frozenset(b for b in self.keepable if not direct(b))
+
+    @functools.cached_property
+    def fetched(self) -> frozenset[int]:
+        """The values that a library reads in the second loop: a slice of a stack is copied for it."""
+        steps = self.program.steps
+        return frozenset(b for s in self.late_steps if not steps[s].fusible for b in steps[s].reads)
 
     @functools.cached_property
     def wanted(self) -> frozenset[int]:
