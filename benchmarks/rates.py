@@ -17,7 +17,7 @@ import math
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,8 +68,8 @@ class Case:
 
 
 def main(_: Any) -> None:
-    found = [*_products()] if "product" in FLAGS.kinds else []
-    found += [*_passes()] if "pass" in FLAGS.kinds else []
+    found = [*products(FLAGS.dtypes)] if "product" in FLAGS.kinds else []
+    found += [*passes()] if "pass" in FLAGS.kinds else []
     for begin in range(0, len(found), FLAGS.at_once):
         for row in _timed(found[begin : begin + FLAGS.at_once]):
             print(json.dumps(row), flush=True)
@@ -77,8 +77,9 @@ def main(_: Any) -> None:
                 out.write(json.dumps(row) + "\n")
 
 
-def _products() -> Iterator[Case]:
-    for dtype in FLAGS.dtypes:
+def products(dtypes: Sequence[str]) -> Iterator[Case]:
+    """In the order of the rows."""
+    for dtype in dtypes:
         sizes = [(1, n, n, n) for n in SQUARES]
         sizes += [(1, t, n, k) for t in TOKENS for k, n in WEIGHTS]
         gradients = [(1, k, n, t) for t in TOKENS for k, n in WEIGHTS]
@@ -112,7 +113,8 @@ def _product(dtype: str, batch: int, m: int, n: int, k: int, lhs_first: bool = F
     )
 
 
-def _passes() -> Iterator[Case]:
+def passes() -> Iterator[Case]:
+    """Behind the products."""
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     size = lambda *arrays: sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 

@@ -156,14 +156,26 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     # what is not updated is not touched
     "dynamic_update_slice": lambda eqn: math.prod(eqn.invars[1].aval.shape),
     "optimization_barrier": lambda eqn: 0,
-    # threefry: 20 rounds of about four integer operations a pair of 32-bit words
-    "random_bits": lambda eqn: 80 * math.prod(eqn.outvars[0].aval.shape),
-    "threefry2x32": lambda eqn: 80 * math.prod(eqn.outvars[0].aval.shape),
+    # threefry: integer operations a 32-bit word in XLA's kernels
+    "random_bits": lambda eqn: 123 * math.prod(eqn.outvars[0].aval.shape),
+    "threefry2x32": lambda eqn: 123 * math.prod(eqn.outvars[0].aval.shape),
 }
+
+_OPERATIONS = {
+    **dict.fromkeys("tanh erf erfc erf_inv".split(), 55),
+    **dict.fromkeys("exp exp2 expm1 log log1p logistic sin cos pow".split(), 20),
+    **dict.fromkeys("div sqrt rsqrt".split(), 8),
+}
+"""Operations an element of what takes more than one. GELU in bfloat16 and a softmax take as long on
+an H100 as on an H200: so many for tanh and exp. Others are taken for alike (JAX 0.11.2)."""
+
+_ROW, _COLUMN = 15, 40
+"""The same of an element that is summed along the fastest dimension, and along others."""
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Floating-point operations of `eqn`; one an element where no rule says otherwise.
+    """Operations of `eqn`: floating-point ones of products, and of passes what takes as long; one an
+    element where no rule says otherwise.
 
     A call in the body of a loop (a checkpointed layer) has those of what it calls, once.
     """
@@ -172,8 +184,13 @@ def flops(eqn: JaxprEqn) -> int:
         return rule(eqn)
     if eqn.primitive.name not in ELEMENTWISE and (inner := inner_jaxprs(eqn)):
         return max(map(jaxpr_flops, inner))
+    if class_of(eqn) is Class.REDUCE:
+        shape = eqn.invars[0].aval.shape
+        axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
+        keeps_rows = len(shape) - 1 not in axes
+        return (_COLUMN if keeps_rows else _ROW) * math.prod(shape)
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
-    return max(sizes, default=0)
+    return _OPERATIONS.get(eqn.primitive.name, 1) * max(sizes, default=0)
 
 
 def is_strict(eqn: JaxprEqn) -> bool:
@@ -193,11 +210,18 @@ def _operand_dtype(eqn: JaxprEqn) -> str:
 
 
 def aligned(eqn: JaxprEqn) -> bool:
-    """Whether tensor cores take `eqn` as it is, or need not: channels in whole 16-byte vectors.
+    """Whether the rows that `eqn` reads and writes are whole 16-byte vectors.
 
     cuDNN's tensor-core kernels want the channels (and cuBLAS's the inner dimensions) in multiples
-    of 16 bytes; a 3-channel stem falls back to kernels that are an order of magnitude slower.
+    of 16 bytes; a 3-channel stem falls back to kernels that are an order of magnitude slower. Passes
+    over memory read and write single elements of other rows.
     """
+    if class_of(eqn) in (Class.FUSIBLE, Class.REDUCE):
+        arrays = [a.aval for a in (*eqn.invars, *eqn.outvars) if getattr(a.aval, "ndim", 0)]
+        largest = max(arrays, key=nbytes, default=None)
+        return (
+            largest is None or largest.shape[-1] * getattr(largest.dtype, "itemsize", 4) % 16 == 0
+        )
     if is_strict(eqn):
         return True
     if eqn.primitive.name == "conv_general_dilated":
@@ -209,7 +233,8 @@ def aligned(eqn: JaxprEqn) -> bool:
     elif eqn.primitive.name == "dot_general":
         lhs, rhs = (a.aval for a in eqn.invars)
         (contract, _), _ = eqn.params["dimension_numbers"]
-        channels = [math.prod(lhs.shape[d] for d in contract), rhs.shape[-1] if rhs.ndim else 1]
+        rows = (x.shape[-1] for x in (rhs, eqn.outvars[0].aval) if x.ndim)
+        channels = [math.prod(lhs.shape[d] for d in contract), *rows]
     else:
         return True
     return all(c * lhs.dtype.itemsize % 16 == 0 for c in channels)

@@ -6,11 +6,10 @@ xla/backends/gpu/target_config/specs (a100_sxm_40, a100_sxm_80, h100_sxm, b200, 
 NVIDIA's data sheets, and of the table of compute capabilities in the CUDA programming guide. XLA
 gives the RTX PRO 6000 its nominal 96 GiB; a live card reports somewhat less.
 
-A card's `machine` has the rates that it achieves: for the H200 as `vmem-jax profile` measured them
-(JAX 0.11.2, cuDNN 9.19); for other cards the same share of the data sheet that the H200 reaches of
-its own. Of its memory's rate the H100 reaches more, 3.0 of 3.35 TB/s: its kernels of 0.1 to 5 GB in
-a scanned decoder run at 2.9 to 3.2 (JAX 0.11.2), sums, elementwise ones and products that wait for
-memory alike.
+A card's `machine` has the rates that it achieves: for the H200 products and the link as `vmem-jax
+profile` measured them (JAX 0.11.2, cuDNN 9.19), and memory as the kernels of whole steps reach it,
+4.1 of 4.8 TB/s (`benchmarks/rates.py`: 3.9 to 4.5 in passes of 100 MB and more that compute little).
+An H100 reaches 2.95 of 3.35 there. Other cards have the H200's shares of their data sheets.
 """
 
 from __future__ import annotations
@@ -142,8 +141,9 @@ _RTX6000PRO = Hardware(
     shared_memory_per_block=101_376,
 )
 
-# Its convolutions run at 710 TFLOP/s where they are large and square, and at some 560 in whole
-# training steps (VGG, ResNet). Its steps start later beside copies, by 1 µs (VGG-116) to 3 µs
+# Its convolutions run at 710 TFLOP/s where they are large and square, and at some 650 in whole
+# training steps: so VGG-16, VGG-116, ResNet-50 and ResNet-152 are predicted 2 % too slow to 7 % too
+# fast without recomputation. Its steps start later beside copies, by 1 µs (VGG-116) to 3 µs
 # (ResNet-152): by so much plans with transfers take longer than was predicted without it
 # (docs/benchmarks.md, Transfers).
 _MEASURED = Machine(
@@ -155,14 +155,14 @@ _MEASURED = Machine(
         "float64": 33.5e12,
         "": 49.3e12,
     },
-    bandwidth=3.1e12,
+    bandwidth=4.1e12,
     launch=1e-6,
     memory=_H200.memory_nbytes,
     link_out=55.3e9,
     link_in=55.3e9,
     link_both=97.7e9,
     link_delay=2e-6,
-    convolutions={"bfloat16": 560e12, "float16": 560e12, "float32": 280e12},
+    convolutions={"bfloat16": 650e12, "float16": 650e12, "float32": 280e12},
     pinning=2.8e-10,
     between=300e9,  # two thirds of NVLink's data sheet, each way: not measured
 )
@@ -209,7 +209,7 @@ CARDS: dict[str, Card] = {
     for card in (
         _like_h200("a100", _A100, 312e12, 19.5e12, 0.5, 600e9),
         _like_h200("a100-40gb", _A100_40, 312e12, 19.5e12, 0.5, 600e9),
-        _like_h200("h100", _H100, 990e12, 67e12, bandwidth=3.0e12),
+        _like_h200("h100", _H100, 990e12, 67e12, bandwidth=2.95e12),
         Card("h200", _MEASURED, _H200),
         _like_h200("b200", _B200, 2250e12, 80e12, between=1800e9),
         _like_h200("rtx6000pro", _RTX6000PRO, 500e12, 125e12, between=128e9),

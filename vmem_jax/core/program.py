@@ -84,7 +84,7 @@ class Step:
         dies here.
       layer: the user's layer, "VGG/stage1_conv2".
       source: the user's source line, "model.py:41".
-      aligned: whether tensor cores take its shapes without padding.
+      aligned: whether tensor cores take its shapes without padding, and passes its rows in vectors.
       convolution: the convolution, if micro-batches can run it; else None.
       epilogue_nbytes: memory traffic in bytes that the library kernel saves by a fused epilogue, a
         bias or a ReLU for instance. Another kernel in its place has to do that work too.

@@ -1,0 +1,99 @@
+"""The costs without a profile beside what cards took: kernels by their shapes, and whole steps."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import jax
+import pytest
+import rates
+from step_models import MODELS
+
+from vmem_jax.capture import capture
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import analytic
+from vmem_jax.models import job
+from vmem_jax.policy.exact import Exact
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+# -- kernels: kind -> (median error, largest error) of those that take 20 us or more. Alone, a norm, a
+# softmax, AdamW and a dropout are one kernel each; in steps they are not.
+
+KINDS = {
+    "product": (0.07, 0.3),
+    "attention": (0.08, 0.2),
+    "add": (0.1, 0.25),
+    "gelu": (0.15, 0.25),
+    "heads": (0.05, 0.05),
+    "transpose": (0.05, 0.05),
+}
+
+
+def rows(name):
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def kind_of(row):
+    return row.get("name") or ("attention" if row["batch"] > 1 else "product")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_kernels_take_what_the_card_took(card, kind):
+    errors = []
+    for case, row in zip(
+        [*rates.products(["bfloat16"]), *rates.passes()], rows(f"rates_{card}"), strict=True
+    ):
+        assert json.loads(json.dumps(case.row)).items() <= row.items()
+        if kind_of(row) != kind or row["us"] < 20 or 50257 in case.row.values():
+            continue
+        closed = jax.jit(case.call).trace(*case.shapes).jaxpr
+        predicted = sum(
+            analytic(capture(closed, platform="gpu").program, CARDS[card].machine).seconds
+        )
+        errors.append(abs(1e6 * predicted / row["us"] - 1))
+    assert statistics.median(errors) <= KINDS[kind][0] and max(errors) <= KINDS[kind][1]
+
+
+# -- steps by `exact`: name -> (step, shapes, milliseconds on an H200)
+
+
+def network(name, batch):
+    work = job(name, batch=batch, dtype="bfloat16")
+    [row] = [
+        r
+        for r in rows("h200_recompute")
+        if (r["model"], r["batch"], r["variant"]) == (name, batch, "exact")
+    ]
+    shapes = work.state_shapes(), work.batch
+    return work.step, shapes, 1e3 * statistics.median(row["step_seconds"])
+
+
+def transformer(name, batch, **options):
+    given = MODELS[name]("plain", batch, scanned=False, **options)
+    [row] = [r for r in rows("training_steps_h200") if (r["model"], r["way"]) == (name, "exact")]
+    shapes = (jax.eval_shape(made, jax.random.key(0)) for made in (given.init, given.batch))
+    return given.step, tuple(shapes), row["ms"]
+
+
+STEPS = {
+    "resnet50": lambda: network("resnet50", 256),
+    "resnet152": lambda: network("resnet152", 128),
+    "vgg16": lambda: network("vgg16", 256),
+    "vgg116": lambda: network("vgg116", 32),
+    "vit": lambda: transformer("vit_dropout", 128, layers=6),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_take_what_the_card_took(name):
+    step, shapes, taken = STEPS[name]()
+    state, data = map(jax.tree.leaves, shapes)
+    donated = [True] * len(state) + [False] * len(data)
+    captured = capture(jax.jit(step).trace(*shapes).jaxpr, (), donated, platform="gpu")
+    costs = analytic(captured.program, CARDS["h200"].machine)
+    plan = Exact().plan(captured.program, costs, None)
+    assert 1e3 * plan.predicted_seconds == pytest.approx(taken, rel=0.1)
