@@ -36,10 +36,12 @@ def paced(
 
 
 class _Body:
-    """Attributes:
-    tied: barriers over gradients and slices of state, by their indices.
-    moved: these, what cuts such slices, and all that follows from them: behind which of the other
-      equations each comes; −1 for none.
+    """The equations of a body, and where those go that wait for a gradient.
+
+    Attributes:
+      tied: barriers over gradients and slices of state, by their indices.
+      moved: these, what cuts such slices, and all that follows from them: behind which of the other
+        equations each comes; −1 for none.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], stacks: Collection[Var]) -> None:
