@@ -269,7 +269,7 @@ def test_hosted_stacks_are_no_device_memory(clipped):
     budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=0)
     entry = budgeted._entry_for((state, x), {}, "h200")
     memory, text = entry.best.compiled.memory_analysis(), entry.best.compiled.as_text()
-    assert entry.best.need < (1.5 if clipped else 0.6) * one
+    assert entry.best.need < (1.5 if clipped else 0.75) * one
     assert entry.best.predicted_need == pytest.approx(entry.best.need, rel=0.15)
     assert memory.argument_size_in_bytes < 0.1 * one and memory.host_temp_size_in_bytes == 0
     assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == 3 * one
