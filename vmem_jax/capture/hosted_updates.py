@@ -126,33 +126,22 @@ def with_update_loops(flat: ClosedJaxpr, results: Collection[int]) -> ClosedJaxp
     is_long = lambda v: len(_shape(v)) > 0 and _shape(v)[0] in lengths
     loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and not eqn.effects)
     stacks = {v for eqn in loops for v in eqn.outvars if is_array(v.aval) and is_long(v)}
-    reads = dict.fromkeys(stacks, True)
-
-    def is_made_of_stacks(v: Var) -> bool:
-        """Whether a stack leads to `v` through elementwise equations."""
-        if v not in reads:
-            i = maker.get(v)
-            reads[v] = (
-                i is not None
-                and class_of(eqns[i]) in (Class.VIEW, Class.FUSIBLE)
-                and any([is_made_of_stacks(a) for a in eqns[i].invars if isinstance(a, Var)])
-            )
-        return reads[v]
-
-    for eqn in eqns:  # in order, so that no recursion is deep
-        for v in eqn.outvars:
-            is_made_of_stacks(v)
+    follow = set[Var]()  # what a stack leads to through elementwise equations
+    for eqn in eqns:
+        given = {a for a in eqn.invars if isinstance(a, Var)}
+        if class_of(eqn) in (Class.VIEW, Class.FUSIBLE) and given & (stacks | follow):
+            follow.update(eqn.outvars)
     ends = [
         v
         for v in dict.fromkeys(a for a in opened.outvars if isinstance(a, Var))
-        if v in maker and v not in stacks and is_made_of_stacks(v) and is_long(v)
+        if v in follow and is_long(v)
     ]
     waiting, again, read = [*ends], set[int](), set[Var]()
     while waiting:
         v = waiting.pop()
         if v in stacks:
             read.add(v)
-        elif is_made_of_stacks(v) and maker[v] not in again:
+        elif v in follow and maker[v] not in again:
             again.add(maker[v])
             waiting += [a for a in eqns[maker[v]].invars if isinstance(a, Var)]
     if not read:

@@ -72,8 +72,8 @@ class Machine:
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
         each run of the step, and what it sends, under which nothing else runs. A loop takes the
-        seconds of its body's steps in all iterations, and of its own traffic, which is that of
-        stacking results. Slices come from host memory, and leave for it, while it computes."""
+        seconds of its body's steps in all iterations, and of its own traffic, copies to
+        stacks and from them. Slices come from host memory, and leave for it, while it computes."""
         if step.body:
             computed = sum(self.seconds(s) for s in step.body if not s.fetched + s.returned)
             both = (step.fetched + step.returned) / self.link_both

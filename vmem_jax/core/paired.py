@@ -62,7 +62,7 @@ class PairedLoop:
         return frozenset(b for b in self.keepable if not direct(b))
 
     @functools.cached_property
-    def fetched(self) -> frozenset[int]:
+    def copied_out(self) -> frozenset[int]:
         """The values that a library reads in the second loop: a slice of a stack is copied for it."""
         steps = self.program.steps
         return frozenset(b for s in self.late_steps if not steps[s].fusible for b in steps[s].reads)

@@ -250,7 +250,7 @@ class _Model:
         early += sorted(loop.carried)
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
         keep, part = dict[int, int](), dict[int, int]()
-        passes = lambda b: PARAMS.stack_passes * ((b in loop.copied) + (b in loop.fetched))
+        passes = lambda b: PARAMS.stack_passes * ((b in loop.copied) + (b in loop.copied_out))
         second = loop.times / self.machine.bandwidth
         stacking = lambda b: second * passes(b) * program.buffers[b].nbytes
         for b in early:

@@ -87,9 +87,8 @@ class Store(Registered):
         """Registers `sites`; takes nothing yet."""
         extension = load()
         self.sites = tuple(sites)
-        slots = lambda s: (
-            {"slots": s.slots} if s.slots > 1 else {}
-        )  # which older builds do not know
+        # older builds do not know slots
+        slots = lambda s: {"slots": s.slots} if s.slots > 1 else {}
         native = [
             extension.Site(nbytes=s.raw_nbytes, capacity=s.capacity, **slots(s)) for s in self.sites
         ]
