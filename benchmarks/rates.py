@@ -2,10 +2,10 @@
 
     python benchmarks/rates.py --out=rows.jsonl
 
-A row is one kernel or a few: a product [batch, m, k] x [batch, k, n], or a pass that reads and writes
-arrays once. It has the microseconds of its kernels under JAX's profiler, the median of `--runs` runs
-on random normal data, and what that is in operations or bytes a second. `core/cards.py` has what is
-derived from these rows.
+A row is one kernel or a few: a product [batch, m, k] x [batch, k, n]; a convolution, or its gradient
+to the input or to the kernel; or a pass that reads and writes arrays once. It has the microseconds of
+its kernels under JAX's profiler, the median of `--runs` runs on random normal data, and what that is
+in operations or bytes a second. `core/cards.py` has what is derived from these rows.
 """
 
 from __future__ import annotations
@@ -48,6 +48,17 @@ OTHERS = (  # batch, m, n, k: a vocabulary, adapters of rank 16
     *((1, 16384, 16, 2048), (1, 16384, 2048, 16), (1, 16, 2048, 16384), (1, 2048, 16, 16384)),
 )
 
+DEPTHWISE = ((56, 128), (28, 256), (14, 512), (7, 1024))  # side, channels: ConvNeXt-B
+
+CONVOLUTIONS = (  # batch, side, channels in and out, side of the kernel, stride
+    *((256, 56, 64, 64, 3, 1), (256, 56, 64, 256, 1, 1), (256, 56, 256, 64, 1, 1)),  # ResNet-50
+    *((256, 28, 128, 128, 3, 1), (256, 14, 256, 256, 3, 1), (256, 14, 1024, 256, 1, 1)),
+    *((256, 7, 512, 512, 3, 1), (256, 56, 256, 512, 1, 2)),
+    *((16, 64, 320, 320, 3, 1), (16, 64, 960, 320, 3, 1), (16, 32, 640, 640, 3, 1)),  # a U-Net
+    *((16, 16, 1280, 1280, 3, 1), (16, 8, 1280, 1280, 3, 1), (16, 64, 320, 320, 3, 2)),
+    *((128, 56, 128, 256, 2, 2), (128, 224, 3, 128, 4, 4)),  # ConvNeXt-B's patches
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -69,6 +80,7 @@ class Case:
 
 def main(_: Any) -> None:
     found = [*products(FLAGS.dtypes)] if "product" in FLAGS.kinds else []
+    found += [*convolutions()] if "convolution" in FLAGS.kinds else []
     found += [*passes()] if "pass" in FLAGS.kinds else []
     for begin in range(0, len(found), FLAGS.at_once):
         for row in _timed(found[begin : begin + FLAGS.at_once]):
@@ -113,8 +125,45 @@ def _product(dtype: str, batch: int, m: int, n: int, k: int, lhs_first: bool = F
     )
 
 
+def convolutions() -> Iterator[Case]:
+    """In bfloat16, channels last, each three times."""
+    for side, channels in DEPTHWISE:
+        yield from _convolution(128, side, channels, channels, 7, 1, groups=channels)
+    for sizes in CONVOLUTIONS:
+        yield from _convolution(*sizes)
+
+
+def _convolution(
+    batch: int, side: int, before: int, after: int, kernel: int, stride: int, groups: int = 1
+) -> Iterator[Case]:
+    """Forwards, and both gradients; args: before, after: channels of the input and of the output."""
+    layout = ("NHWC", "HWIO", "NHWC")
+
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", None, None, layout, feature_group_count=groups
+        )
+
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16")
+    x, w = of(batch, side, side, before), of(kernel, kernel, before // groups, after)
+    y = jax.eval_shape(convolved, x, w)
+    to_input = lambda w, y: jax.linear_transpose(lambda x: convolved(x, w), x)(y)[0]
+    to_kernel = lambda x, y: jax.linear_transpose(lambda w: convolved(x, w), w)(y)[0]
+    row = {"kind": "convolution", "dtype": "bfloat16", "batch": batch, "side": side}
+    row |= {"before": before, "after": after, "kernel": kernel, "stride": stride, "groups": groups}
+    calls = {"forward": (convolved, x, w), "input": (to_input, w, y), "kernel": (to_kernel, x, y)}
+    for role, (call, *operands) in calls.items():
+        yield Case(
+            row | {"role": role},
+            call,
+            tuple(operands),
+            2 * y.size * kernel**2 * before // groups,
+            2 * (x.size + w.size + y.size),
+        )
+
+
 def passes() -> Iterator[Case]:
-    """Behind the products."""
+    """Behind the others."""
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     size = lambda *arrays: sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
@@ -138,12 +187,24 @@ def passes() -> Iterator[Case]:
         yield case("softmax", weights, of(dtype, 8, 16, 1024, 1024))
         yield case("heads", lambda x: jnp.swapaxes(x, 1, 2) * 2, of(dtype, 64, 197, 16, 64))
         yield case("transpose", lambda x: x.T * 2, of(dtype, 16384, 1024))
+    yield case("rotary", _rotated, of("bfloat16", 8, 2048, 16, 128), of("float32", 2048, 64))
+    rows = lambda *heads: jnp.stack([jnp.swapaxes(x, 1, 2) for x in heads], 2)
+    for batch, tokens in ((64, 197), (8, 1024)):
+        heads = of("bfloat16", batch, 16, tokens, 64)
+        yield case("stacked heads", rows, heads, heads, heads)
     x, key = of("bfloat16", 64, 16, 197, 197), of("uint32", 2)
     keep = lambda key, x: x * jax.random.bernoulli(key, 0.9, x.shape).astype(x.dtype)
     yield case("dropout", keep, key, x)
     f32 = of("float32", 4096, 4096)
     moment = lambda w, g, m, v: (w - m / (jnp.sqrt(v) + 1e-8), 0.9 * m + g, 0.99 * v + g * g)
     yield case("adam", moment, f32, of("bfloat16", 4096, 4096), f32, f32)
+
+
+def _rotated(x: jax.Array, angle: jax.Array) -> jax.Array:
+    """Rotary embeddings (Su et al., 2021, equation 34) of x[batch, tokens, heads, size]."""
+    a, b = jnp.split(x, 2, -1)
+    cos, sin = (f(angle)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 def _timed(cases: list[Case]) -> Iterator[dict[str, Any]]:
@@ -221,7 +282,7 @@ def _kernels(profile: Any) -> tuple[dict[str, list[float]], dict[str, list[str]]
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("kinds", ["product", "pass"], "of rows: product, pass")
+    flags.DEFINE_list("kinds", ["product", "pass"], "of rows: product, convolution, pass")
     flags.DEFINE_list("dtypes", ["bfloat16"], "of products")
     flags.DEFINE_integer("runs", 7, "of each program under the profiler")
     flags.DEFINE_integer(

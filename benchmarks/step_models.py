@@ -386,6 +386,9 @@ MODELS: dict[str, Callable[..., Training]] = {
 }
 """(what is picked by hand, batch, further options of the network) -> its training."""
 
+UNROLLED = ("resnet50", "convnext", "unet")
+"""Those without a scan."""
+
 BATCHES: dict[str, int] = {
     "decoder": 8,
     "lora": 8,

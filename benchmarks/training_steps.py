@@ -36,7 +36,7 @@ from typing import Any
 import jax
 import records
 from absl import app, flags
-from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, Training
+from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, UNROLLED, Training
 from traces import traced
 
 import vmem_jax
@@ -74,7 +74,7 @@ def main(_: Any) -> None:
         state, data = _sharded(state, data)
         make = _returning(make, state)
     about = {"model": FLAGS.model, "batch": batch, **options, "profile": bool(FLAGS.profile)}
-    about["scanned"] = FLAGS.scanned
+    about["scanned"] = FLAGS.scanned and FLAGS.model not in UNROLLED
     about |= {"allow": FLAGS.allow} if FLAGS.allow else {}
     about |= {"mesh": FLAGS.mesh} if FLAGS.mesh > 1 else {}
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
