@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -129,16 +129,17 @@ class Captured:
         if count == 1:
             return self
         flat, sub_batches = divided(self.separate, batch, count, size)
-        platform, last = self.inputs.platform, sub_batches.last
+        given, last = self.inputs, sub_batches.last
+        laid_out = lambda flat: with_stack_layouts(flat, given.platform)
+        ordered = lambda flat: bodies(laid_out(flat), given.platform)
+        found, why = _by_slices(flat, given, ordered)
         if last is not None:
-            last = with_stack_layouts(last, platform)
+            last, _ = _by_slices(last, given, laid_out, why)
             sub_batches = dataclasses.replace(sub_batches, last=last)
-        ordered = bodies(with_stack_layouts(flat, platform), platform)
-        parts = _captured(ordered, flat, self.applied, self.inputs, sub_batches)
+        parts = _captured(found, flat, self.applied, given, sub_batches)
         ours = self.program
         parts = parts._keeping(ours.kept, ours.segments, ours)
-        why = dict.fromkeys((i for i, _ in self.inputs.hosted), "the batch runs in sub-batches")
-        return dataclasses.replace(parts, whole=self.inputs.whole(self.separate, why))
+        return dataclasses.replace(parts, whole=given.whole(self.separate, why))
 
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
@@ -210,6 +211,27 @@ def _in_loops(
     captured = _captured(flat, separate, applied, given, None)
     whole = given.whole(separate, why)
     return dataclasses.replace(captured, stacked=stacked, whole=whole)
+
+
+def _by_slices(
+    flat: ClosedJaxpr,
+    given: Inputs,
+    then: Callable[[ClosedJaxpr], ClosedJaxpr],
+    why: Mapping[int, str] | None = None,
+) -> tuple[ClosedJaxpr, Mapping[int, str]]:
+    """`flat`, which runs its batch in sub-batches, with state by slices where that can be, and for
+    each argument in host memory why it comes as a whole.
+
+    Args:
+      then: changes the bodies of its loops.
+      why: the reasons that are known.
+    """
+    if not given.hosted:
+        return then(flat), {}
+    found, _, reasons = with_state_in_loops(
+        flat, given.donated, given.hosted, given.shardings, then, why
+    )
+    return found, reasons
 
 
 def capture_pair(

@@ -2,7 +2,8 @@
 
 Stacks of state in host memory need not be on the device as a whole where only loops touch them
 (`hosted_stacks`). Updates run in the backward loop where they can (`updates`). Those that wait for
-all gradients, as behind clipping by a global norm, get a loop of their own behind that:
+all gradients, as behind clipping by a global norm or for the last sub-batch, get a loop of their own
+behind that:
 
     for i in layers:
         slices i of the new moments and parameters, by slices i of the gradients and of the old ones
@@ -26,6 +27,7 @@ from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.hosted_stacks import why_whole, with_hosted_stacks
 from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, is_array
 from vmem_jax.capture.updates import updated_in_loops
+from vmem_jax.core.program import END
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 Pairs = Sequence[tuple[int, int | None]]
@@ -37,6 +39,7 @@ def with_state_in_loops(
     hosted: Pairs,
     shardings: Sequence[Any],
     then: Callable[[ClosedJaxpr], ClosedJaxpr],
+    why: Mapping[int, str] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Stacked, ...], dict[int, str]]:
     """`flat` with updates in loops, what gradients exist all at once, and of each hosted argument why
     it comes as a whole: "" of one that comes by slices.
@@ -44,12 +47,14 @@ def with_state_in_loops(
     Args:
       donated, hosted, shardings: as `updated_in_loops` has them.
       then: what else is done to the loops, before arguments are in host memory.
+      why: of each hosted argument a reason that is known.
     """
     update = functools.partial(
         updated_in_loops, donated=donated, hosted=hosted, shardings=shardings
     )
     settle = functools.partial(_settled, update=update, then=then, hosted=hosted)
-    why = {i: _excluded(flat, i, o, donated, shardings) for i, o in hosted}
+    if why is None:
+        why = {i: _excluded(flat, i, o, donated, shardings) for i, o in hosted}
     found, updated, stacked, reasons = settle(flat, why=why)
     if any(reasons[i] for i in why if not why[i]):
         looped = with_update_loops(updated, {o for i, o in hosted if not why[i] and o is not None})
@@ -69,6 +74,10 @@ def is_stack(flat: ClosedJaxpr, argument: int) -> bool:
 
 def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _variables(eqn: JaxprEqn) -> set[Var]:
+    return {a for a in eqn.invars if isinstance(a, Var)}
 
 
 def _lengths(flat: ClosedJaxpr) -> set[int]:
@@ -124,12 +133,16 @@ def with_update_loops(flat: ClosedJaxpr, results: Collection[int]) -> ClosedJaxp
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     lengths = {_shape(opened.outvars[o])[0] for o in results}
     is_long = lambda v: len(_shape(v)) > 0 and _shape(v)[0] in lengths
-    loops = (eqn for eqn in eqns if eqn.primitive.name == "scan" and not eqn.effects)
-    stacks = {v for eqn in loops for v in eqn.outvars if is_array(v.aval) and is_long(v)}
+    made = set[Var]()  # by loops or sub-batches, and views of that
+    for eqn in eqns:
+        is_view = class_of(eqn) is Class.VIEW and made & _variables(eqn)
+        if is_view or (eqn.primitive.name in ("scan", END) and not eqn.effects):
+            made.update(v for v in eqn.outvars if is_array(v.aval))
+    stacks = {*filter(is_long, made)}
     follow = set[Var]()  # what a stack leads to through elementwise equations
     for eqn in eqns:
-        given = {a for a in eqn.invars if isinstance(a, Var)}
-        if class_of(eqn) in (Class.VIEW, Class.FUSIBLE) and given & (stacks | follow):
+        given = _variables(eqn) & (stacks | follow)
+        if class_of(eqn) in (Class.VIEW, Class.FUSIBLE) and given:
             follow.update(eqn.outvars)
     ends = [
         v
@@ -143,7 +156,7 @@ def with_update_loops(flat: ClosedJaxpr, results: Collection[int]) -> ClosedJaxp
             read.add(v)
         elif v in follow and maker[v] not in again:
             again.add(maker[v])
-            waiting += [a for a in eqns[maker[v]].invars if isinstance(a, Var)]
+            waiting += _variables(eqns[maker[v]])
     if not read:
         return None
     equations: list[JaxprEqn] = [*eqns]
