@@ -79,6 +79,36 @@ def test_they_come_by_slices_and_results_keep_every_bit(model, optimiser, hosted
     compat.check_jaxpr(traced.captured.flat)
 
 
+PARTS = [("lax", "adamw", everything, 2), ("nested", "adamw", everything, 2)]
+PARTS += [("two loops", "sgd", everything, 3), ("lax", "clipped", moments, 3)]
+
+
+@pytest.mark.parametrize(("model", "optimiser", "hosted", "count"), PARTS)
+def test_in_sub_batches_they_come_in_each_and_what_is_updated_once(model, optimiser, hosted, count):
+    """Three of four samples are two and a smaller last one."""
+    step, state = training(MODELS[model], {**OPTIMISERS, "clipped": CLIPPED}[optimiser])
+    ours = after_two_steps(step, state, hosted, sub_batches=count)
+    assert same(ours, after_two_steps(step, state, nothing, sub_batches=count))
+    there = placed(state, hosted)
+    assert kinds(ours[0][1]) <= {"pinned_host"}
+    captured = entry_for(step, there, X, sub_batches=count).best.variant.origin.captured
+    assert len(captured.sliced) == len(captured.inputs.hosted)
+    assert captured.whole == () == captured.program.hosted
+    ran = sum(s.times * s.returned for s in captured.program.steps)
+    assert ran == sum(x.nbytes for x in jax.tree.leaves(there) if is_there(x))
+
+
+def is_there(x):
+    return x.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("model", ["lax", "nested"])
+def test_stacks_that_wait_for_a_norm_of_all_gradients_come_by_slices(model):
+    step, state = training(MODELS[model], CLIPPED)
+    captured = entry_for(step, placed(state, moments), X).traced.captured
+    assert len(captured.sliced) == len(captured.inputs.hosted) and captured.whole == ()
+
+
 def test_what_is_only_read_comes_by_slices_and_stays_where_it_is():
     """Frozen weights of scanned layers, as of LoRA."""
 
@@ -184,14 +214,15 @@ def test_slices_come_and_go_while_the_layer_computes():
         (with_norm, {}, "reads all of it"),
         (with_more, {}, "reads all of it"),
         (with_norm, {"donate_argnums": ()}, "the state is not donated"),
-        (with_norm, {"sub_batches": 2}, "the batch runs in sub-batches"),
+        (with_norm, {"sub_batches": 2}, "reads all of it"),
     ],
 )
 def test_what_comes_as_a_whole_is_named_with_the_reason(step, options, why, caplog):
     _, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
     there = placed(state, moments)
     entry = entry_for(step, there, X, **options)
-    assert entry.traced.captured.sliced == () and entry.best.plan.transfers
+    captured = entry.best.variant.origin.captured
+    assert captured.sliced == () and entry.best.plan.transfers
     names = "`state[1][1][0].trace['w']`, `state[1][1][0].trace['b']`"
     said = f"{names}, 260.00 KiB in host memory, come as a whole: "
     assert any(said in text and why in text for text in map(str, caplog.messages))

@@ -416,3 +416,17 @@ def test_a_gradient_is_summed_before_the_next_is_made():
     best = vmem_jax.jit(step, **how)._entry_for(args, {}, "h200").best
     smallest_gradient = 2 * 1024 * 1024
     assert best.need < best.predicted_need + smallest_gradient
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_of_scanned_layers_are_added_up_where_a_loop_makes_them(count):
+    """No stack of gradients of one sub-batch lies beside their total."""
+    w, x = (normal(i, shape, jnp.float32, 0.1) for i, shape in enumerate([(8, 64, 64), (4, 64)]))
+    layer = lambda y, w: (y + jnp.tanh(y @ w), None)
+    loss = lambda w, x: jnp.square(jax.lax.scan(layer, x, w)[0]).mean()
+    step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+    parts = vmem_jax.jit(step, budget="1MiB", sub_batches=count, donate_argnums=0)
+    compiled = parts.lower(w, x).compile()
+    assert compiled.need_nbytes < 2.6 * w.nbytes
+    assert compiled.attempts[-1].predicted_need == pytest.approx(compiled.need_nbytes, rel=0.1)
+    np.testing.assert_allclose(parts(w + 0, x), step(w, x), rtol=1e-5, atol=1e-6)

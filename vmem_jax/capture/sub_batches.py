@@ -7,9 +7,11 @@
     everything after that, once
 
 So one sub-batch stands for all of them, between two *boundaries*: for the Program, for policies, and
-for `rewrite`, which makes a loop of the equations between them. Sums are kept in float32 or wider. A
-value as large as the batch that does not depend on its samples (zeros, a dropout mask) is made for
-the sub-batch alone; a value that is no larger than its inputs (a cast weight) is made once.
+for `rewrite`, which makes a loop of the equations between them. Sums are kept in float32 or wider; a
+loop over layers adds its stacks to their totals slice by slice, as it would update weights
+(`updates`). A value as large as the batch that does not depend on its samples (zeros, a dropout
+mask) is made for the sub-batch alone; a value that is no larger than its inputs (a cast weight) is
+made once.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.sliced import Slicer, opened, put
+from vmem_jax.capture.updates import updated_in_loops
 from vmem_jax.core.program import BEGIN, END
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -115,6 +118,7 @@ class _Divider:
                     now[v] = self._add(v, before[v], emitter, self.eqns[i])
         first, last = self.eqns[live[0]], self.eqns[live[-1]]
         begins = [offset, *self.entered.values(), *before.values()]
+        self._add_in_loops(begins, before, now)
         begin = compat.new_equation(
             begin_p, [*self.entered], begins, {"avals": tuple(v.aval for v in begins)}, first
         )
@@ -137,6 +141,26 @@ class _Divider:
         ours = self.opened
         parts = (ours.constvars, compat.constants(self.flat), ours.invars, ours.outvars, eqns)
         return drop_dead(compat.close(*parts, like=self.flat))
+
+    def _add_in_loops(
+        self, begins: Sequence[Var], before: dict[Var, Var], now: dict[Var, Atom]
+    ) -> None:
+        """Has the stacks that loops make added to their totals where these make them, by the slice:
+        no stack of gradients lies beside its total.
+
+        Args:
+          begins: what the first boundary returns; of that `before` are the totals so far.
+          now: what the totals are after the sub-batch; changed.
+        """
+        made = {*begins, *(v for eqn in self.inside for v in eqn.outvars)}
+        read = [*(a for eqn in self.inside for a in eqn.invars), *now.values()]
+        free = dict.fromkeys(a for a in read if isinstance(a, Var) and a not in made)
+        given, totals = [*begins, *free], {*before.values()}
+        part = compat.close([], [], given, [*now.values()], self.inside, like=self.flat)
+        part, _ = updated_in_loops(part, [v in totals for v in given], (), ())
+        opened = compat.open_jaxpr(part)
+        self.inside = [*opened.eqns]
+        now.update(zip([*now], opened.outvars, strict=True))
 
     def _needed(self) -> tuple[dict[Var, None], set[int]]:
         """What of the work on samples is needed after it, and the equations that run there."""
