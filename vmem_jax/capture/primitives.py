@@ -113,7 +113,7 @@ def _conv_flops(eqn: JaxprEqn) -> int:
     taps = math.prod(rhs) // max(out_features, 1)
     zeros = math.prod(eqn.params["lhs_dilation"])
     out = math.prod(eqn.outvars[0].aval.shape)
-    return 2 * out * taps // (zeros * eqn.params["batch_group_count"])
+    return 2 * out * taps // zeros
 
 
 def _dot_flops(eqn: JaxprEqn) -> int:

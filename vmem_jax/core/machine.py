@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping
 
-from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.program import Step
 
 _UNALIGNED = 10
@@ -17,6 +18,13 @@ _UNALIGNED_PRODUCT = 2.2
 """How much slower unaligned products are. An H200 takes 1.32, 3.43 and 2.78 ms for the three of
 GPT-2's head (bf16, 8,192 tokens, 50,257 words, 843 GFLOP each), where aligned ones take 1.14."""
 
+_DEPTHWISE = 4
+"""How much slower than the strict rate depthwise convolutions are, which tensor cores do not compute.
+Those of ConvNeXt-B (7 x 7, bf16) reach 9 to 18 TFLOP/s on an H100, most 11 to 14."""
+
+_WHOLE_KERNEL = 40
+"""How much slower the gradient to a depthwise kernel is where that is as large as its result: XLA
+takes it for a forward convolution. An H100 reaches 0.31 TFLOP/s (7 x 7 of 7 x 7, bf16)."""
 
 _UNALIGNED_BYTE = 25
 """Operations a byte that unaligned products read or write. Those of an attention of 197 tokens (bf16,
@@ -81,7 +89,9 @@ class Machine:
             inside = max(step.length * computed, moved)
             return step.times * (inside + step.nbytes / self.bandwidth)
         rate = self.flops.get(step.dtype, self.flops[""])
-        if step.op in ("conv_general_dilated", "micro_convolution", "carried_product"):
+        if step.convolution is not None:
+            rate = self._convolution_rate(step.convolution)
+        elif step.op in ("conv_general_dilated", "micro_convolution", "carried_product"):
             rate = self.convolutions.get(step.dtype, rate)
         moving = step.nbytes / self.bandwidth
         if not step.aligned and step.fusible:
@@ -96,7 +106,13 @@ class Machine:
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""
-        dtype = "" if convolution.strict else convolution.dtype
-        rate = self.convolutions.get(dtype, self.flops.get(dtype, self.flops[""]))
-        by_flops, by_nbytes = convolution.flops / rate, convolution.nbytes / self.bandwidth
-        return max(by_flops, by_nbytes) + self.launch
+        by_flops = convolution.flops / self._convolution_rate(convolution)
+        return max(by_flops, convolution.nbytes / self.bandwidth) + self.launch
+
+    def _convolution_rate(self, c: Convolution) -> float:
+        """Operations a second."""
+        if c.groups == c.features_in > 1:
+            is_large = c.which == Pass.BACKWARD_FILTER and all(map(operator.ge, c.kernel, c.out))
+            return self.flops[""] / _DEPTHWISE / (_WHOLE_KERNEL if is_large else 1)
+        dtype = "" if c.strict else c.dtype
+        return self.convolutions.get(dtype, self.flops.get(dtype, self.flops[""]))
