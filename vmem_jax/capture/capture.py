@@ -327,7 +327,8 @@ def _captured(
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
         own = nbytes(v.aval) // shards.count(v)
         if given.platform == "cpu" and not is_body and (b < len(inputs) or b in set(outputs)):
-            own += hosted_nbytes(v.aval)  # XLA:CPU counts host memory as the device's
+            # XLA:CPU counts host memory as the device's
+            own += hosted_nbytes(v.aval) // shards.count(v)
         buffers.append(Buffer(own, kinds[b], label, movable, depth))
 
     made = StepMaker(eqns, kernels, index, shards, given.platform)

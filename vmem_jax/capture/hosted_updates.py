@@ -26,6 +26,7 @@ from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.hosted_stacks import why_whole, with_hosted_stacks
 from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, is_array
+from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.updates import updated_in_loops
 from vmem_jax.core.program import END
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -98,9 +99,13 @@ def _excluded(
     """Why argument `i`, and result `o` for it, cannot come by slices whatever reads it."""
     if not is_stack(flat, i):
         return "it is no stack of what a loop reads"
-    if any(s is not None and s.num_devices > 1 for s in shardings):
-        return "the step runs on several devices"
     opened = compat.open_jaxpr(flat)
+    argument, sharding = opened.invars[i], shardings[i] if shardings else None
+    shape = _shape(argument)
+    if sharding is not None and sharding.shard_shape(shape)[0] < shape[0]:
+        return "it is split over devices along the layers"
+    if is_typed(argument):
+        return "its type says how it is split over devices"
     if o is not None and not donated[i] and opened.outvars[o] is not opened.invars[i]:
         return "the state is not donated"
     return ""
