@@ -9,6 +9,7 @@ import pytest
 from helpers import Builder
 from jax import lax
 
+import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.capture.capture import capture_body, capture_pair
@@ -46,6 +47,38 @@ def test_a_loop_takes_what_its_layers_take_unrolled():
     assert 1 < seconds[0] / seconds[1] < 1.35
 
 
+def test_updates_in_a_loop_take_what_those_of_unrolled_layers_take():
+    """A slice is written where it is made: copied there, it took 1.9 times what it takes unrolled.
+    Both loops cast the weights, which unrolled layers do once."""
+    optimiser, seconds = optax.adamw(1e-4), []
+    shapes = ((8, 4096, 4096), jnp.float32), ((64, 4096), jnp.bfloat16)
+    ws, x = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    layer = lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None)
+    for scanned in (True, False):
+
+        def loss(ws, x, scanned=scanned):
+            if scanned:
+                x = lax.scan(layer, x, ws)[0]
+            for i in range(0 if scanned else len(ws)):
+                x = layer(x, ws[i])[0]
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        def step(ws, rest, x, loss=loss):
+            updates, rest = optimiser.update(jax.grad(loss)(ws, x), rest, ws)
+            return optax.apply_updates(ws, updates), rest
+
+        rest = jax.eval_shape(optimiser.init, ws)
+        context = vmem_jax.jit(step, budget=1, donate_argnums=(0, 1)).context(
+            (ws, rest, x), {}, "h200"
+        )
+        steps = context.traced.captured.program.steps
+        inside = [(s, loop.length) for loop in steps for s in loop.body]
+        own = [(s, 1) for s in steps if not s.body]
+        passes = [(s, n) for s, n in (*own, *inside) if s.op != "dot_general"]
+        seconds.append(sum(n * MACHINE.seconds(s) for s, n in passes))
+    assert 1 < seconds[0] / seconds[1] < 1.15
+
+
 def test_the_seconds_of_a_loop_grow_with_its_iterations():
     def seconds(length):
         step = lambda w, x: lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0]
@@ -71,20 +104,35 @@ def test_of_its_own_a_loop_moves_what_it_stacks_and_copies_there_or_carries():
     assert nbytes(lambda y, w: (jnp.sin(y @ (s := jnp.cos(w))), s)) == copy
 
 
-def test_a_slice_that_is_read_and_written_is_all_that_is_touched_of_a_stack():
-    """A stack that is carried, of which every iteration changes a slice."""
+@pytest.mark.parametrize("change", [lambda part: 2 * part, lambda part: part * jnp.sin(part)])
+def test_a_slice_that_is_read_and_written_is_all_that_is_touched_of_a_stack(change):
+    """A stack that is carried, of which every iteration changes a slice, in one kernel."""
 
     def step(stack):
         def body(stack, i):
-            part = lax.dynamic_slice_in_dim(stack, i, 1)
-            return lax.dynamic_update_slice_in_dim(stack, 2 * part, i, 0), None
+            part = change(lax.dynamic_slice_in_dim(stack, i, 1))
+            return lax.dynamic_update_slice_in_dim(stack, part, i, 0), None
 
         return lax.scan(body, stack, jnp.arange(LAYERS))[0]
 
     loop = loop_of(program_of(step, (LAYERS, 512, 512)))
     touched = loop.length * sum(part.nbytes for part in loop.body)
-    assert touched <= 5 * LAYERS * MIB  # the stack has 16 MiB
+    assert touched == pytest.approx(2 * LAYERS * MIB, rel=1e-3)  # the stack has 16 MiB
     assert loop.length == LAYERS
+
+
+def test_a_slice_that_is_read_besides_exists_before_it_is_written():
+    def step(stack, w):
+        def body(stack, i):
+            part = jnp.sin(lax.dynamic_slice_in_dim(stack, i, 1))
+            return lax.dynamic_update_slice_in_dim(stack, part, i, 0), part @ w
+
+        return lax.scan(body, stack, jnp.arange(LAYERS))
+
+    loop = loop_of(program_of(step, (LAYERS, 512, 512), (512, 512)))
+    [put] = [part for part in loop.body if part.op == "dynamic_update_slice"]
+    [made] = [part for part in loop.body if part.op == "sin"]
+    assert put.nbytes == pytest.approx(2 * MIB, rel=1e-3) and made.writes[0] in put.reads
 
 
 def test_a_layer_of_a_loop_has_a_name():

@@ -67,6 +67,6 @@ def test_the_stacks_of_a_steps_own_loops_are_not_chosen_once_more(activation, fo
         return w - 0.1 * jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w)[0] ** 2))(w)
 
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    step = vmem_jax.jit(train_step, budget=2**62, donate_argnums=0)
+    step = vmem_jax.jit(train_step, budget=2**62)
     context = step.context((shape(8, 64, 64), shape(1024, 64)), {}, "h200")
     assert len(loop_variants(context.traced, context.machine)) == forms

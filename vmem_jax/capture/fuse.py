@@ -103,7 +103,7 @@ class _Fuser:
                 for x in self.tied[i].compared:
                     self.read_at(x, self.epoch[i])
             elif self.classes[i] is Class.HEAVY and i not in self.absorbed:
-                for source in self._heavy(i).reads:
+                for source in self._given(i):
                     self.read_at(source, self.epoch[i])
         found: list[Kernel] = []
         for i in range(len(self.eqns) - 1, -1, -1):
@@ -114,7 +114,7 @@ class _Fuser:
                 continue
             if self.classes[heavy] is Class.HEAVY:
                 if i == [heavy, *self.epilogue[heavy]][-1]:
-                    found.append(self._heavy(heavy))
+                    found.append(self._put(i) if self._is_made_there(i) else self._heavy(heavy))
             elif self.classes[i] is Class.REDUCE or any(
                 v in self.exists for v in self.eqns[i].outvars
             ):
@@ -238,18 +238,50 @@ class _Fuser:
         writes: tuple[Var, ...] = (out,) if self.epilogue[i] else tuple(eqn.outvars)
         return Kernel(tuple(sorted(equations)), i, tuple(reads), writes)
 
-    def _chain(self, root: int) -> Kernel:
-        """The fused chain that ends in equation `root`; decides what it reads."""
-        epoch = self.epoch[root]
+    def _is_made_there(self, i: int) -> bool:
+        """Whether equation `i` writes a slice that a chain makes for it alone: XLA's kernel of the
+        chain writes it where it belongs, and the slice never exists by itself."""
+        if self.eqns[i].primitive.name != "dynamic_update_slice" or i in self.tied:
+            return False
+        made: Atom | None = self.eqns[i].invars[1]
+        while isinstance(made, Var) and made not in self.outputs and self.uses.get(made) == 1:
+            j = self.maker.get(made)
+            if j is None or j in self.tied or self.classes[j] is not Class.VIEW:
+                return j is not None and j not in self.tied and self.classes[j] is Class.FUSIBLE
+            made = self.eqns[j].invars[0]
+        return False
+
+    def _given(self, i: int) -> tuple[Var, ...]:
+        """What heavy equation `i` reads whatever is decided."""
+        if not self._is_made_there(i):
+            return self._heavy(i).reads
+        whole, _, *starts = self.eqns[i].invars
+        return tuple(filter(None, map(self._source, (whole, *starts))))
+
+    def _put(self, i: int) -> Kernel:
+        """The kernel of a chain that writes its result into a slice of the first operand of `i`."""
+        walk = self._walk(self.eqns[i].invars[1:2], self.epoch[i])
+        whole, _, *starts = self.eqns[i].invars
+        equations = sorted({*walk.inlined, *self._views([whole, *starts]), i})
+        reads = dict.fromkeys((*self._given(i), *walk.reads))
+        return Kernel(tuple(equations), i, tuple(reads), tuple(self.eqns[i].outvars))
+
+    def _walk(self, operands: list[Atom], epoch: int) -> Walk:
+        """The walk from `operands` of a root to what its kernel reads."""
         # Twice: what the first pass finds to be read anyway makes reading it again free, so that
         # the second pass computes the rest from it.
         walk = Walk(self, epoch, ())
-        walk.visit_all(self.eqns[root].invars)
+        walk.visit_all(operands)
         if walk.weighs:
             walk = Walk(self, epoch, walk.reads)
-            walk.visit_all(self.eqns[root].invars)
+            walk.visit_all(operands)
         for v in walk.reads:
             self.read_at(v, epoch)
+        return walk
+
+    def _chain(self, root: int) -> Kernel:
+        """The fused chain that ends in equation `root`; decides what it reads."""
+        walk = self._walk(self.eqns[root].invars, self.epoch[root])
         written = [
             v
             for v in self.eqns[root].outvars

@@ -233,12 +233,24 @@ class Walk:
     def _compute_price(self, v: Var, depth: int, most: float) -> float:
         """The price in bytes of needing all operands of `v`; infinite where it exceeds `most`."""
         most *= 1 + 1e-9  # a sum that is equal but for rounding is worked out
-        total = 0.0
-        for a in self.values.operands[self.values.maker[v]]:
-            total += self._price(a, depth + 1, most - total)
+        total, i = 0.0, self.values.maker[v]
+        stack = self._stack(self.values.eqns[i])
+        for a in self.values.operands[i]:
+            # of a stack that is there the slice alone is read
+            total += (
+                self.values.nbytes[v] if a is stack else self._price(a, depth + 1, most - total)
+            )
             if total > most:
                 return math.inf
         return total
+
+    def _stack(self, eqn: JaxprEqn) -> Atom | None:
+        """What `eqn` reads an iteration's slice of, if that exists whatever is decided."""
+        if eqn.primitive.name != "dynamic_slice" or not isinstance(eqn.invars[0], Var):
+            return None
+        i = self.values.maker.get(eqn.invars[0])
+        there = i is None or self.values.classes[i] in (Class.HEAVY, Class.REDUCE)
+        return eqn.invars[0] if there else None
 
     def _joins(self, v: Var) -> bool:
         """Whether computing the sum `v` reads two values as large as itself or more: a residual
