@@ -115,6 +115,27 @@ def test_the_filters_of_sub_batches_are_predicted():
     assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.02)
 
 
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_smaller_last_sub_batch_is_predicted(scanned):
+    """Of 3, 3 and 2 samples the last two wait for the others, as do the zeros of what their loops
+    stack. Without that the scanned layers took 19 % more than predicted, the others 12 %."""
+    ws, x = single(8, 1024, 1024), single(8, 256, 1024)
+    layer = lambda x, w: (x + jnp.sin(jnp.tanh(x @ w)), None)
+
+    def loss(ws, x):
+        if scanned:
+            x = jax.lax.scan(layer, x, ws)[0]
+        for i in range(0 if scanned else len(ws)):
+            x = layer(x, ws[i])[0]
+        return jnp.mean(x**2)
+
+    train_step = lambda ws, x: ws - 0.1 * jax.grad(loss)(ws, x)
+    options = dict(policy="exact", sub_batches=3, donate_argnums=0)
+    jitted = vmem_jax.jit(train_step, budget="70GiB", **options)
+    [attempt] = jitted.lower(ws, x).compile(target="h200").attempts
+    assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.03)
+
+
 def test_the_heap_of_a_plan_that_moves_is_predicted():
     """What AlexNet keeps and what comes back is of many sizes: 8 % more is placed than is live."""
     work = job("alexnet", batch=128, dtype="bfloat16")

@@ -69,10 +69,17 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
             return tuple(part.run(offset, *entered, *totals, *outside)), None
 
         zeros = tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+        if smaller is not None:  # XLA would hold the zeros of its loops from here on, too
+            none = (lax.optimization_barrier(jnp.zeros((), a.dtype)) for a in avals)
+            zeros = tuple(lax.broadcast(x, a.shape) for x, a in zip(none, avals, strict=True))
         offsets = jnp.arange(whole, dtype=jnp.int32) * sub_batches.size
         totals, _ = lax.scan(once, zeros, offsets)
         if smaller is not None:
             offset = jnp.int32(whole * sub_batches.size)
+            if totals:  # XLA would run its forward pass before the loop, and hold what that makes
+                least = min(range(len(totals)), key=lambda i: totals[i].size)
+                offset, tied = lax.optimization_barrier((offset, totals[least]))
+                totals = (*totals[:least], tied, *totals[least + 1 :])
             totals = smaller.run(offset, *entered, *totals, *(outside[p] for p in indices))
         return list(totals)
 
