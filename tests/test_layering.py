@@ -259,6 +259,7 @@ NO_PARAMETERS = {
     "core/convolution.py": {"XLA"},
     "core/looped.py": {"IN_FLIGHT", "EXTRA"},
     "core/machine.py": {
+        "_DEPTHWISE",
         "_UNALIGNED",
         "_UNALIGNED_PRODUCT",
         "_UNALIGNED_BYTE",

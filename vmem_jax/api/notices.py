@@ -53,7 +53,7 @@ def notices(
       whole: the variant of the user's policy with the batch as a whole.
     """
     found = [f"{stacks}." for stacks in best.variant.origin.captured.whole]
-    plain, seconds = sum(step.costs.seconds), best.plan.predicted_seconds
+    plain, seconds = sum(step.plain_costs.seconds), best.plan.predicted_seconds
     slow = budget is not None and plain > 0 and seconds > PARAMS.slow * plain
     if slow and budget is not None:
         enough = _budget_for(whole(), PARAMS.bearable * plain, budget, PARAMS.looks)

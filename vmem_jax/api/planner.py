@@ -341,7 +341,8 @@ def _new_variant(
     step: StepContext, policy: AbstractPolicy, count: int, moves: bool, samples: int | None
 ) -> Variant:
     traced = step.traced if count == 1 else parts_of(step, count).into(count, samples)
-    form = Form(traced, count, policy, policy, step.costs, moves)
+    costs = step.plain_costs if isinstance(policy, Keep) else step.costs
+    form = Form(traced, count, policy, policy, costs, moves)
     for technique in TECHNIQUES.values():
         form = technique.adapt(step, form)
     traced, program = form.traced, form.traced.captured.program

@@ -16,6 +16,7 @@ from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.hosted_updates import with_state_in_loops
 from vmem_jax.capture.inputs import Inputs
+from vmem_jax.capture.kernel_gradients import with_known_kernel_gradients
 from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
 from vmem_jax.capture.kinds import kinds_of, phases_of
 from vmem_jax.capture.locations import layer_of
@@ -29,6 +30,7 @@ from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.program import BEGIN, END, Buffer, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
@@ -54,6 +56,7 @@ class Captured:
         of them.
       stacked: gradients of loops that exist all at once.
       whole: stacks in host memory that come as a whole.
+      misread: gradients to kernels that XLA takes for something else in the step as it was.
     """
 
     flat: ClosedJaxpr
@@ -66,6 +69,7 @@ class Captured:
     sub_batches: SubBatches | None = None
     stacked: tuple[Stacked, ...] = ()
     whole: tuple[Whole, ...] = ()
+    misread: frozenset[Convolution] = frozenset()
 
     @property
     def sliced(self) -> tuple[int, ...]:
@@ -193,10 +197,12 @@ def capture(
       hosted: for each input in host memory its index, and that of the output that goes there again.
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
     """
-    flat, applied = apply_exact_rules(with_stated_splits(flatten(closed), shardings))
+    flat, misread = with_known_kernel_gradients(flatten(closed), platform)
+    flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
-    return _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
+    captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
+    return dataclasses.replace(captured, misread=misread)
 
 
 def _in_loops(

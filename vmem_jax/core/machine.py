@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Mapping
 
-from vmem_jax.core.convolution import Convolution, Pass
+from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.program import Step
 
 _UNALIGNED = 10
@@ -21,10 +20,6 @@ GPT-2's head (bf16, 8,192 tokens, 50,257 words, 843 GFLOP each), where aligned o
 _DEPTHWISE = 4
 """How much slower than the strict rate depthwise convolutions are, which tensor cores do not compute.
 Those of ConvNeXt-B (7 x 7, bf16) reach 9 to 18 TFLOP/s on an H100, most 11 to 14."""
-
-_WHOLE_KERNEL = 40
-"""How much slower the gradient to a depthwise kernel is where that is as large as its result: XLA
-takes it for a forward convolution. An H100 reaches 0.31 TFLOP/s (7 x 7 of 7 x 7, bf16)."""
 
 _UNALIGNED_BYTE = 25
 """Operations a byte that unaligned products read or write. Those of an attention of 197 tokens (bf16,
@@ -112,7 +107,6 @@ class Machine:
     def _convolution_rate(self, c: Convolution) -> float:
         """Operations a second."""
         if c.groups == c.features_in > 1:
-            is_large = c.which == Pass.BACKWARD_FILTER and all(map(operator.ge, c.kernel, c.out))
-            return self.flops[""] / _DEPTHWISE / (_WHOLE_KERNEL if is_large else 1)
+            return self.flops[""] / _DEPTHWISE
         dtype = "" if c.strict else c.dtype
         return self.convolutions.get(dtype, self.flops.get(dtype, self.flops[""]))

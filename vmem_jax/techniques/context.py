@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from vmem_jax.capture.kernel_gradients import as_misread
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
@@ -84,6 +85,12 @@ class StepContext:
             return analytic(captured.program, self.machine)
         device, machine = self.devices[0], settings.machine
         return costs_of(captured, device, machine=machine, profile=settings.profile)
+
+    @property
+    def plain_costs(self) -> Costs:
+        """The same as plain jit runs it."""
+        captured = self.traced.captured
+        return as_misread(self.costs, captured.program, captured.misread)
 
     @property
     def transport(self) -> str:
