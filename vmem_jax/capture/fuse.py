@@ -17,6 +17,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.fused_reads import Walk
+from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
@@ -98,6 +99,7 @@ class _Fuser:
 
     def kernels(self) -> tuple[Kernel, ...]:
         self.exists |= {v for v in self.outputs if v in self.maker}
+        self.exists.update(masked_cotangents(self))
         for i in range(len(self.eqns)):
             if i in self.tied:
                 for x in self.tied[i].compared:
