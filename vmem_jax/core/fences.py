@@ -12,7 +12,9 @@ it: one barrier cuts fewer fusions than one for each value. Behind it stand
   where its inputs die, and not at the end.
 
 Where a recomputation could start sooner in its run than the plan has it, and take the memory that is
-not free there yet, a run of its own starts with it: what it reads waits for the spine again.
+not free there yet, a run of its own starts with it: what it reads waits for the spine again. So it
+is where XLA would merge two recomputed steps and keep what the first one frees (`merging`): a run
+starts behind the first, with its result as the spine.
 
 The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
 next heavy step reads, where its own input would otherwise wait for the backward pass with it. A step
@@ -36,9 +38,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.merging import Merging
 from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import Phase, Program
-from vmem_jax.core.simulate import simulate
+from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.spines import is_read_from, uses_of
 
 
@@ -121,6 +124,7 @@ class _Fencer:
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = uses_of(program, order)
         self.held: frozenset[int] = frozenset()  # positions that wait for the run before
+        self.joins: dict[int, int] = {}  # of those behind a step of a merged kernel, its result
 
     def _is_read_from(self, b: int, position: int) -> bool:
         return is_read_from(self.uses[b], position)
@@ -136,7 +140,7 @@ class _Fencer:
         loose: list[int] = []  # made in the last run, not needed on the spine
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
-            spine = self._spine(start)
+            spine = self.joins.get(start, self._spine(start))
             spine = None if spine is None else self._beside(spine, start, end)
             wanted: dict[int, None] = {}
             fresh: set[int] = set()
@@ -219,13 +223,15 @@ class _Fencer:
                 split.add(position)
                 here = set()
             here.add(s)
-        self.held = frozenset(self._early(sorted(split)))
+        timeline = simulate(self.program, self.order, Costs("", (0.0,) * len(self.program.steps)))
+        split |= (early := {*self._early(sorted(split), timeline)})
+        parts = self.program, timeline, self.again, self.uses, self.small
+        self.joins = Merging(*parts).held(sorted(split))
+        self.held = frozenset(early | self.joins.keys())
         return sorted(split | self.held)
 
-    def _early(self, starts: Sequence[int]) -> Iterator[int]:
+    def _early(self, starts: Sequence[int], timeline: Timeline) -> Iterator[int]:
         """Recomputations that read nothing of their run, and would raise the peak at its start."""
-        free = Costs("", (0.0,) * len(self.program.steps))
-        timeline = simulate(self.program, self.order, free)
         live = timeline.live_nbytes
         for start, end in itertools.pairwise([*starts, len(self.order)]):
             roots, made = [], set[int]()
