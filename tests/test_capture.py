@@ -426,3 +426,29 @@ def test_the_last_product_of_a_sum_adds_the_others():
     products = [s for s in program.steps if s.is_heavy]
     assert [len(s.reads) for s in products] == [2, 3, 3]
     assert all({*s.writes} <= {*t.reads} for s, t in itertools.pairwise(products))
+
+
+@pytest.mark.parametrize("norms", [1, 2])
+def test_what_a_relu_lets_through_is_computed_once_where_two_norms_read_it(norms):
+    """As XLA has it: the first norm's sums write it. One norm computes it where it reads it."""
+
+    def step(ws, x):
+        def loss(ws):
+            normed = []
+            for w in ws[:norms]:
+                h = x @ w
+                normed.append((h - h.mean(0)) * lax.rsqrt(h.var(0) + 1))
+            return (jax.nn.relu(sum(normed)) @ ws[-1]).sum()
+
+        return jax.grad(loss)(ws)
+
+    w = jnp.ones((64, 64))
+    found = capture(jax.jit(step).trace([w] * (norms + 1), jnp.ones((512, 64))).jaxpr)
+    eqns = compat.open_jaxpr(found.flat).eqns
+    [masked] = [
+        i
+        for i, eqn in enumerate(eqns)
+        if eqn.primitive.name == "select_n" and eqn.outvars[0].aval.shape == (512, 64)
+    ]
+    computing = [s for s in found.program.steps if masked in s.equations]
+    assert (len(computing) == 1) is (norms == 2)

@@ -78,6 +78,40 @@ def test_a_recomputation_waits_where_an_early_start_would_raise_the_peak(nbytes,
     assert (Fence(7, (middle, kept)) in found) is waits
 
 
+def joins(hangs: bool = False, size: int = 100):
+    """Two residual joins, the second of the first and a branch that `hangs` on it, or on what is
+    kept; a cotangent that reads the second one again. Returns the program, and its (second branch,
+    first join, what is kept for the branch)."""
+    b = Builder()
+    x = b.input(8)
+    kept, other = b.step([x], 8), b.step([x], 8)
+    first = b.step([b.step([kept], size), b.step([kept], size)], size, fusible=True)
+    branch = len(b.steps)
+    second = b.step([first, b.step([first if hangs else other], size)], size, fusible=True)
+    loss = b.step([second], 8)
+    return b.program([b.step([loss, second], 8, BACKWARD)]), branch, first, other
+
+
+@pytest.mark.parametrize("hangs, size, waits", [(False, 100, True), (True, 100, False)])
+def test_a_recomputed_join_is_made_before_the_next_branch(hangs, size, waits):
+    """XLA would make one kernel of two joins, and keep both branches of the first one until then."""
+    program, branch, first, other = joins(hangs, size)
+    order = [*range(8), *range(2, 7), 8]
+    again = order.index(branch, 8)
+    found = [fence for fence in fences(program, order, small=4) if fence.position == again]
+    assert found == ([Fence(again, (first, other))] if waits else [])
+    assert not [f for f in fences(program, range(9), small=4) if first in f.buffers]
+
+
+def test_a_join_far_below_the_peak_may_be_merged():
+    program, branch, first, _ = joins()
+    large = dataclasses.replace(program.buffers[0], nbytes=1000)
+    program = dataclasses.replace(program, buffers=(large, *program.buffers[1:]))
+    assert not [
+        f for f in fences(program, [*range(8), *range(2, 7), 8], small=4) if first in f.buffers
+    ]
+
+
 @pytest.mark.parametrize("depth", [30, 3000])
 def test_the_layers_of_a_very_deep_network_are_worth_a_fence(depth):
     """Each is far below a 2,000th of all, and they are all that there is."""

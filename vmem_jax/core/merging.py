@@ -27,6 +27,10 @@ class Merging:
       small: values up to this many bytes do not matter.
     """
 
+    near = 0.8
+    """The share of the peak up to which a merged kernel may hold more: XLA's heap may need more than
+    what is live at once, and a barrier costs a merged kernel one more read."""
+
     def __init__(
         self,
         program: Program,
@@ -36,7 +40,7 @@ class Merging:
         small: int,
     ) -> None:
         self.program, self.order, self.again, self.uses = program, timeline.order, again, uses
-        self.small, self.most = small, 0.8 * timeline.peak
+        self.small, self.most = small, self.near * timeline.peak
         self.live = list(timeline.live_nbytes)
 
     def held(self, starts: Sequence[int]) -> dict[int, int]:
@@ -75,8 +79,9 @@ class Merging:
     def _raises_peak(self, b: int, frees: int, first: int, last: int) -> bool:
         """Whether making `b` at `last`, not before `first`, takes too much; notes what it takes if it
         does not. `frees` bytes live until then, and `b` does not exist."""
-        live = [nbytes + frees - self._nbytes(b) for nbytes in self.live[first:last]]
-        live.append(self.live[last] + frees - (self._nbytes(b) if self._dies(b, last) else 0))
+        more = frees - self._nbytes(b)
+        live = [nbytes + more for nbytes in self.live[first:last]]
+        live.append(self.live[last] + (more if self._dies(b, last) else frees))
         if max(live) > self.most:
             return True
         self.live[first : last + 1] = live
