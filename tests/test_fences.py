@@ -104,9 +104,9 @@ def test_a_recomputed_join_is_made_before_the_next_branch(hangs, size, waits):
 
 
 def test_a_join_far_below_the_peak_may_be_merged():
-    program, branch, first, _ = joins()
-    large = dataclasses.replace(program.buffers[0], nbytes=1000)
-    program = dataclasses.replace(program, buffers=(large, *program.buffers[1:]))
+    program, _, first, _ = joins()
+    steps = dataclasses.replace(program.steps[0], workspace=1000), *program.steps[1:]
+    program = dataclasses.replace(program, steps=steps)
     assert not [
         f for f in fences(program, [*range(8), *range(2, 7), 8], small=4) if first in f.buffers
     ]

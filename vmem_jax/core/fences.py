@@ -224,10 +224,10 @@ class _Fencer:
                 here = set()
             here.add(s)
         timeline = simulate(self.program, self.order, Costs("", (0.0,) * len(self.program.steps)))
-        split |= (early := {*self._early(sorted(split), timeline)})
         parts = self.program, timeline, self.again, self.uses, self.small
         self.joins = Merging(*parts).held(sorted(split))
-        self.held = frozenset(early | self.joins.keys())
+        split |= self.joins.keys()
+        self.held = frozenset({*self.joins, *self._early(sorted(split), timeline)})
         return sorted(split | self.held)
 
     def _early(self, starts: Sequence[int], timeline: Timeline) -> Iterator[int]:

@@ -28,8 +28,8 @@ class Merging:
     """
 
     near = 0.8
-    """The share of the peak up to which a merged kernel may hold more: XLA's heap may need more than
-    what is live at once, and a barrier costs a merged kernel one more read."""
+    """The share of the peak, without residents, up to which a merged kernel may hold more: XLA's heap
+    may need more than what is live at once, and a barrier costs another read."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Merging:
         small: int,
     ) -> None:
         self.program, self.order, self.again, self.uses = program, timeline.order, again, uses
-        self.small, self.most = small, self.near * timeline.peak
+        resident = program.resident_nbytes
+        self.small, self.most = small, resident + self.near * (timeline.peak - resident)
         self.live = list(timeline.live_nbytes)
 
     def held(self, starts: Sequence[int]) -> dict[int, int]:
@@ -88,7 +89,7 @@ class Merging:
         return False
 
     def _leads_to(self, b: int, first: int, last: int) -> bool:
-        """Whether a library's kernel from `first` on hangs on `b`, and what is read at `last` on it."""
+        """Whether a library's kernel from `first` on hangs on `b`, and what `last` reads on that."""
         steps, hanging, behind = self.program.steps, {b}, set[int]()
         for s in self.order[first:last]:
             if not behind.isdisjoint(steps[s].reads):
