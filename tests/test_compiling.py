@@ -238,3 +238,16 @@ def test_what_a_card_has_no_room_to_time_is_compiled_untimed(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
         vmem_jax.jit(deep, budget=1.0, policy="keep").lower(*DEEP).compile()
     assert not tried
+
+
+@pytest.mark.gpu_compile
+def test_a_residual_network_fits_in_a_third_by_recomputation_as_predicted():
+    """XLA would merge recomputed joins, and keep what a ReLU's gradient is made of beside it."""
+    from vmem_jax.models import job
+
+    work = job("resnet3-1-1-1", batch=64, dtype="bfloat16", image=224)
+    step = vmem_jax.jit(work.step, budget="691MiB", donate_argnums=0)
+    made = step.lower(work.state_shapes(), work.batch).compile(target="h200")
+    [attempt] = made.attempts
+    assert not made.plan.transfers and len(made.plan.recomputed) > 20
+    assert attempt.need <= attempt.predicted_need

@@ -27,7 +27,7 @@ A step without a backward pass has no running cotangent, and XLA would start all
 branches at once. So a run begins at each heavy step that reads nothing which was made
 since the last run began, and it waits for what the run before leaves.
 
-Only values that exist in memory are fenced, so no fence breaks a fusion that XLA could have made.
+Only values that exist in memory are fenced, so no other fence breaks a fusion that XLA could make.
 """
 
 from __future__ import annotations
