@@ -188,6 +188,8 @@ _STEPS = {
     "vit": "ViT-L/16, dropout, scanned ({batch})",
     "resnet": "ResNet-152, scanned ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
+    "convnext": "ConvNeXt-B ({batch})",
+    "unet": "U-Net of latent diffusion ({batch})",
 }
 
 
@@ -218,8 +220,12 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         step += "" if row.get("triton", True) else ", without Triton"
         if way[0] == "@":
             variant = f"`auto`, in the memory of `{way[1:]}`"
-        elif "*" in way:
-            variant = "`{}`, {} sub-batches".format(*way.split("*"))
+        elif "@" in way or "*" in way:
+            named, _, parts = way.partition("*")
+            policy, _, budget = named.partition("@")
+            variant = f"`{policy}`"
+            variant += f', "{budget}"' if budget else ""
+            variant += f", {parts} sub-batches" if parts else ""
         else:
             variant = _BY_HAND.get(way, f"`{way}`" if way == "exact" else f'`auto`, "{way}"')
         variant += ", profiled" if row["profile"] else ""
