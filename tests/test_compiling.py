@@ -117,6 +117,37 @@ def test_casts_of_stacked_weights_stay_with_their_layers():
 
 
 @pytest.mark.gpu_compile
+def test_weights_are_cast_and_zeros_filled_where_they_are_read():
+    """XLA would cast all weights, and fill what the table's gradient is added to, at the start."""
+
+    def step(weights, tokens):
+        def loss(weights):
+            table, layers = weights
+            x = table[tokens]
+            for w in layers:
+                x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+            return jnp.square(x.astype(jnp.float32)).mean()
+
+        return jax.tree.map(lambda w, g: w - g.astype(w.dtype), weights, jax.grad(loss)(weights))
+
+    layers = [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 12
+    table = jax.ShapeDtypeStruct((4096, 1024), "bfloat16")
+    tokens = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    made = vmem_jax.jit(step, budget=0.9, donate_argnums=0).lower((table, layers), tokens)
+    compiled = made.compile(target="h200")
+    assert compiled.plan.fenced
+    entry = compiled.as_text().split("ENTRY")[1]
+    schedule = [line.split("metadata")[0] for line in entry.splitlines() if " = " in line]
+    at = lambda what: [i for i, line in enumerate(schedule) if re.search(what, line)]
+    products = at(r"custom-call\(|gemm|dot\(")
+    casts = [
+        i for i in at(r"= bf16\[1024,1024\]\S* (convert|fusion)\(") if "dot" not in schedule[i]
+    ]
+    assert sum(i < products[2] for i in casts) <= 4
+    assert min(at(r"= bf16\[4096,1024\]\S* (broadcast|fusion)\(")) > products[-6]
+
+
+@pytest.mark.gpu_compile
 def test_a_loop_fills_no_stack_with_zeros_that_it_writes_itself():
     def step(ws, x):
         layer = lambda x, w: (jnp.tanh(x @ w), None)

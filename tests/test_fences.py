@@ -151,6 +151,26 @@ def test_a_large_workspace_that_hangs_on_small_values_waits_for_the_step_before(
     assert (Fence(1, (h, key)) in fences(program, range(4), small=10)) is waits
 
 
+def test_casts_and_zeros_wait_for_the_layer_before_where_xla_would_make_them_at_once():
+    b = Builder()
+    x, *weights = (b.input(64) for _ in range(4))
+    y, made = x, []
+    for w in weights:
+        cast = b.step([w], 32, fusible=True)
+        y = b.step([y, cast], 64)
+        made.append((cast, y))
+    back = b.step([y], 64, BACKWARD)
+    zeros = b.step([], 128, BACKWARD, fusible=True)
+    program = b.program([b.step([back, zeros], 8, BACKWARD)])
+    found = lambda **how: {f.position: f.buffers for f in fences(program, range(9), small=0, **how)}
+    others, ours = found(), found(early=True)
+    assert not {2, 4, 7} & others.keys()
+    assert ours[2] == (made[0][1], weights[1]) and ours[4] == (made[1][1], weights[2])
+    assert ours[7] == (back,) and 0 not in ours
+    assert {p: held for p, held in ours.items() if p not in (2, 4, 7)} == others
+    assert 2 not in found(early=True, body=True)
+
+
 def test_what_waits_for_the_step_before_is_one_fence_with_what_is_tied_there():
     b = Builder()
     key, x = b.input(1), b.input(100)
@@ -263,7 +283,7 @@ def check_recomputation(program, order, found):
 def _runs(program, order):
     from vmem_jax.core.fences import _Fencer
 
-    return _Fencer(program, order, 0)._runs()
+    return _Fencer(program, order, 0, False, False)._runs()
 
 
 def squeezed(program, extra):

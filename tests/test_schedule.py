@@ -45,7 +45,8 @@ def emitted(captured, plan):
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "optimization_barrier":
-                found.append(collections.Counter(map(kind, eqn.invars)))
+                values = [v for v in eqn.invars if isinstance(v, compat.Var)]  # no numbers
+                found.append(collections.Counter(map(kind, values)))
                 found[-1].pop(TOKEN, None)
             elif eqn.primitive.name == "scan":
                 walk(compat.open_jaxpr(eqn.params["jaxpr"]))

@@ -19,7 +19,8 @@ starts behind the first, with its result as the spine.
 The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
 next heavy step reads, where its own input would otherwise wait for the backward pass with it. A step
 that takes a large workspace and waits for nothing large, such as the random bits of dropout on a CPU,
-is tied to what the heavy step before it made.
+is tied to what the heavy step before it made. So is what XLA:GPU would make at the start, since it
+waits for nothing: casts of weights, and zeros that a loop or a scatter adds to (`early`).
 
 An update waits for the other readers of what it writes over (`overwriting`).
 
@@ -38,6 +39,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
+from vmem_jax.core.early import held_back
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import Phase, Program
@@ -54,16 +56,21 @@ class Fence:
 
 
 def fences(
-    program: Program, order: Sequence[int], small: int | None = None, body: bool = False
+    program: Program,
+    order: Sequence[int],
+    small: int | None = None,
+    body: bool = False,
+    early: bool = False,
 ) -> tuple[Fence, ...]:
     """The fences that hold XLA to `order`.
 
     Args:
       body: `program` is the body of a loop.
+      early: whether XLA makes what is made of arguments or of nothing as soon as it can.
       small: values up to this many bytes are not worth a fence, except as inputs of a recomputation
         (default: a 2,000th of all temporaries, as long as those below it are a fifth at most).
     """
-    return _Fencer(program, order, _small(program) if small is None else small, body).all()
+    return _Fencer(program, order, _small(program) if small is None else small, body, early).all()
 
 
 def _small(program: Program) -> int:
@@ -87,11 +94,6 @@ def _late(program: Program, order: Sequence[int]) -> list[bool]:
     return found
 
 
-def _goes_back(program: Program) -> bool:
-    """Whether `program` has a backward pass."""
-    return any(step.phase is Phase.BACKWARD for step in program.steps)
-
-
 def _anew(program: Program, order: Sequence[int]) -> Iterator[int]:
     """Positions of heavy steps that read nothing which a heavy step made, or was made of that, since
     the last such position."""
@@ -109,16 +111,18 @@ def _anew(program: Program, order: Sequence[int]) -> Iterator[int]:
 
 class _Fencer:
     def __init__(
-        self, program: Program, order: Sequence[int], small: int, body: bool = False
+        self, program: Program, order: Sequence[int], small: int, body: bool, early: bool
     ) -> None:
         self.program, self.order, self.small, self.body = program, order, small, body
+        self.early = early
         seen: set[int] = set()
         self.again = []  # for each position: whether its step ran before
         for s in order:
             self.again.append(s in seen)
             seen.add(s)
         self.late = _late(program, order) if body else [False] * len(order)
-        self.anew = () if body or _goes_back(program) else tuple(_anew(program, order))
+        goes_back = any(step.phase is Phase.BACKWARD for step in program.steps)
+        self.anew = () if body or goes_back else tuple(_anew(program, order))
         for position in self.anew:
             self.late[position] = True
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
@@ -183,12 +187,15 @@ class _Fencer:
         return self._before_updates(sorted(found, key=lambda fence: fence.position))
 
     def _before_updates(self, fences: Sequence[Fence]) -> tuple[Fence, ...]:
-        """`fences`, with those that hold updates behind the other readers of what they write over."""
+        """`fences`, with those that hold updates behind the other readers of what they write over
+        and those of `early`."""
         if self.body:
             return tuple(fences)
         held = {fence.position: fence.buffers for fence in fences}
         parts = self.program, self.order, self.uses, held, self.small
-        for position, more in readers_before_updates(*parts):
+        waiting = (*parts[:3], self.small, self._forward_end(), self._is_written_over)
+        late = held_back(*waiting) if self.early else ()
+        for position, more in (*readers_before_updates(*parts), *late):
             held[position] = tuple(dict.fromkeys((*held.get(position, ()), *more)))
         return tuple(Fence(position, held[position]) for position in sorted(held))
 

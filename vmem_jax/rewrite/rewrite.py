@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 from jax import lax
@@ -99,6 +100,7 @@ class _Rewriter:
         self.calls = Calls(self.equations.append)
         self.configurations = dict(plan.divided)
         self.maker = {v: eqn for eqn in self.opened.eqns for v in eqn.outvars}
+        self.numbers: dict[int, Var] = {}  # equation that fills an array -> its number
         self.outside: dict[Var, Var] = {}  # as `current`, where the sub-batches begin
         self.events = schedule(
             self.program,
@@ -127,7 +129,7 @@ class _Rewriter:
             if event.do is Do.RUN:
                 self._run(s)
             elif event.do is Do.BARRIER and not event.transfers:
-                self._fence(event.buffers, like)
+                self._fence(event.buffers, like, steps[s].equations if not steps[s].reads else ())
             elif event.do is not Do.FREE:
                 assert self.transfers is not None
                 self.transfers.take(event, self.opened.eqns[like])
@@ -178,7 +180,8 @@ class _Rewriter:
             inputs = list(eqn.invars)
             if fused is not None and i == together[-1]:
                 inputs = [*self.opened.eqns[together[0]].invars, fused.bias]
-            invars = [read(a) for a in inputs]
+            number = self.numbers.pop(i, None)
+            invars = [read(a) for a in inputs] if number is None else [number]
             key = (i, *(id(a) for a in invars if not isinstance(a, Literal)))
             outs = None if eqn.effects else self.done.get(key)
             if self.loops is not None and self.loops.has(eqn):
@@ -240,19 +243,32 @@ class _Rewriter:
         parts = opened.constvars, compat.constants(body), opened.invars, opened.outvars, eqns
         return eqn.replace(params={**eqn.params, "jaxpr": compat.close(*parts, like=body)})
 
-    def _fence(self, buffers: tuple[int, ...], like: int) -> None:
-        """One barrier over the current versions of `buffers`, in front of equation `like`."""
+    def _fence(self, buffers: tuple[int, ...], like: int, filling: Sequence[int] = ()) -> None:
+        """One barrier over the current versions of `buffers`, in front of equation `like`.
+
+        Args:
+          filling: equations of a step that reads nothing: the numbers with which they fill arrays
+            wait for the barrier, too.
+        """
         if not buffers:
             return
         held = [self.variables[b] for b in buffers]
-        invars = [self.current[v] for v in held]
+        invars: list[Atom] = [self.current[v] for v in held]
+        filled = [i for i in filling if _is_filled(self.opened.eqns[i])]
+        invars += [self.opened.eqns[i].invars[0] for i in filled]
         outs = [compat.new_var(v.aval) for v in invars]  # of a looped stack that is its token
         self.equations.append(
             compat.new_equation(
                 lax.optimization_barrier_p, invars, outs, {}, self.opened.eqns[like]
             )
         )
-        self.current.update(zip(held, outs, strict=True))
+        self.current.update(zip(held, outs, strict=False))
+        self.numbers.update(zip(filled, outs[len(held) :], strict=True))
+
+
+def _is_filled(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` fills an array with a number that the program names."""
+    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
 
 
 def _divided(
