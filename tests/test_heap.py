@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers import Builder, programs, unit_costs
+from helpers import BACKWARD, Builder, programs, unit_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmem_jax.core import schedule
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.fences import Fence
-from vmem_jax.core.heap import best_fit_nbytes, elsewhere, heap_nbytes, intervals
+from vmem_jax.core.heap import best_fit_nbytes, elsewhere, heap_nbytes, intervals, merged
 from vmem_jax.core.packing import Interval, pack
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import BEGIN, END
@@ -243,3 +243,26 @@ def test_a_hosted_buffer_takes_room_while_it_is_here():
     out = b.step([made, p], 1)
     program = dataclasses.replace(b.program([out]), hosted=(p,))
     assert heap_nbytes(program, range(2)) == program.resident_nbytes + 8 + 2
+
+
+def test_what_one_kernel_makes_is_there_with_all_that_it_reads():
+    """Of a gated layer's backward pass, whose two cotangents XLA makes in one kernel."""
+    b = Builder()
+    x = b.input(64)
+    gate, up = b.step([x], 64), b.step([x], 64)
+    back = b.step([gate, up], 64, BACKWARD)
+    first = b.step([gate, up, back], 64, BACKWARD, fusible=True)
+    product = b.step([first], 8, BACKWARD)
+    second = b.step([gate, back], 64, BACKWARD, fusible=True)
+    program = b.program([b.step([second, product], 8, BACKWARD)])
+    steps = list(program.steps)
+    steps[3] = dataclasses.replace(steps[3], equations=(3, 3))  # of several operations
+    program = dataclasses.replace(program, steps=tuple(steps))
+    order = range(len(steps))
+    run = [*schedule.actions(program, order)]  # without barriers
+    assert merged(program, run) == {5: 3}
+    barrier = schedule.Event(schedule.Do.BARRIER, 5, buffers=(back,))
+    apart = [*(e for e in run if e.position < 5), barrier, *(e for e in run if e.position >= 5)]
+    assert merged(program, apart) == {}
+    need = lambda events: best_fit_nbytes(intervals(program, order, events=events))
+    assert need(run) == 5 * 64 and need(apart) == 4 * 64

@@ -10,7 +10,7 @@ than the most bytes live at once, which `simulate` predicts and policies plan wi
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from vmem_jax.core.liveness import taken_over
 from vmem_jax.core.packing import Interval
 from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Transfer
-from vmem_jax.core.program import BEGIN, END, Program
+from vmem_jax.core.program import BEGIN, END, Phase, Program, Step
 from vmem_jax.core.schedule import Do, Event, schedule
 
 
@@ -52,14 +52,48 @@ def intervals(
     """
     filters = transposed_filters(program, order)
     copies = {b for each in filters for b in each.reversed}
-    heap = _Heap(program, [0 if b in copies else x.nbytes for b, x in enumerate(program.buffers)])
-    for event in schedule(program, order, transfers) if events is None else events:
+    events = schedule(program, order, transfers) if events is None else events
+    nbytes = [0 if b in copies else x.nbytes for b, x in enumerate(program.buffers)]
+    heap = _Heap(program, nbytes, merged(program, events))
+    for event in events:
         heap.take(event)
     assert not heap.since, "what is never freed is resident"
     found = heap.found + _padded_inputs(program, order)
     found += [each.copy for each in filters]
     left = [each.slot for each in filters if each.slot is not None]
     return elsewhere((interval for interval in found if interval.nbytes), left)
+
+
+def merged(program: Program, events: Sequence[Event]) -> dict[int, int]:
+    """Positions of elementwise steps of the backward pass, each with that of an earlier one with
+    which XLA makes one kernel: both read the same large value, neither waits for the other, and no
+    barrier is between the later one and what it reads. What both make is there with all that they
+    read.
+    """
+    found: dict[int, int] = {}
+    there: dict[int, float] = {}  # buffer -> where it was made, or went through a barrier
+    before: list[tuple[int, Step]] = []
+    for event in events:
+        if event.do is Do.BARRIER:
+            there.update(dict.fromkeys(event.buffers, event.position - 0.5))
+        if event.do is not Do.RUN:
+            continue
+        step = program.steps[event.index]
+        if step.phase is Phase.BACKWARD and step.fusible and len(step.writes) == 1:
+            size = program.buffers[step.writes[0]].nbytes
+            last = max((there.get(r, -1) for r in step.reads), default=-1)
+            for position, other in reversed(before):
+                if position <= last:
+                    break
+                shared = {*step.reads}.intersection(other.reads)
+                same = program.buffers[other.writes[0]].nbytes == size
+                several = len(step.equations) > 1 or len(other.equations) > 1
+                if same and several and any(program.buffers[r].nbytes == size for r in shared):
+                    found[event.position] = found.get(position, position)
+                    break
+            before.append((event.position, step))
+        there.update(dict.fromkeys(step.writes, event.position))
+    return found
 
 
 class _Heap:
@@ -70,8 +104,9 @@ class _Heap:
       found: the slots that are free again.
     """
 
-    def __init__(self, program: Program, nbytes: Sequence[int]) -> None:
+    def __init__(self, program: Program, nbytes: Sequence[int], merged: Mapping[int, int]) -> None:
         self._program, self._nbytes, self._hosted = program, nbytes, {*program.hosted}
+        self._merged = merged
         self._behind: set[int] = set()  # what is read through a barrier from here on
         self._moved: set[int] = set()
         self.since: dict[int, int] = {}
@@ -110,7 +145,7 @@ class _Heap:
         self._behind.difference_update(step.writes)
         for w in step.writes:
             if not program.is_resident[w]:
-                self.since.setdefault(w, position)
+                self.since.setdefault(w, self._merged.get(position, position))
         for b in (*step.reads, *step.writes) if self._hosted else ():
             if b in self._hosted:
                 self.since.setdefault(b, position)
