@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from vmem_jax.core.params import PARAMS
 from vmem_jax.core.program import Program
 from vmem_jax.core.spines import is_read_from
-
-_NEAR = 64
-"""So many steps in front of a position are close by."""
 
 Uses = Mapping[int, Sequence[tuple[int, bool]]]
 
@@ -64,7 +62,7 @@ def _latest(
     """The large value that a heavy step made last before `position`, or else any step, that is still
     read and that nothing is written over; None if there is none close by."""
     fallback = None
-    for before in range(position - 1, max(position - _NEAR, 0) - 1, -1):
+    for before in range(position - 1, max(position - PARAMS.early_steps, 0) - 1, -1):
         step = program.steps[order[before]]
         for b in step.writes:
             if program.is_resident[b] or program.buffers[b].nbytes <= small:

@@ -19,6 +19,8 @@ class CoreParams:
       packing_states: states of that search after which it gives up.
       spine_steps: steps from a position on that are looked at for what they read, to find its
         spine.
+      early_steps: steps in front of what waits for nothing that are looked at for a value that it
+        can wait for.
       corrected_times: the factor, or its inverse, beyond which it is not the times of these steps
         that a measured step shows to be wrong.
     """
@@ -27,6 +29,7 @@ class CoreParams:
     packed_exactly: int = 12
     packing_states: int = 20_000
     spine_steps: int = 8
+    early_steps: int = 64
     corrected_times: float = 8.0
 
 
