@@ -9,6 +9,7 @@ have freed lives until then.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -39,10 +40,11 @@ class Merging:
         uses: Mapping[int, Sequence[tuple[int, bool]]],
         small: int,
     ) -> None:
-        self.program, self.order, self.again, self.uses = program, timeline.order, again, uses
+        self.program, self.order, self.uses = program, timeline.order, uses
         resident = program.resident_nbytes
         self.small, self.most = small, resident + self.near * (timeline.peak - resident)
         self.live = list(timeline.live_nbytes)
+        self.recomputed = [p for p, ran in enumerate(again) if ran]
 
     def held(self, starts: Sequence[int]) -> dict[int, int]:
         """Where a barrier over the result of an elementwise step must stand, in front of the first
@@ -63,10 +65,8 @@ class Merging:
                 continue
             later = 0
             for b in step.reads:
-                if b not in made or self._leads_to(b, made[b] + 1, position):
-                    continue
-                first = next((p for p in range(made[b] + 1, position + 1) if self.again[p]), None)
-                if first is None:
+                first = self._recomputed_from(made.get(b, position) + 1)
+                if first > position or self._leads_to(b, made[b] + 1, position):
                     continue
                 if self._raises_peak(b, frees[b], made[b] + 1, position):
                     yield first, b
@@ -77,13 +77,21 @@ class Merging:
                 if self._nbytes(b) > self.small:
                     made[b], frees[b] = position, here
 
+    def _recomputed_from(self, position: int) -> int:
+        """The first recomputation at `position` or behind it; the end of the order without one."""
+        at = bisect.bisect_left(self.recomputed, position)
+        return self.recomputed[at] if at < len(self.recomputed) else len(self.order)
+
     def _raises_peak(self, b: int, frees: int, first: int, last: int) -> bool:
         """Whether making `b` at `last`, not before `first`, takes too much; notes what it takes if it
         does not. `frees` bytes live until then, and `b` does not exist."""
-        more = frees - self._nbytes(b)
-        live = [nbytes + more for nbytes in self.live[first:last]]
-        live.append(self.live[last] + (more if self._dies(b, last) else frees))
-        if max(live) > self.most:
+        more, before = frees - self._nbytes(b), self.live[first : last + 1]
+        live = [nbytes + more for nbytes in before[:-1]]
+        live.append(before[-1] + (more if self._dies(b, last) else frees))
+        if (
+            max((now for now, was in zip(live, before, strict=True) if now > was), default=0)
+            > self.most
+        ):
             return True
         self.live[first : last + 1] = live
         return False
