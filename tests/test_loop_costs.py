@@ -174,6 +174,25 @@ def test_results_wait_for_the_end():
     assert body_nbytes(b.program(outputs=[y])) == 90
 
 
+def test_what_a_fused_kernel_makes_for_a_stack_lies_there_alone():
+    """Of an iteration: what it carries, what is stacked alone, what is read too, and what a library
+    makes."""
+    b = Builder()
+    x = b.input(100)
+    carry, stacked, read = (b.step([x], nbytes, fusible=True) for nbytes in (40, 1, 2))
+    program = b.program(outputs=[carry, stacked, read, b.step([read], 4)])
+    assert body_nbytes(program, carried=1) == 46
+    assert body_nbytes(program) == 47
+
+
+def test_the_stacks_of_a_forward_loop_are_all_that_it_writes_of_them():
+    def step(ws, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), (jnp.sin(x), jnp.cos(x))), x, ws)
+
+    loop = loop_of(program_of(step, (LAYERS, 512, 512), (512, 512)))
+    assert loop.workspace < 3 * MIB  # a product, and what is carried
+
+
 @pytest.mark.parametrize(("platform", "is_written_over"), [("cpu", True), ("gpu", False)])
 def test_a_product_in_a_body_is_written_over_on_a_cpu_alone(platform, is_written_over):
     """On a GPU it is an element of a tuple, with a workspace."""

@@ -104,7 +104,8 @@ class StepMaker:
         values = (*kernel.reads, *kernel.writes)
         sizes = {index[v]: size(v) for v in values}
         gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
-        own_nbytes = workspace(root) if body is None else body_nbytes(body)
+        carried = compat.scan_counts(root)[1] if root.primitive.name == "scan" else None
+        own_nbytes = workspace(root) if body is None else body_nbytes(body, carried)
         in_place: list[tuple[int, int]] = []
         apart = 0  # bytes of what is made before it is added to a total
         inside = sum(map(size, _inside(kernel, eqns)))

@@ -5,14 +5,19 @@ from __future__ import annotations
 from vmem_jax.core.program import Program
 
 
-def body_nbytes(program: Program) -> int:
+def body_nbytes(program: Program, carried: int | None = None) -> int:
     """The most bytes that are live at once among the values that `program` makes, the body of a loop,
     with its steps in their order.
 
     A result waits for the end of the iteration. What a step makes in the place of an operand that
     dies there takes nothing, and neither does a stack that it writes a slice of, or what a loop in it
-    carries and nothing else reads.
+    carries and nothing else reads. A fused kernel writes a result for a stack alone into that stack.
+
+    Args:
+      carried: how many of the outputs are carried into the next iteration; the others are stacked.
+        None for all.
     """
+    stacked = frozenset[int]() if carried is None else _written_to_stacks(program, carried)
     pairs = [_in_place(program, s) for s in range(len(program.steps))]
     owner: dict[int, int] = {}  # of what is a stack that is written to, or went through a barrier
 
@@ -34,7 +39,7 @@ def body_nbytes(program: Program) -> int:
     for s, (step, same) in enumerate(zip(program.steps, pairs, strict=True)):
         dying = {own(b) for b in step.reads if own(b) in made and last[own(b)] == s}
         reusable = set(dying)
-        new = [w for w in step.writes if own(w) == w]
+        new = [w for w in step.writes if own(w) == w and w not in stacked]
         for w in new:
             # what is read through a barrier is not written over
             given = (own(r) for r, x in same if x == w and r not in owner)
@@ -49,6 +54,13 @@ def body_nbytes(program: Program) -> int:
         live -= size(reusable | unread)
         made -= dying | unread
     return peak
+
+
+def _written_to_stacks(program: Program, carried: int) -> frozenset[int]:
+    """The outputs behind the first `carried` ones that fused kernels make and nothing reads."""
+    used = {b for step in program.steps for b in step.reads}.union(program.outputs[:carried])
+    made = {b for step in program.steps if step.fusible for b in step.writes}
+    return frozenset(made.intersection(program.outputs[carried:]) - used)
 
 
 def _in_place(program: Program, s: int) -> tuple[tuple[int, int], ...]:
