@@ -79,7 +79,7 @@ def test_they_come_by_slices_and_results_keep_every_bit(model, optimiser, hosted
     compat.check_jaxpr(traced.captured.flat)
 
 
-PARTS = [("lax", "adamw", everything, 2), ("nested", "adamw", everything, 2)]
+PARTS = [("lax", "adamw", everything, 2), ("checkpointed", "adamw", everything, 2)]
 PARTS += [("two loops", "sgd", everything, 3), ("lax", "clipped", moments, 3)]
 
 
