@@ -276,6 +276,7 @@ def loops_compiled() -> str:
         length = f", {row['tokens']:,} tokens" if "tokens" in row else ""
         model = f"{names[row['model']]}{attention}{depth}{length} ({row['batch']})"
         model += f", fully sharded over {row['mesh']}" if "mesh" in row else ""
+        model += "" if row.get("scanned", True) else ", unrolled"
         if "predicted_gib" not in row:
             by_hand[model, row["way"]] = row["gib"]
             continue
