@@ -187,6 +187,7 @@ _STEPS = {
     "gpt": "GPT-2 medium, dropout, scanned ({batch})",
     "vit": "ViT-L/16, dropout, scanned ({batch})",
     "resnet": "ResNet-152, scanned ({batch})",
+    "resnet50": "ResNet-50 ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
     "convnext": "ConvNeXt-B ({batch})",
     "unet": "U-Net of latent diffusion ({batch})",
