@@ -195,9 +195,9 @@ _STEPS = {
 
 
 def training_steps() -> str:
-    """The decoder's rows without a profile, with cuDNN's attention."""
-    rows = _json("training_steps_h200")
-    rows = [r for r in rows if not (r["profile"] or r.get("attention") or r.get("tokens"))]
+    """The decoder's rows without a profile or what `allow` names, with cuDNN's attention."""
+    others = ("profile", "attention", "tokens", "allow")
+    rows = [r for r in _json("training_steps_h200") if not any(map(r.get, others))]
     return _training_steps(rows, "decoder").replace("| decoder, ", "| ")
 
 
@@ -249,6 +249,7 @@ def seven_billion() -> str:
     for row in _json("seven_billion"):
         card = row["device"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
         way = "a checkpoint a layer" if row["way"] == "checkpoint" else f"`auto`, {row['budget']}"
+        way += ", scanned" if row.get("scanned") else ""
         figures = [row["pinned_gib"], row["allocator_gib"]]
         predicted = f"{row['predicted_ms'] / 1e3:.2f}" if "predicted_ms" in row else ""
         seconds = [f"{row['ms'] / 1e3:.2f}", predicted]
@@ -396,7 +397,7 @@ def readme() -> str:
         own = [r for r in own if not any(map(r.get, others))]
         own = [r for r in own if r["scanned"] is scanned]
         by_way = {r["way"]: r for r in own}
-        budgeted = [r for r in own if "predicted_ms" in r]
+        budgeted = [r for r in by_way.values() if "predicted_ms" in r]
         share = lambda r, plain: (f"{r['gib'] / plain['gib']:.0%}", f"{r['of_plain']:.2f}")
         wrapped = ", ".join(share(by_way["checkpoint"], by_way["plain"]))
         for row in budgeted:

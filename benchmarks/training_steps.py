@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import records
 from absl import app, flags
 from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, UNROLLED, Training
@@ -100,7 +101,8 @@ def main(_: Any) -> None:
             row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
     if FLAGS.rounds and not FLAGS.target:
-        start, draw = given.init, given.batch  # as one program it compiles for minutes
+        # as one program it compiles for minutes; copies, since some leaves are one array
+        start, draw = lambda key: jax.tree.map(jnp.copy, given.init(key)), given.batch
         if FLAGS.mesh > 1:
             placed = lambda shapes: jax.tree.map(lambda a: a.sharding, shapes)
             start = jax.jit(start, out_shardings=placed(state))

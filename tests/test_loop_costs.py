@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -45,6 +47,15 @@ def test_a_loop_takes_what_its_layers_take_unrolled():
         closed = jax.jit(train_step(model, optimiser)).trace(state, tokens).jaxpr
         seconds.append(sum(analytic(capture(closed).program, MACHINE).seconds))
     assert 1 < seconds[0] / seconds[1] < 1.35
+
+
+def test_slices_from_host_memory_and_back_take_the_link_one_after_another():
+    layer = lambda y, w: (jnp.tanh(y @ w), None)
+    found = program_of(lambda w, x: lax.scan(layer, x, w)[0], (LAYERS, 64, 64), (256, 64))
+    loop = loop_of(found)
+    there = dataclasses.replace(loop, fetched=3 * MIB, returned=2 * MIB)
+    more = MACHINE.seconds(there) - MACHINE.seconds(loop)
+    assert more == pytest.approx(3 * MIB / MACHINE.link_in + 2 * MIB / MACHINE.link_out)
 
 
 def test_updates_in_a_loop_take_what_those_of_unrolled_layers_take():
