@@ -1,13 +1,17 @@
-"""explain: what a plan's summary says, on programs drawn by hand."""
+"""explain: what a plan's summary says."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import plan_of
 from test_moves import CHAIN, ORDER, costs_of
 
+import vmem_jax
 from vmem_jax.core.costs import Source
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
@@ -53,3 +57,34 @@ def test_a_roofline_is_called_one():
     unknown = dataclasses.replace(COSTS, sources=(Source.MEASURED,) * len(CHAIN.steps))
     assert "times are 100% measured" in explained(unknown).summary()
     assert "error" not in explained(unknown).summary()
+
+
+def test_a_loop_is_one_group_an_iteration_and_all():
+    """In the summary and in the trace; the plan's loop stacks less and computes more again."""
+    length, rows, width = 12, 1024, 64
+
+    def step(w, x):
+        layer = lambda y, w: (y + jax.nn.gelu(y @ w[0]) @ w[1], None)
+        loss = lambda w: jnp.square(jax.lax.scan(layer, x, w)[0]).mean()
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    w = shape(length, width, 4 * width), shape(length, 4 * width, width)
+    found = vmem_jax.jit(step, budget=0.5, donate_argnums=0).explain(w, shape(rows, width))
+    lines = [line for line in found.summary().splitlines() if f"{length} iterations" in line]
+    each, total = zip(
+        *(map(float, re.findall(r"([\d.]+) ms", line)) for line in lines), strict=True
+    )
+    assert total == pytest.approx([length * ms for ms in each], rel=0.01)
+    assert sum(total) == pytest.approx(1e3 * found.seconds, rel=0.05)
+    assert "scan (forward)" in lines[0] and "scan (backward)" in lines[1]
+    stacked = 4 * rows * width * 5 // 2**10  # the carry, and what the second product reads
+    assert (
+        f"it stacks {stacked / 2**10:.2f} MiB each, {length * stacked / 2**10:.2f} MiB" in lines[0]
+    )
+    assert re.search(r"[1-9] of its \d+ steps compute forward values again", lines[1])
+    spans = [
+        e["args"] for e in found.trace()["traceEvents"] if e.get("args", {}).get("op") == "scan"
+    ]
+    assert [span["iterations"] for span in spans] == [length] * 2
+    assert [1e3 * span["seconds an iteration"] for span in spans] == pytest.approx(each, abs=1e-3)

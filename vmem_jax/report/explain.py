@@ -121,6 +121,7 @@ class Explanation:
             f"recomputation; {self._where_times_come_from()}"
             + self._gap()
             + self._batch()
+            + self._loops()
             + self._compression()
             + self._cache()
             + self._skipped()
@@ -174,6 +175,26 @@ class Explanation:
             f"{len(self.program.steps)} steps, {own / (sum(seconds) or 1.0):.0%} of the time; the "
             "rest runs once"
         )
+
+    def _loops(self) -> str:
+        """What each loop takes, an iteration and all, what it stacks, and what it computes again."""
+        said = ""
+        for s, loop in enumerate(self.program.steps):
+            if not loop.body:
+                continue
+            ms = 1e3 * self.costs.seconds[s]
+            each = ms / (loop.times * loop.length)
+            said += (
+                f"\n{loop.where}, {loop.length} iterations: {each:.3f} ms each, {ms:.2f} ms in all"
+            )
+            buffers = [self.program.buffers[b] for b in loop.writes]
+            if stacked := sum(b.nbytes for b in buffers if b.slices > 1):
+                slices = show_nbytes(stacked // loop.length)
+                said += f"; it stacks {slices} each, {show_nbytes(stacked)} in all"
+            again = sum(step.phase is Phase.FORWARD for step in loop.body)
+            if loop.phase is Phase.BACKWARD and again:
+                said += f"; {again} of its {len(loop.body)} steps compute forward values again"
+        return said
 
     def _compressed_stacks(self, others: int) -> str:
         """How many stacks are compressed; all else that is takes `others` bytes."""

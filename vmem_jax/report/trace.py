@@ -81,7 +81,7 @@ def predicted(
         tracks.append(Track("budget", [(0.0, line), (timeline.seconds, line)]))
     if timeline.peak_at >= 0:
         holders = what_holds(program, timeline)
-        about = {
+        about: dict[str, Any] = {
             "nbytes": timeline.peak,
             "at": where_peak(program, timeline),
             "holders": holders,
@@ -151,7 +151,7 @@ def _steps(program: Program, timeline: Timeline, costs: Costs) -> list[Span]:
     for position, (s, begin) in enumerate(zip(timeline.order, timeline.start, strict=True)):
         step = program.steps[s]
         source = costs.sources[s] if costs.sources else Source.ROOFLINE
-        about = {
+        about: dict[str, Any] = {
             "layer": step.layer,
             "op": step.op,
             "phase": step.phase.value,
@@ -162,6 +162,9 @@ def _steps(program: Program, timeline: Timeline, costs: Costs) -> list[Span]:
             "position": position,
             "live nbytes": timeline.live_nbytes[position],
         }
+        if step.body:
+            each = costs.seconds[s] / (step.times * step.length)
+            about["iterations"], about["seconds an iteration"] = step.length, each
         again = " again" if s in ran else ""
         name = f"{step.layer or '(no layer)'}: {step.op}{again}"
         spans.append(Span(COMPUTE, name, "step", begin, begin + costs.seconds[s], about))
