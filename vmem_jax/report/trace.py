@@ -81,7 +81,7 @@ def predicted(
         tracks.append(Track("budget", [(0.0, line), (timeline.seconds, line)]))
     if timeline.peak_at >= 0:
         holders = what_holds(program, timeline)
-        about: dict[str, Any] = {
+        about = {
             "nbytes": timeline.peak,
             "at": where_peak(program, timeline),
             "holders": holders,
