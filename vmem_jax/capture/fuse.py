@@ -78,13 +78,12 @@ class _Fuser:
             self.epoch.append(heavy)
             sizes = [self.nbytes[v] for v in (*eqn.outvars, *self.operands[i])]
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096
-        self.uses: dict[Var, int] = {}
-        self.reader: dict[Var, int] = {}  # the last equation that reads a value
+        self.readers: dict[Var, list[int]] = {}
         for i, eqn in enumerate(self.eqns):
             for a in eqn.invars:
                 if isinstance(a, Var):
-                    self.uses[a] = self.uses.get(a, 0) + 1
-                    self.reader[a] = i
+                    self.readers.setdefault(a, []).append(i)
+        self.uses = {v: len(readers) for v, readers in self.readers.items()}
         self.tied = {i: tie for tie in ties(flat) for i in tie.equations}
         for i in self.tied:  # a mask of a tie exists
             if self.eqns[i].primitive.name in COMPARISONS:
@@ -181,7 +180,7 @@ class _Fuser:
             return chain
         out = eqn.outvars[0]
         while out not in self.outputs and self.uses.get(out) == 1 and len(chain) < 3:
-            j = self.reader[out]
+            j = self.readers[out][-1]
             name, after = self.eqns[j].primitive.name, self.eqns[j].outvars[0]
             same = (after.aval.shape, after.aval.dtype) == (out.aval.shape, out.aval.dtype)
             if name not in ("add", "add_any", "max") or not same or j in self.absorbed:
@@ -206,10 +205,10 @@ class _Fuser:
         if eqn.primitive.name != "dot_general":
             return None
         out = eqn.outvars[0]
-        if out in self.outputs or self.uses.get(out) != 1 or self.reader[out] in self.tied:
+        if out in self.outputs or self.uses.get(out) != 1 or self.readers[out][0] in self.tied:
             return None
-        is_exchange = exchanges_operands(eqn, self.eqns[self.reader[out]])
-        return self.reader[out] if is_exchange else None
+        [reader] = self.readers[out]
+        return reader if exchanges_operands(eqn, self.eqns[reader]) else None
 
     def _source_equation(self, atom: Atom) -> JaxprEqn | None:
         source = self._source(atom)

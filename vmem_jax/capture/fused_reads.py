@@ -36,7 +36,8 @@ class Values(Protocol):
       maker: of a value the equation that makes it; none of an input.
       operands: of an equation the values that it reads, inputs first and then the latest first: what
         was made long ago is what most stands behind.
-      uses: of a value how many equations read it.
+      readers: of a value the equations that read it, in order, as often as they do.
+      uses: how many these are.
       nbytes: of a value.
       exists: fusible values that some kernel must write.
       until: of an existing value the last epoch that reads it.
@@ -47,6 +48,7 @@ class Values(Protocol):
     epoch: list[int]
     maker: dict[Var, int]
     operands: list[list[Var]]
+    readers: dict[Var, list[int]]
     uses: dict[Var, int]
     nbytes: dict[Var, int]
     exists: set[Var]

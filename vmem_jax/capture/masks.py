@@ -23,14 +23,9 @@ reading once what it is made of."""
 def masked_cotangents(values: Values) -> Iterator[Var]:
     """What a ReLU's gradient makes of a heavy kernel's result and fusible kernels read in front of
     another heavy kernel and behind it."""
-    readers: dict[Var, list[int]] = {}
-    for i, eqn in enumerate(values.eqns):
-        for a in eqn.invars:
-            if isinstance(a, Var):
-                readers.setdefault(a, []).append(i)
     for i, eqn in enumerate(values.eqns):
         if values.classes[i] is Class.FUSIBLE and _is_masked(eqn, values):
-            epochs = {values.epoch[r] for r in _readers(eqn.outvars[0], values, readers)}
+            epochs = {values.epoch[r] for r in _readers(eqn.outvars[0], values)}
             if len(epochs) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS:
                 yield eqn.outvars[0]
 
@@ -49,12 +44,12 @@ def _is_masked(eqn: JaxprEqn, values: Values) -> bool:
     return source and any(values.classes[m] is Class.HEAVY for m in made)
 
 
-def _readers(v: Var, values: Values, readers: dict[Var, list[int]]) -> Iterator[int]:
+def _readers(v: Var, values: Values) -> Iterator[int]:
     """The equations that read `v`, or `v` in another type or shape."""
-    for i in readers.get(v, ()):
+    for i in values.readers.get(v, ()):
         eqn = values.eqns[i]
         is_same = eqn.primitive.name == "convert_element_type" or values.classes[i] is Class.VIEW
         if is_same:
-            yield from _readers(eqn.outvars[0], values, readers)
+            yield from _readers(eqn.outvars[0], values)
         else:
             yield i
