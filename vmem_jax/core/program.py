@@ -139,6 +139,11 @@ class Step:
         return not self.fusible and self.op not in (COMPRESS, DECOMPRESS)
 
     @property
+    def iterations(self) -> int:
+        """Of a loop, how often its body runs in the whole training step."""
+        return self.times * self.length
+
+    @property
     def where(self) -> str:
         """The step for people: "VGG/conv2: conv_general_dilated (backward) at model.py:41"."""
         at = f" at {self.source}" if self.source else ""

@@ -183,10 +183,8 @@ class Explanation:
             if not loop.body:
                 continue
             ms = 1e3 * self.costs.seconds[s]
-            each = ms / (loop.times * loop.length)
-            said += (
-                f"\n{loop.where}, {loop.length} iterations: {each:.3f} ms each, {ms:.2f} ms in all"
-            )
+            each = f"{ms / loop.iterations:.3f} ms each"
+            said += f"\n{loop.where}, {loop.length} iterations: {each}, {ms:.2f} ms in all"
             buffers = [self.program.buffers[b] for b in loop.writes]
             if stacked := sum(b.nbytes for b in buffers if b.slices > 1):
                 slices = show_nbytes(stacked // loop.length)

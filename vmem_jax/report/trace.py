@@ -163,8 +163,8 @@ def _steps(program: Program, timeline: Timeline, costs: Costs) -> list[Span]:
             "live nbytes": timeline.live_nbytes[position],
         }
         if step.body:
-            each = costs.seconds[s] / (step.times * step.length)
-            about["iterations"], about["seconds an iteration"] = step.length, each
+            about["iterations"] = step.length
+            about["seconds an iteration"] = costs.seconds[s] / step.iterations
         again = " again" if s in ran else ""
         name = f"{step.layer or '(no layer)'}: {step.op}{again}"
         spans.append(Span(COMPUTE, name, "step", begin, begin + costs.seconds[s], about))
