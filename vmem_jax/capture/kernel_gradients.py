@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -60,10 +60,10 @@ def _known(flat: ClosedJaxpr, found: set[Convolution]) -> ClosedJaxpr:
         if eqn.primitive.name == "scan":
             body = _known(eqn.params["jaxpr"], found)
             eqns.append(eqn.replace(params={**eqn.params, "jaxpr": body}))
-        elif eqn.primitive.name == "conv_general_dilated" and _is_misread(eqn):
-            *padded, gradient = _padded(eqn)
-            matched = match(gradient, {})
-            found.update([] if matched is None else [matched.convolution])
+        elif zeros := _zeros(eqn):
+            *padded, gradient = _padded(eqn, zeros)
+            if matched := match(gradient, {}):
+                found.add(matched.convolution)
             eqns += [*padded, gradient]
         else:
             eqns.append(eqn)
@@ -71,28 +71,24 @@ def _known(flat: ClosedJaxpr, found: set[Convolution]) -> ClosedJaxpr:
     return compat.close(*parts, like=flat)
 
 
-def _is_misread(eqn: JaxprEqn) -> bool:
-    if eqn.params["batch_group_count"] == 1 or any(d != 1 for d in eqn.params["rhs_dilation"]):
-        return False
+def _zeros(eqn: JaxprEqn) -> tuple[int, ...]:
+    """For each dimension the zeros on either side of a window that make it larger than the result; ()
+    where XLA does not misread `eqn`."""
     matched = match(eqn, {})
-    if matched is None:
-        return False
-    c = matched.convolution
-    is_depthwise = c.groups == c.features_in and c.which == Pass.BACKWARD_FILTER
-    return is_depthwise and any(more > 0 for more in _zeros(eqn))
-
-
-def _zeros(eqn: JaxprEqn) -> Iterator[int]:
-    """For each dimension the zeros on either side of a window that make it larger than the result."""
-    numbers = eqn.params["dimension_numbers"]
+    if matched is None or any(d != 1 for d in eqn.params["rhs_dilation"]):
+        return ()
+    c, numbers = matched.convolution, eqn.params["dimension_numbers"]
+    if c.which != Pass.BACKWARD_FILTER or not c.groups == c.features_in > 1:
+        return ()
     window, result = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
-    for k, y in zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True):
-        yield max(0, (result[y] - window[k]) // 2 + 1)
+    sides = zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    zeros = tuple(max(0, (result[y] - window[k]) // 2 + 1) for k, y in sides)
+    return zeros if any(zeros) else ()
 
 
-def _padded(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """The equations of `eqn` with zeros around its window, and as many more around the input."""
-    more, numbers = list(_zeros(eqn)), eqn.params["dimension_numbers"]
+def _padded(eqn: JaxprEqn, more: Sequence[int]) -> list[JaxprEqn]:
+    """The equations of `eqn` with `more` zeros around its window, and as many around the input."""
+    numbers = eqn.params["dimension_numbers"]
     [_, window] = eqn.invars
     around = [(0, 0)] * window.aval.ndim
     for k, zeros in zip(numbers.rhs_spec[2:], more, strict=True):
