@@ -1,10 +1,12 @@
 """What a person waits for: a first call beside plain jit's, a clone's first result, a report.
 
     python benchmarks/first_call.py --out=rows.jsonl
+    python benchmarks/first_call.py --network=decoder --budget=0.25 --out=rows.jsonl
     python benchmarks/first_call.py --what=clone --out=rows.jsonl
     python benchmarks/first_call.py --what=report --model=resnet152 --batch=128 --out=rows.jsonl
 
-A first call is timed in a process of its own, with empty caches, plain jit and `vmem_jax` in turns.
+A first call is timed in a process of its own, with empty caches, plain jit and `vmem_jax` in turns;
+of a model, or of a network of `step_models.py` whose layers are scanned.
 The clone is one of this checkout, which then runs the README's first command. The report is of a step
 that is planned for an H200, without one; planning is not part of its seconds.
 """
@@ -20,14 +22,18 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import records
 from absl import app, flags
+from step_models import BATCHES, MODELS, Training
 
 import vmem_jax
 from vmem_jax.models import Job, job
 
 ROOT = Path(__file__).parent.parent
 FLAGS = flags.FLAGS
+SAME = ("model", "network", "batch", "dtype")
+"""Flags that a process of one call is given."""
 CACHES = ("JAX_COMPILATION_CACHE_DIR", "VMEM_JAX_CACHE")
 
 
@@ -36,10 +42,20 @@ def work() -> Job:
     return job(FLAGS.model, batch=FLAGS.batch, dtype=FLAGS.dtype, optimizer="momentum")
 
 
+def network() -> Training:
+    """The network whose first step is timed."""
+    return MODELS[FLAGS.network]("plain", BATCHES[FLAGS.network], scanned=True)
+
+
 def first_call(way: str) -> float:
     """Seconds from the call to its results, in this process, which has called nothing before."""
-    train = work()
-    state, batch = train.init(jax.random.key(0)), train.random_batch(jax.random.key(1))
+    if FLAGS.network:
+        train = network()
+        state, batch = train.init(jax.random.key(0)), train.batch(jax.random.key(1))
+        state = jax.tree.map(jnp.copy, state)  # some leaves are one array
+    else:
+        train = work()
+        state, batch = train.init(jax.random.key(0)), train.random_batch(jax.random.key(1))
     jit = jax.jit if way == "plain" else vmem_jax.jit
     options = {} if way == "plain" else {"budget": float(way)}
     step = jit(train.step, donate_argnums=0, **options)
@@ -54,7 +70,7 @@ def in_a_process(way: str) -> float:
     with tempfile.TemporaryDirectory() as cache:
         given = {name: value for name, value in os.environ.items() if name not in CACHES}
         given["VMEM_JAX_CACHE"] = cache
-        same = [f"--{name}={FLAGS[name].value}" for name in ("model", "batch", "dtype")]
+        same = [f"--{name}={FLAGS[name].value}" for name in SAME]
         command = [sys.executable, __file__, f"--only={way}", *same]
         done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
@@ -86,7 +102,8 @@ def main(argv: list[str]) -> None:
     if FLAGS.only:
         print(first_call(FLAGS.only))
         return
-    case = {name: FLAGS[name].value for name in ("model", "batch", "dtype", "budget")}
+    about = ("network",) if FLAGS.network else ("model", "batch", "dtype")
+    case = {name: FLAGS[name].value for name in (*about, "budget")}
     if FLAGS.what == "clone":
         row = {"what": "clone", "seconds": round(clone(), 1)}
     elif FLAGS.what == "report":
@@ -108,6 +125,9 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_enum("what", "call", ["call", "clone", "report"], "What is timed.")
     flags.DEFINE_string("model", "resnet50", "Model of vmem_jax.models.")
+    flags.DEFINE_enum(
+        "network", "", ["", *MODELS], "Network of step_models.py, in place of a model."
+    )
     flags.DEFINE_integer("batch", 8, "Images in a batch.")
     flags.DEFINE_string("dtype", "bfloat16", "Type of computation and parameters.")
     flags.DEFINE_string("budget", "0.5", "Share of plain jit's need.")

@@ -17,6 +17,9 @@ first step from the same state is in its row, too. With --traces=DIRECTORY two s
 under JAX's profiler: DIRECTORY gets the instructions of each, and the microseconds of each kernel.
 With `--target=h200` all is compiled for that card, and nothing runs.
 
+Several of these may run at once with the same `--lock=FILE`: they compile together, and each times
+its ways alone, when all have compiled.
+
 With --mesh=DEVICES the step is fully sharded (Rajbhandari et al., "ZeRO", 2020, stage 3): the batch
 is split over so many devices, and so are the rows of each weight matrix and of its moments. GiB are
 those of one device.
@@ -24,13 +27,15 @@ those of one device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -82,24 +87,25 @@ def main(_: Any) -> None:
     about["commit"] = records.commit()
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Any] = {}
-    for way in FLAGS.ways:
-        row = rows[way] = {"way": way, **about}
-        begun = time.perf_counter()
-        if FLAGS.seconds and begun - started > FLAGS.seconds:
-            row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
-            continue
-        try:
-            if way in POLICIES or way == SEGMENTS:
-                steps[way], found = _by_hand(make(way).step, state, data)
-            elif way == LOWEST:
-                found = _lowest(given.step, state, data)
-            else:
-                gib = {name: row.get("gib") for name, row in rows.items()}
-                steps[way], found = _budgeted(given.step, way, gib, state, data)
-            row |= {**found, "seconds_to_compile": time.perf_counter() - begun}
-        except Exception as error:  # a row says so, and the other ways go on
-            row["error"] = f"{type(error).__name__}: {error}"[:600]
-        print(json.dumps(row), flush=True)
+    with _held(fcntl.LOCK_SH):
+        for way in FLAGS.ways:
+            row = rows[way] = {"way": way, **about}
+            begun = time.perf_counter()
+            if FLAGS.seconds and begun - started > FLAGS.seconds:
+                row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
+                continue
+            try:
+                if way in POLICIES or way == SEGMENTS:
+                    steps[way], found = _by_hand(make(way).step, state, data)
+                elif way == LOWEST:
+                    found = _lowest(given.step, state, data)
+                else:
+                    gib = {name: row.get("gib") for name, row in rows.items()}
+                    steps[way], found = _budgeted(given.step, way, gib, state, data)
+                row |= {**found, "seconds_to_compile": time.perf_counter() - begun}
+            except Exception as error:  # a row says so, and the other ways go on
+                row["error"] = f"{type(error).__name__}: {error}"[:600]
+            print(json.dumps(row), flush=True)
     if FLAGS.rounds and not FLAGS.target:
         # as one program it compiles for minutes; copies, since some leaves are one array
         start, draw = lambda key: jax.tree.map(jnp.copy, given.init(key)), given.batch
@@ -107,11 +113,23 @@ def main(_: Any) -> None:
             placed = lambda shapes: jax.tree.map(lambda a: a.sharding, shapes)
             start = jax.jit(start, out_shardings=placed(state))
             draw = jax.jit(draw, out_shardings=placed(data))
-        _time(start, draw(jax.random.key(1)), steps, rows)
+        with _held(fcntl.LOCK_EX):
+            _time(start, draw(jax.random.key(1)), steps, rows)
     with open(FLAGS.out, "a") as out:
         for row in rows.values():
             out.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
+
+
+@contextlib.contextmanager
+def _held(how: int) -> Iterator[None]:
+    """Holds the lock of `--lock`, shared or alone (a constant of fcntl); nothing without one."""
+    if not FLAGS.lock:
+        yield
+        return
+    with open(FLAGS.lock, "a") as file:  # closing it releases the lock
+        fcntl.flock(file, how)
+        yield
 
 
 def _sharded(state: Any, data: Any) -> tuple[Any, Any]:
@@ -247,6 +265,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("ways", "plain,checkpoint,dots,@dots,@checkpoint", "see above")
     flags.DEFINE_string("out", "steps.jsonl", "where rows are added")
     flags.DEFINE_string("target", None, "a card to compile for that is not there")
+    flags.DEFINE_string("lock", "", "file by which several of these take turns; see above")
     flags.DEFINE_string("traces", "", "directory for instructions and kernels")
     flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn", "chunks"], "of the decoder")
     flags.DEFINE_bool("scanned", True, "layers in one scan, or unrolled")
