@@ -110,7 +110,7 @@ def test_pairs_are_found_in_the_bodies_of_other_scans():
 def test_every_choice_gives_the_same_results(name):
     made = Levels(*STEPS[name]())
     expected = run(made.closed, made.args)
-    for every in ((0,) * len(made.loops), divisions(made.loops)[-1]):
+    for every in (((),) * len(made.loops), divisions(made.loops)[-1], ((4, 2),) * len(made.loops)):
         kept = choose(made.loops, MACHINE, fewest=True, every=every)
         assert_near(run(made.by(kept), made.args), expected)
 

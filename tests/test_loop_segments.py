@@ -1,7 +1,8 @@
-"""Pairs of scans in segments, of which only the carry-ins are stacked."""
+"""Pairs of scans in segments, on one level or several, of which only the carry-ins are stacked."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -19,7 +20,7 @@ from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_pairs import find_pairs
 from vmem_jax.capture.loop_residuals import with_stacks
 from vmem_jax.capture.loop_segments import Segments, segmented
-from vmem_jax.core.paired import in_segments
+from vmem_jax.core.paired import Division
 from vmem_jax.policy.residuals import Kept, choose, choose_divided, divisions
 
 WIDTH = 16
@@ -72,13 +73,32 @@ class Loops:
 # -- the segments
 
 
+def walked(division: Division, kept=0):
+    """(iterations in the order in which they run backwards, how many run forwards again, the most
+    carry-ins at a time) of a division, by running it."""
+    numbers = list(range(division.length - division.last, division.length))[::-1]
+    again, levels = 0, division.levels
+    most = [kept + sum(level.count for level in levels)]
+    for i, level in reversed([*enumerate(levels)]):
+        before = kept + sum(each.count for each in levels[: i + 1])
+        for segment in reversed(range(level.count)):
+            own, more, held = walked(level.deeper, before)
+            numbers += [n + level.at + segment * level.every for n in own]
+            again += level.every + more
+            most.append(held)
+    return numbers, again, max(most)
+
+
 @pytest.mark.parametrize("length", [4, 5, 7, 13, 16, 60])
-def test_segments_cover_all_iterations(length):
-    for every in range(2, length):
-        count, last = in_segments(length, every)
-        assert count * every + last == length
-        assert count >= 1
-        assert 1 <= last <= every
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_segments_cover_all_iterations(length, levels):
+    for every in itertools.combinations(range(min(length, 14) - 1, 1, -1), levels):
+        division = Division(length, every)
+        numbers, again, most = walked(division)
+        assert numbers == [*range(length)][::-1]
+        assert 1 <= division.last <= every[-1] == division.slices
+        assert (division.again, division.carry_ins_at_once) == (again, most)
+        assert division.levels[0].count >= 1
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -91,12 +111,26 @@ def test_segments_give_the_same_results(name):
         assert_near(run(made.by(kept), made.args), expected)
 
 
-@pytest.mark.parametrize(("length", "every"), [(4, 2), (5, 2), (7, 3), (13, 4), (13, 11), (12, 3)])
+@pytest.mark.parametrize(
+    ("length", "every"),
+    [
+        *[(4, (2,)), (5, (2,)), (7, (3,)), (13, (4,)), (13, (11,)), (12, (3,))],
+        *[(8, (4, 2)), (13, (5, 2)), (13, (9, 8)), (60, (20, 6)), (31, (16, 8, 4, 2))],
+    ],
+)
 def test_any_number_of_iterations_can_be_divided(length, every):
     made = Loops(*recurrent_step(length))
     kept = choose(made.loops, MACHINE, fewest=True, every=(every,))
     assert kept.every == (every,)
     assert_near(run(made.by(kept), made.args), run(made.closed, made.args))
+
+
+def test_segments_of_segments_give_the_same_bits_as_no_stack():
+    made = Loops(*recurrent_step(31))
+    whole, divided = (choose(made.loops, MACHINE, fewest=True, every=e) for e in ((), ((9, 3),)))
+    results = (run(made.by(kept), made.args) for kept in (whole, divided))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -107,7 +141,8 @@ def test_any_values_can_be_stacked_whole_or_for_a_segment(name, seed):
     loop = made.loops[0]
     early = [b for b in loop.keepable if rng.random() < 0.4]
     parts = frozenset(b for b in early if rng.random() < 0.5) | loop.carried
-    kept = Kept((frozenset(early) | parts,), 0, 0.0, (2 + seed % 2,), (parts,))
+    every = [(2,), (4, 2)][seed]
+    kept = Kept((frozenset(early) | parts,), 0, 0.0, (every,), (parts,))
     assert_near(run(made.by(kept), made.args), run(made.closed, made.args))
 
 
@@ -117,21 +152,51 @@ def test_segments_need_less_memory_than_a_stack_of_all_that_is_carried():
     divided = choose_divided(made.loops, MACHINE, fewest=True)
     assert divided.segments is not None
     assert divided.nbytes < 0.25 * whole.nbytes
-    needs = [temporaries(made.by(kept), made.args) for kept in (whole, divided)]
+    once = choose(made.loops, MACHINE, fewest=True, every=((10,),))
+    needs = [temporaries(made.by(kept), made.args) for kept in (whole, once, divided)]
     assert needs[1] < 0.35 * needs[0]
+    assert needs[2] <= needs[1] + 0.95 * (divided.nbytes - once.nbytes) < 0.8 * needs[1]
 
 
 # -- the choice
 
 
-def test_the_fewest_bytes_are_those_of_the_square_root():
-    made = Loops(*recurrent_step(100))
-    kept = choose_divided(made.loops, MACHINE, fewest=True)
+@pytest.mark.parametrize(("length", "levels"), [(16, 1), (60, 1), (100, 1), (60, 2), (100, 2)])
+def test_the_fewest_slices_are_near_the_best_of_all_lengths(length, levels):
+    """On one level these are the lengths near the square root."""
+    made = Loops(*recurrent_step(length))
+    chosen = [
+        choose(made.loops, MACHINE, fewest=True, every=every)
+        for every in divisions(made.loops, levels)
+    ]
+    slices = lambda every: (
+        Division(length, every).slices + Division(length, every).carry_ins_at_once
+    )
     size = 4 * 64 * WIDTH
-    [count, last] = in_segments(100, kept.every[0])
-    assert kept.nbytes == (count + kept.every[0]) * size
-    assert kept.nbytes <= 1.03 * 19 * size  # of 10 iterations: 9 carry-ins and 10 slices
-    assert last <= kept.every[0]
+    for kept in chosen:
+        assert kept.nbytes == size * slices(*kept.every)
+    every = itertools.combinations(range(length - 1, 1, -1), levels)
+    assert min(kept.nbytes for kept in chosen) <= 1.06 * size * min(map(slices, every))
+
+
+def test_further_levels_store_fewer_slices_and_take_longer():
+    made = Loops(*recurrent_step(1024))
+    fewest = [
+        min(
+            (choose(made.loops, MACHINE, fewest=True, every=every) for every in found),
+            key=lambda kept: kept.nbytes,
+        )
+        for found in ([()], *(divisions(made.loops, levels) for levels in (1, 2, 3)))
+    ]
+    nbytes = [kept.nbytes for kept in fewest]
+    assert nbytes[1] == 63 * 4 * 64 * WIDTH
+    assert all(b <= 0.8 * a for a, b in itertools.pairwise(nbytes))
+    seconds = [kept.seconds for kept in fewest]
+    assert seconds == sorted(seconds)
+    assert choose_divided(made.loops, MACHINE, fewest=True).nbytes == nbytes[-1]
+    for limit, slowest in zip(nbytes, seconds, strict=True):
+        assert choose_divided(made.loops, MACHINE, limit).seconds <= slowest
+    assert choose_divided(made.loops, MACHINE).segments is None
 
 
 def test_a_loop_is_divided_only_where_that_is_faster():
@@ -153,8 +218,8 @@ def test_each_iteration_but_those_of_the_last_segment_runs_forwards_once_more():
     forward = sum(MACHINE.seconds(loop.program.steps[s]) for s in loop.first_steps)
     seconds = []
     for every in (2, 3, 4, 6):
-        kept = choose(made.loops, MACHINE, fewest=True, every=(every,))
-        count, _ = in_segments(12, every)
+        kept = choose(made.loops, MACHINE, fewest=True, every=((every,),))
+        [count] = [level.count for level in Division(12, (every,)).levels]
         stacks = 2 * (12 + count) * 4 * 64 * WIDTH / MACHINE.bandwidth
         again = kept.seconds - stacks - 12 * forward  # and for the backward loop once again
         assert again <= count * every * forward * 1.01
@@ -164,7 +229,7 @@ def test_each_iteration_but_those_of_the_last_segment_runs_forwards_once_more():
 
 def test_lengths_of_segments_are_tried_by_octaves():
     made = Loops(*recurrent_step(128))
-    found = [every for (every,) in divisions(made.loops)]
+    found = [every for ((every,),) in divisions(made.loops)]
     assert min(found) == 2
     assert max(found) == 64
     assert all(b <= 1.6 * a for a, b in itertools.pairwise(sorted(found)))
@@ -173,16 +238,25 @@ def test_lengths_of_segments_are_tried_by_octaves():
 # -- the whole of it
 
 
-def test_a_step_runs_in_less_than_its_carry_ins_take(tmp_path):
+@pytest.mark.parametrize(("slices", "levels"), [(48, 1), (23, 2)])
+def test_a_step_runs_in_less_than_its_carry_ins_take(tmp_path, slices, levels):
     step, args = recurrent_step(97, rows=512)
-    carried = 97 * 512 * WIDTH * 4
-    budgeted = vmem_jax.jit(step, budget=carried // 2, machine=FAST, sub_batches=1)
+    given = sum(a.nbytes for a in args)
+    budget = given + slices * 512 * WIDTH * 4  # of 97; 5 or so are the body's
+    budgeted = vmem_jax.jit(step, budget=budget, machine=FAST, sub_batches=1)
     plan = budgeted.plan(*args)
-    assert plan.segments is not None
+    [(every, _)] = plan.segments
+    assert len(every) == levels
+    assert "segments of " + "/".join(map(str, every)) in str(plan)
     assert_near(jax.tree.leaves(budgeted(*args)), jax.tree.leaves(jax.jit(step)(*args)))
     plan.save(tmp_path / "plan.json")
     again = vmem_jax.jit(step, plan=vmem_jax.Plan.load(tmp_path / "plan.json"))
     assert again.plan(*args).segments == plan.segments
+    [(_, parts)] = plan.segments
+    for wrong in ((97,), (8, 8), (4, 8), (8, 1), (8, 0)):
+        edited = dataclasses.replace(plan, segments=((wrong, parts),))
+        with pytest.raises(vmem_jax.PlanError):
+            vmem_jax.jit(step, plan=edited).plan(*args)
 
 
 def test_weights_are_not_copied_by_segments():

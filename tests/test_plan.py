@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -23,6 +24,9 @@ def test_round_trip(tmp_path):
     assert Plan.load(path) == PLAN
     assert Plan.load(str(path)) == PLAN
     assert [p.name for p in tmp_path.iterdir()] == ["step.plan.json"]
+    divided = dataclasses.replace(PLAN, kept=((1, 2), (0,)), segments=(((9, 3), (2,)), ((), ())))
+    divided.save(path)
+    assert Plan.load(path) == divided
 
 
 @settings(max_examples=50, deadline=None)
@@ -81,6 +85,8 @@ def edited(**changes):
         (edited(predicted_peak=None), "wrong type"),
         (edited(predicted_seconds="fast"), "wrong type"),
         (edited(program=7), "wrong type"),
+        (edited(segments=[[4, 1, 2]]), "wrong type"),
+        (edited(segments=[[[4, 2]]]), "wrong type"),
     ],
 )
 def test_edited_file_is_refused(text, words):

@@ -32,7 +32,7 @@ from vmem_jax.capture.sub_batches import SubBatches, divided
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
-from vmem_jax.core.program import BEGIN, END, Buffer, Program, Step
+from vmem_jax.core.program import BEGIN, END, Buffer, LoopSegments, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
 Bodies = Callable[[ClosedJaxpr, str], ClosedJaxpr]
@@ -81,7 +81,7 @@ class Captured:
         self,
         separate: ClosedJaxpr,
         kept: tuple[tuple[int, ...], ...] | None = None,
-        segments: tuple[tuple[int, ...], ...] | None = None,
+        segments: LoopSegments = None,
         divided_loops: Sequence[Segments] = (),
         bodies: Bodies = lambda flat, platform: flat,
     ) -> Captured:
@@ -108,7 +108,7 @@ class Captured:
     def _keeping(
         self,
         kept: tuple[tuple[int, ...], ...] | None,
-        segments: tuple[tuple[int, ...], ...] | None,
+        segments: LoopSegments,
         like: Program,
     ) -> Captured:
         """The same with these stacks, and with the logits and convolutions of `like`."""

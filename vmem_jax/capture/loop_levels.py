@@ -31,12 +31,12 @@ class Stacking:
 
     Attributes:
       kept: values of the paired body, in stacks.
-      every: iterations in a segment; 0 where the loops are not divided.
-      parts: those of `kept` whose stacks exist for one segment at a time.
+      every: the lengths of segments, of each level; () where the loops are not divided.
+      parts: those of `kept` whose stacks exist for one innermost segment at a time.
     """
 
     kept: Sequence[Var]
-    every: int
+    every: tuple[int, ...]
     parts: Collection[Var]
 
 

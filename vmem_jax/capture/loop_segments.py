@@ -14,6 +14,10 @@ plan of Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604
 and 4.1; there, too, the last segment is not run again. It has the k iterations of the others or
 fewer, so that any n can be divided.
 
+A segment can be divided in turn, as in section 4.3: while it runs again it keeps what each segment
+of j of its iterations carries in, and stacks of j slices exist at a time (`core.paired.Division`).
+Each level runs the iterations forwards once more. The code of the bodies is there 2 ** levels times.
+
 Stacks that are wanted whole (some of the residuals, results of the loops, gradients) are written in
 place, slice by slice, and arguments are read where they lie: a scan over segments of them would copy
 each segment.
@@ -34,7 +38,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.shards import is_typed
-from vmem_jax.core.paired import in_segments
+from vmem_jax.core.paired import Division, EqualSegments
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 
@@ -43,14 +47,14 @@ class Segments:
     """How a pair of scans is divided.
 
     Attributes:
-      every: iterations in a segment.
-      parts: stacks of the forward scan that exist for one segment at a time. The backward scan reads
-        them, and nothing else does.
+      every: iterations in a segment, and in a segment of it, of each level.
+      parts: stacks of the forward scan that exist for one innermost segment at a time. The backward
+        scan reads them, and nothing else does.
       carry: how many values the backward scan was traced to carry. Behind those it carries stacks
         whose slices it replaces, the updated ones of what the forward scan reads.
     """
 
-    every: int
+    every: tuple[int, ...]
     parts: frozenset[Var]
     carry: int
 
@@ -112,8 +116,8 @@ class _Pair:
 
     def __init__(self, segments: Segments, eqn: JaxprEqn) -> None:
         self.eqn, self.parts = eqn, segments.parts
-        self.length, self.every = eqn.params["length"], segments.every
-        self.count, self.last = in_segments(self.length, self.every)
+        self.length = eqn.params["length"]
+        self.division = Division(self.length, segments.every)
         self.consts, self.carry = compat.scan_counts(eqn)
         self.ys = eqn.outvars[self.carry :]
         self.again = _Again(eqn, segments.parts)
@@ -133,7 +137,8 @@ class _Pair:
         env.update(zip(whole, stacks, strict=True))
         self.operands = operands
         self.whole = [env[v] for v in self.again.whole]
-        self.carried_in, self.last_parts = _cut(rest, len(self.again.carried))
+        levels = [len(self.again.carried)] * len(self.division.levels)
+        *self.carried_in, self.last_parts = _cut(rest, *levels)
 
     def _forward(self, *operands: Any) -> list[Any]:
         consts, carried, xs = _cut(operands, self.consts, self.carry)
@@ -150,20 +155,40 @@ class _Pair:
             stacks = [_put(stack, ys[p], i) for p, stack in zip(whole, stacks, strict=True)]
             return (carried, stacks), [ys[p] for p in parts]
 
-        def segment(state: Any, s: Any) -> Any:
-            kept = [state[0][c] for c in self.again.carried]
-            without = lambda state, t: (once(state, t)[0], None)
-            state, _ = self._scan(without, state, self._of(s), self.every)
-            return state, kept
+        entering = lambda state: [state[0][c] for c in self.again.carried]
+        state, kept, last = self._run(once, entering, (carried, stacks), 0, self.division)
+        return [*state[0], *state[1], *(a for own in kept for a in own), *last]
 
-        state, kept = lax.scan(segment, (carried, stacks), _numbers(self.count))
-        first = self.count * self.every
-        state, last = self._scan(once, state, _numbers(self.last) + first, self.last)
-        return [*state[0], *state[1], *kept, *last]
+    def _run(
+        self, once: Callable, entering: Callable, state: Any, first: Any, division: Division
+    ) -> tuple[Any, list[Any], Any]:
+        """Runs the iterations of `division` from number `first` on.
 
-    def _of(self, s: Any) -> Any:
-        """The numbers of the iterations of segment `s`."""
-        return _numbers(self.every) + s * self.every
+        Args:
+          once: (state, number) -> the next state and the parts.
+          entering: gives what is kept of the state where a segment begins.
+
+        Returns:
+          The last state, what was kept of each level, and the parts of the last iterations.
+        """
+        without = lambda state, t: (once(state, t)[0], None)
+        found = []
+        for level in division.levels:
+
+            def segment(state: Any, s: Any, level: EqualSegments = level) -> Any:
+                kept = entering(state)
+                numbers = _numbers(level.every) + self._start(first, level, s)
+                return self._scan(without, state, numbers, level.every)[0], kept
+
+            state, kept = lax.scan(segment, state, _numbers(level.count))
+            found.append(kept)
+        numbers = _numbers(division.last) + (first + division.length - division.last)
+        state, last = self._scan(once, state, numbers, division.last)
+        return state, found, last
+
+    def _start(self, first: Any, level: EqualSegments, s: Any) -> Any:
+        """The first iteration of segment `s` of `level`."""
+        return first + level.at + s * level.every
 
     def _scan(self, once: Callable, state: Any, xs: Any, length: int, reverse: bool = False) -> Any:
         unroll = self.eqn.params["unroll"]
@@ -200,11 +225,14 @@ class _Pair:
             indices.append(self.again.parts.index(a) if is_part else None)
             others += [] if is_part else [now]
         groups = [operands[:consts], operands[consts : consts + carry], others]
-        groups += [self.operands, self.whole, self.carried_in, self.last_parts]
+        groups += [self.operands, self.whole, self.last_parts, *self.carried_in]
         sizes = [len(group) for group in groups]
 
         def run(*values: Any) -> list[Any]:
-            return self._backward(eqn, indices, current, *_cut(values, *sizes[:-1]))
+            consts, carried, others, mine, whole, last, *kept = _cut(values, *sizes[:-1])
+            return self._backward(
+                eqn, indices, current, consts, carried, others, mine, whole, last, kept
+            )
 
         outs = calls.bind(run, [a for group in groups for a in group], eqn)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -219,8 +247,8 @@ class _Pair:
         others: Sequence[Any],
         operands: Sequence[Any],
         whole: Sequence[Any],
-        carried_in: Sequence[Any],
         last: Sequence[Any],
+        carried_in: Sequence[Any],
     ) -> list[Any]:
         run, carry = jaxpr_as_fun(eqn.params["jaxpr"]), len(carried)
         stacks = [_room(self.length, v) for v in eqn.outvars[carry:]]
@@ -233,20 +261,30 @@ class _Pair:
             carried, ys = _cut(outs, carry)
             return (carried, [_put(s, y, i) for s, y in zip(stacks, ys, strict=True)]), None
 
-        def segment(state: Any, given: Any) -> Any:
-            # nothing of a segment may run before what is behind it has run backwards
-            (s, kept), carried = lax.optimization_barrier((given, state[0]))
-            state, numbers = (carried, state[1]), self._of(s)
-            now = [carried[current[p]] if p in current else a for p, a in enumerate(operands)]
-            again = lambda inner, t: self.again.run(now, whole, inner, self._slice_of(t))
-            _, parts = self._scan(again, kept, numbers, self.every)
-            state, _ = self._scan(once, state, (numbers, parts), self.every, reverse=True)
-            return state, None
+        def backwards(
+            state: Any, first: Any, division: Division, kept: Sequence[Any], last: Sequence[Any]
+        ) -> Any:
+            """Runs the iterations of `division` from number `first` on backwards."""
+            numbers = _numbers(division.last) + (first + division.length - division.last)
+            state, _ = self._scan(once, state, (numbers, last), division.last, reverse=True)
+            for level, own in [*zip(division.levels, kept, strict=True)][::-1]:
 
-        numbers = _numbers(self.last) + self.count * self.every
-        state, _ = self._scan(once, (carried, stacks), (numbers, last), self.last, reverse=True)
-        kept = _numbers(self.count), carried_in
-        (carried, stacks), _ = lax.scan(segment, state, kept, reverse=True)
+                def segment(state: Any, given: Any, level: EqualSegments = level) -> Any:
+                    # nothing of a segment may run before what is behind it has run backwards
+                    (s, entered), carried = lax.optimization_barrier((given, state[0]))
+                    current_of = lambda p, a: carried[current[p]] if p in current else a
+                    now = [current_of(p, a) for p, a in enumerate(operands)]
+                    again = lambda inner, t: self.again.run(now, whole, inner, self._slice_of(t))
+                    start = self._start(first, level, s)
+                    _, kept, last = self._run(again, list, entered, start, level.deeper)
+                    state = carried, state[1]
+                    return backwards(state, start, level.deeper, kept, last), None
+
+                given = _numbers(level.count), own
+                state, _ = lax.scan(segment, state, given, reverse=True)
+            return state
+
+        carried, stacks = backwards((carried, stacks), 0, self.division, carried_in, last)
         return [*carried, *stacks]
 
 

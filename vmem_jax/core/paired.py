@@ -89,8 +89,64 @@ class PairedLoop:
         return frozenset(found)
 
 
-def in_segments(length: int, every: int) -> tuple[int, int]:
-    """(segments of `every` iterations, iterations behind them) of `length` iterations. There are at
-    least one and at most `every` behind them, which need not be run again."""
-    count = -(-length // every) - 1
-    return count, length - count * every
+@dataclasses.dataclass(frozen=True)
+class EqualSegments:
+    """`count` segments of `every` iterations, from iteration `at` on, each divided by `deeper`."""
+
+    at: int
+    count: int
+    every: int
+    deeper: Division
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """`length` iterations in segments of `every[0]`, each of these in segments of `every[1]`, and so
+    on. What a segment carries in is kept until it has run backwards; then it is run again.
+
+    The last segment of each level has as many iterations as the others or fewer. It is not run again,
+    but divided by the next length, until `last` iterations are behind all segments.
+    """
+
+    length: int
+    every: tuple[int, ...]
+
+    @functools.cached_property
+    def levels(self) -> tuple[EqualSegments, ...]:
+        """The segments in the order in which they run; no level without any."""
+        found, at = [], 0
+        for i, every in enumerate(self.every):
+            count = -(-(self.length - at) // every) - 1
+            if count > 0:
+                found.append(EqualSegments(at, count, every, Division(every, self.every[i + 1 :])))
+                at += count * every
+        return tuple(found)
+
+    @property
+    def last(self) -> int:
+        """Iterations behind all segments: at least one."""
+        return self.length - sum(level.count * level.every for level in self.levels)
+
+    @functools.cached_property
+    def again(self) -> int:
+        """How many iterations run again, in all."""
+        return sum(level.count * (level.every + level.deeper.again) for level in self.levels)
+
+    @functools.cached_property
+    def carry_ins(self) -> int:
+        """How often what a segment carries in is kept, in all."""
+        return sum(level.count * (1 + level.deeper.carry_ins) for level in self.levels)
+
+    @functools.cached_property
+    def carry_ins_at_once(self) -> int:
+        """The most of them that exist at a time."""
+        before, most = 0, 0
+        for level in self.levels:
+            before += level.count
+            most = max(most, before + level.deeper.carry_ins_at_once)
+        return most
+
+    @property
+    def slices(self) -> int:
+        """How many slices a stack for one innermost segment has; 0 where nothing is divided."""
+        return min(self.every, default=0)

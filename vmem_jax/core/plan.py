@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from vmem_jax.core.convolution import Configuration, Epilogue, Micro
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 13
+FORMAT = 14
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -103,7 +103,7 @@ class Plan:
     sub_batches: int = 1
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
-    segments: tuple[tuple[int, ...], ...] | None = None
+    segments: LoopSegments = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
     sub_batch_size: int | None = None
@@ -145,7 +145,7 @@ class Plan:
         moved += f" of {self.sub_batch_size} samples" if self.sub_batch_size else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
         moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
-        every = [str(each[0]) for each in self.segments or () if each]
+        every = ["/".join(map(str, own)) for own, _ in self.segments or () if own]
         moved += f", in segments of {', '.join(every)} iterations" if every else ""
         moved += f", logits in {self.logit_chunks} chunks" if self.logit_chunks > 1 else ""
         count = len(self.carried)
@@ -227,7 +227,8 @@ class Plan:
             or (_is_int(values["sub_batch_size"]) and values["sub_batch_size"] > 0),
             "compressed": _are_integers(values["compressed"], 2),
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
-            "segments": values["segments"] is None or _are_lists_of_integers(values["segments"]),
+            "segments": values["segments"] is None
+            or (isinstance(values["segments"], list) and all(map(_is_divided, values["segments"]))),
         }
         wrong = [field for field, ok in expected_types.items() if not ok]
         if wrong:
@@ -239,10 +240,12 @@ class Plan:
             for s, epilogue, micros in values["convolutions"]
         )
         compressed = tuple((b, nbytes) for b, nbytes in values["compressed"])
-        of_loops = lambda field: None if values[field] is None else tuple(map(tuple, values[field]))
+        kept, segments = values["kept"], values["segments"]
         parts: dict[str, Any] = {"order": order, "transfers": transfers, "looped": looped}
         parts |= {"compressed": compressed, "carried": tuple(values["carried"])}
-        parts |= {field: of_loops(field) for field in ("kept", "segments")}
+        parts["kept"] = None if kept is None else tuple(map(tuple, kept))
+        divided = lambda every, stacked: (tuple(every), tuple(stacked))
+        parts["segments"] = None if segments is None else tuple(divided(*own) for own in segments)
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -268,6 +271,11 @@ def _are_lists_of_integers(saved: Any) -> bool:
     return isinstance(saved, list) and all(
         isinstance(each, list) and all(map(_is_int, each)) for each in saved
     )
+
+
+def _is_divided(saved: Any) -> bool:
+    """Whether `saved` is how one pair of loops is divided."""
+    return _are_lists_of_integers(saved) and len(saved) == 2
 
 
 def _is_configured(saved: Any) -> bool:

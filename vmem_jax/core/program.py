@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.touched import Touched
 
+LoopSegments = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None
+"""How pairs of loops are divided into segments: `Program.segments`."""
+
 
 class Kind(enum.StrEnum):
     """The role of a buffer's value."""
@@ -175,8 +178,9 @@ class Program:
       kept: of every pair of loops the values of one iteration that the first stacks for the second,
         by their buffers in that iteration (`core.paired`); None where they stack what they were
         traced to.
-      segments: of every pair of loops (iterations in a segment, *those of `kept` that are stacked for
-        one segment at a time), () of one that is not divided; None where none is.
+      segments: of every pair of loops the lengths of its segments (`core.paired.Division`) and those
+        of `kept` that are stacked for one innermost segment at a time, both () of one that is not
+        divided; None where none is.
       sub_batch_size: samples of each sub-batch but the last, where they are more than an even
         division has; else None.
       last_nbytes: bytes of every buffer in a smaller last sub-batch; empty if there is none.
@@ -193,7 +197,7 @@ class Program:
     hosted: tuple[int, ...] = ()
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
-    segments: tuple[tuple[int, ...], ...] | None = None
+    segments: LoopSegments = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
     sub_batch_size: int | None = None

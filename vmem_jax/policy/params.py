@@ -52,6 +52,9 @@ class PolicyParams:
       segment_octaves: lengths of segments that are tried for each doubling. With k off by a factor
         of 2 ** (1 / 4) from the best, n / k + k is 1.5 % above its minimum.
       shortest_loop: iterations of a loop that is divided: two segments of two.
+      level_share: of the fewest slices on one level of segments less; a further level is tried where
+        it stores this share or less, since the code of the loops' bodies doubles with each. So 16
+        iterations have two levels, 128 three and 4,096 four.
       cut_offsets: every k-th cut is taken from each of the first k where k is at most this: a layer
         of a transformer has two cuts, and its input is one of them.
       small_cut: of the median value that a product makes; what is smaller crosses a cut unseen,
@@ -91,6 +94,7 @@ class PolicyParams:
     residual_gap: float = 1e-3
     segment_octaves: int = 2
     shortest_loop: int = 4
+    level_share: float = 0.8
     cut_offsets: int = 3
     small_cut: float = 1 / 64
     size_rounds: int = 6

@@ -22,7 +22,9 @@ carries in. That has the same rows once more, of what has to be made again there
     again_need[r] >= again[s]            for every operand r of step s
     again_need[c'] >= carry[c]           where c is c' of the iteration before
 
-and carry[c] costs a slice a segment. Every k is a program of its own.
+and carry[c] costs a slice a segment. Where segments are divided in turn, again[s] costs what it does
+on all levels and carry[c] a slice for each segment whose carry-ins exist at a time. Every choice of
+lengths is a program of its own.
 
 What an iteration of the backward loop holds beside the stacks (`policy.body_memory`) may be bounded
 as well, at some of its positions p. With done[s] for a step that has run again by then:
@@ -42,14 +44,14 @@ it every number of bytes has its best choice. Of several loops the rows stand in
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from scipy import optimize, sparse
 
 from vmem_jax.core.costs import Machine
-from vmem_jax.core.paired import PairedLoop, in_segments
+from vmem_jax.core.paired import Division, PairedLoop
+from vmem_jax.core.program import LoopSegments
 from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.params import PARAMS
 
@@ -97,25 +99,26 @@ class Kept:
       buffers: of each loop what is kept, in stacks.
       nbytes: of all stacks.
       seconds: that computing the rest again takes, and the stacks.
-      every: of each loop the iterations in a segment; 0 where it is not divided.
-      parts: of each loop those of `buffers` whose stacks exist for a segment at a time.
+      every: of each loop the lengths of its segments, of each level (`core.paired.Division`); ()
+        where it is not divided.
+      parts: of each loop those of `buffers` whose stacks exist for an innermost segment at a time.
       each: bytes of the stacks of each loop.
     """
 
     buffers: tuple[frozenset[int], ...]
     nbytes: int
     seconds: float
-    every: tuple[int, ...] = ()
+    every: tuple[tuple[int, ...], ...] = ()
     parts: tuple[frozenset[int], ...] = ()
     each: tuple[int, ...] = ()
 
     @property
-    def segments(self) -> tuple[tuple[int, ...], ...] | None:
-        """Of each loop (`every`, *`parts`), () of one that is not divided; None where none is."""
+    def segments(self) -> LoopSegments:
+        """As `Program.segments`."""
         if not any(self.every):
             return None
         both = zip(self.every, self.parts, strict=True)
-        return tuple((every, *sorted(parts)) if every else () for every, parts in both)
+        return tuple((every, tuple(sorted(parts)) if every else ()) for every, parts in both)
 
 
 def choose(
@@ -123,7 +126,7 @@ def choose(
     machine: Machine,
     limit: int | None = None,
     fewest: bool = False,
-    every: Sequence[int] = (),
+    every: Sequence[Sequence[int]] = (),
     held: Held | None = None,
     without: Sequence[Collection[int]] = (),
 ) -> Kept | None:
@@ -133,11 +136,11 @@ def choose(
       machine: what the steps take time on.
       limit: bytes of all stacks together, and of what is `held`; None for no limit.
       fewest: the choice with the fewest bytes instead, and of those the fastest.
-      every: of each loop the iterations in a segment, 0 where it is not to be divided.
+      every: of each loop the lengths of its segments, () where it is not to be divided.
       held: what counts beside the stacks; None for nothing.
       without: of each loop what is not to be stacked.
     """
-    model = _Model(loops, machine, every or (0,) * len(loops), held)
+    model = _Model(loops, machine, every or ((),) * len(loops), held)
     for keep, buffers in zip(model.keeps, without, strict=False):
         for b in buffers:
             model.upper[keep[b]] = 0
@@ -147,26 +150,57 @@ def choose(
 def choose_divided(
     loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
 ) -> Kept | None:
-    """`choose` where loops may be divided into segments, of whatever length is the best."""
-    found = [choose(loops, machine, limit, fewest)]
-    found += [choose(loops, machine, limit, fewest, every) for every in divisions(loops)]
+    """`choose` where loops may be divided into segments, of whatever lengths are the best. A further
+    level is tried where the one before is of use, or nothing fits yet."""
     rank = lambda kept: (kept.nbytes if fewest else kept.seconds, kept.seconds)
-    return min(filter(None, found), key=rank, default=None)
+    best = choose(loops, machine, limit, fewest)
+    for levels in range(1, max((_levels(loop.length) for loop in loops), default=0) + 1):
+        divided = (choose(loops, machine, limit, fewest, e) for e in divisions(loops, levels))
+        found = min(filter(None, [best, *divided]), key=rank, default=None)
+        if best is not None and found is best:
+            break
+        best = found
+    return best
 
 
-def divisions(loops: Sequence[PairedLoop]) -> tuple[tuple[int, ...], ...]:
-    """Lengths of segments, of each loop one, 0 of one that is too short: from 2 iterations to half of
-    them, where there are several loops each with the same multiple of its square root."""
-    lengths = [loop.length for loop in loops]
-    most = max(lengths, default=0)
-    found = dict[tuple[int, ...], None]()
-    for step in range(
-        -PARAMS.segment_octaves * most.bit_length(), PARAMS.segment_octaves * most.bit_length() + 1
-    ):
-        share = 2 ** (step / PARAMS.segment_octaves)
-        fit = lambda n, share=share: min(max(round(share * math.sqrt(n)), 2), -(-n // 2))
-        found[tuple(fit(n) if n >= PARAMS.shortest_loop else 0 for n in lengths)] = None
-    return tuple(every for every in found if any(every))
+def divisions(
+    loops: Sequence[PairedLoop], levels: int = 1
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Lengths of segments on so many levels, of each loop outermost first, () of one that is too
+    short.
+
+    Innermost segments have from 2 iterations to half of them, where there are several loops each
+    with the same multiple of the length that stores the fewest slices. From there outwards lengths
+    are multiples, near a geometric series up to the loop's own: with these the fewest carry-ins exist
+    at a time.
+    """
+    octaves = PARAMS.segment_octaves
+    most = octaves * max((loop.length for loop in loops), default=0).bit_length()
+    shares = [2 ** (step / octaves) for step in range(-most, most + 1)]
+    every = (tuple(_lengths(loop.length, levels, share) for loop in loops) for share in shares)
+    return tuple(each for each in dict.fromkeys(every) if any(each))
+
+
+def _levels(length: int) -> int:
+    """The most levels of segments that are of use."""
+    if length < PARAMS.shortest_loop:
+        return 0
+    fewest = lambda levels: (levels + 1) * length ** (1 / (levels + 1)) - levels
+    levels = 1
+    while fewest(levels + 1) <= PARAMS.level_share * fewest(levels):
+        levels += 1
+    return levels
+
+
+def _lengths(length: int, levels: int, share: float) -> tuple[int, ...]:
+    """The lengths of segments on so many levels or the most that are of use, outermost first."""
+    levels = min(levels, _levels(length))
+    if not levels:
+        return ()
+    last = min(max(round(share * length ** (1 / (levels + 1))), 2), -(-length // 2**levels))
+    ratio = max(round((length / last) ** (1 / levels)), 2)
+    every = (last * ratio**level for level in range(levels - 1, -1, -1))
+    return tuple(each for each in every if each < length)
 
 
 def front(loops: Sequence[PairedLoop], machine: Machine, count: int) -> tuple[Kept, ...]:
@@ -200,7 +234,7 @@ class _Model:
         self,
         loops: Sequence[PairedLoop],
         machine: Machine,
-        every: Sequence[int],
+        every: Sequence[Sequence[int]],
         held: Held | None = None,
     ) -> None:
         self.loops, self.machine, self.every = loops, machine, every
@@ -213,9 +247,9 @@ class _Model:
         self.parts: list[dict[int, int]] = []  # the same of its stack for one segment
         self.redos: list[dict[int, int]] = []  # the variable of every step
         self.own: list[range] = []  # its variables
-        for loop, k in zip(loops, every, strict=True):
+        for loop, lengths in zip(loops, every, strict=True):
             before = len(self.costs)
-            self._add(loop, *(in_segments(loop.length, k) if k else (0, loop.length)))
+            self._add(loop, Division(loop.length, tuple(lengths)))
             self.own.append(range(before, len(self.costs)))
         self.integral = len(self.costs)  # the variables behind these may have any value
         self.counted = {i: n for i, n in enumerate(self.nbytes) if n}
@@ -237,11 +271,9 @@ class _Model:
     def _excludes(self, a: int, b: int) -> None:
         self.rows.append(([a, b], [-1.0, -1.0], -1.0))
 
-    def _add(self, loop: PairedLoop, count: int, last: int) -> None:
-        """Adds `loop` in `count` segments of as many iterations, and the `last` ones."""
-        program, length = loop.program, loop.length
-        again_length = length - last
-        every = again_length // count if count else 0
+    def _add(self, loop: PairedLoop, division: Division) -> None:
+        """Adds `loop`, divided."""
+        program, length, is_divided = loop.program, loop.length, bool(division.every)
         seconds = [loop.times * self.machine.seconds(step) for step in program.steps]
         steps = [s for s in range(len(program.steps)) if s not in loop.late_steps]
         pure = lambda s: program.steps[s].pure
@@ -258,8 +290,9 @@ class _Model:
             # it is there for the backward loop alone, and made once anyway
             making = seconds[by] if by >= 0 and by not in loop.first_steps else 0.0
             keep[b] = self._variable(length * (stacking(b) + making), length * size)
-            if count:
-                part[b] = self._variable(length * stacking(b) + last * making, every * size)
+            if is_divided:
+                seconds_once = length * stacking(b) + division.last * making
+                part[b] = self._variable(seconds_once, division.slices * size)
             self._needs(need[b], keep[b], part.get(b), redo.get(by))
         for s in steps:
             for r in program.steps[s].reads:
@@ -268,17 +301,18 @@ class _Model:
         tied = [(s, w) for s in steps if program.steps[s].tied for w in program.steps[s].writes]
         for s, w in tied:  # made again, nothing of it is of the first time
             self._excludes(keep[w], redo[s])
-            if count:
+            if is_divided:
                 self._excludes(part[w], redo[s])
         self.keeps.append(keep)
         self.parts.append(part)
         self.redos.append(redo)
-        if not count:
+        if not is_divided:
             return
-        again = {s: self._variable(again_length * seconds[s], high=pure(s)) for s in steps}
+        again = {s: self._variable(division.again * seconds[s], high=pure(s)) for s in steps}
         wanted = {b: self._variable(0.0) for b in early}
+        often, at_once = division.carry_ins, division.carry_ins_at_once
         carry = {
-            b: self._variable(count * stacking(b), count * program.buffers[b].nbytes)
+            b: self._variable(often * stacking(b), at_once * program.buffers[b].nbytes)
             for b in loop.carried
         }
         for b in early:
@@ -355,7 +389,7 @@ class _Model:
             )
         if not count:
             none = tuple(frozenset[int]() for _ in self.loops)
-            return Kept(none, 0, 0.0, (0,) * len(none), none, (0,) * len(none))
+            return Kept(none, 0, 0.0, ((),) * len(none), none, (0,) * len(none))
         matrix = sparse.csr_array(
             (
                 np.concatenate([np.asarray(values, float) for _, values, *_ in rows]),
@@ -382,5 +416,6 @@ class _Model:
         each = tuple(sum(self.nbytes[i] for i in own if taken[i]) for own in self.own)
         seconds = sum(c for c, taken in zip(self.costs, taken, strict=True) if taken)
         kept = tuple(keep | part for keep, part in zip(whole, parts, strict=True))
-        every = tuple(k if part else 0 for k, part in zip(self.every, parts, strict=True))
+        both = zip(self.every, parts, strict=True)
+        every = tuple(tuple(lengths) if part else () for lengths, part in both)
         return Kept(kept, sum(each), seconds, every, parts, each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
 from absl import logging
@@ -19,7 +20,7 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.body_memory import BodyMemory
@@ -48,20 +49,21 @@ def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
 def with_loops(
     step: StepContext,
     kept: tuple[tuple[int, ...], ...],
-    segments: tuple[tuple[int, ...], ...] | None,
+    segments: LoopSegments,
 ) -> StepContext:
     """`step` whose loops stack what a plan says, `Plan.kept` and `Plan.segments`; itself where it has
     no such loops."""
     variants = _Variants(step.traced, step.machine)
-    segments = ((),) * len(kept) if segments is None else segments
+    segments = (((), ()),) * len(kept) if segments is None else segments
     if not len(variants.loops) == len(kept) == len(segments):
         return step
-    every = tuple(each[0] if each else 0 for each in segments)
-    parts = tuple(frozenset(each[1:]) for each in segments)
-    for loop, own, k, part in zip(variants.loops, kept, every, parts, strict=True):
-        if not loop.keepable >= {*own} >= part or (k and not 2 <= k < loop.length):
+    every, parts = (tuple(each[i] for each in segments) for i in (0, 1))
+    for loop, own, lengths, part in zip(variants.loops, kept, every, parts, strict=True):
+        fall = all(a > b for a, b in itertools.pairwise((loop.length, *lengths, 1)))
+        if not loop.keepable >= {*own} >= {*part} or (lengths and not fall):
             return step
-    return step.of(variants.of(Kept(tuple(map(frozenset, kept)), 0, 0.0, every, parts)).traced)
+    chosen = Kept(tuple(map(frozenset, kept)), 0, 0.0, every, tuple(map(frozenset, parts)))
+    return step.of(variants.of(chosen).traced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,7 @@ class _Variants:
         each = zip(
             self.variables,
             kept.buffers,
-            kept.every or (0,) * len(self.loops),
+            kept.every or ((),) * len(self.loops),
             kept.parts or none,
             strict=True,
         )
