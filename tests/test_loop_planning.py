@@ -70,3 +70,20 @@ def test_the_stacks_of_a_steps_own_loops_are_not_chosen_once_more(activation, fo
     step = vmem_jax.jit(train_step, budget=2**62)
     context = step.context((shape(8, 64, 64), shape(1024, 64)), {}, "h200")
     assert len(loop_variants(context.traced, context.machine)) == forms
+
+
+@pytest.mark.parametrize("beside, levels", [(0, 3), (2**8, 2), (2**12, 1)])
+def test_a_further_level_of_segments_is_taken_where_it_needs_noticeably_less(beside, levels):
+    """128 carry-ins of 256 KiB, beside an argument of so many of them."""
+
+    def train_step(w, x, others):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)
+        new = w - 0.1 * jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w)[0] ** 2))(w)
+        return new, others + 1
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    args = shape(128, 64, 64), shape(1024, 64), shape(beside, 1024, 64)
+    step = vmem_jax.jit(train_step, budget=1, donate_argnums=(0, 2))
+    context = step.context(args, {}, "h200")
+    variants = loop_variants(context.traced, context.machine, budget=1)
+    assert max(len(every) for variant in variants for every in variant.kept.every) == levels

@@ -150,17 +150,28 @@ def choose(
 def choose_divided(
     loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
 ) -> Kept | None:
-    """`choose` where loops may be divided into segments, of whatever lengths are the best. A further
-    level is tried where the one before is of use, or nothing fits yet."""
+    """`choose` where loops may be divided into segments, of whatever lengths are the best."""
+    found = [*by_levels(loops, machine, limit, fewest)]
+    return found[-1] if found else None
+
+
+def by_levels(
+    loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
+) -> Iterator[Kept]:
+    """`choose`, and the same with one more level of segments after another. Ends where a level is not
+    of use, unless nothing fits yet."""
     rank = lambda kept: (kept.nbytes if fewest else kept.seconds, kept.seconds)
     best = choose(loops, machine, limit, fewest)
+    if best is not None:
+        yield best
     for levels in range(1, max((_levels(loop.length) for loop in loops), default=0) + 1):
         divided = (choose(loops, machine, limit, fewest, e) for e in divisions(loops, levels))
         found = min(filter(None, [best, *divided]), key=rank, default=None)
-        if best is not None and found is best:
-            break
+        if found is not None and found is best:
+            return
+        if found is not None:
+            yield found
         best = found
-    return best
 
 
 def divisions(

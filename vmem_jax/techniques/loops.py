@@ -25,7 +25,7 @@ from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.exact import Exact
-from vmem_jax.policy.residuals import Held, Kept, choose, choose_divided, front
+from vmem_jax.policy.residuals import Held, Kept, by_levels, choose, choose_divided, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.params import PARAMS
@@ -233,15 +233,24 @@ class _Variants:
             held = more
         return kept
 
-    def choose(self, limit: int | None, fewest: bool = False) -> Kept | None:
+    def choose(self, limit: int) -> Kept | None:
         chooses = choose_divided if self.are_divisible else choose
-        return chooses(self.loops, self.machine, limit, fewest)
+        return chooses(self.loops, self.machine, limit)
 
     def divided(self) -> Iterator[LoopVariant]:
-        """The loops in segments, with the fewest bytes in stacks, where that is of use."""
-        lowest = self.choose(None, fewest=True)
-        if lowest is not None and lowest.segments is not None:
-            yield self.of(lowest)
+        """The loops in segments, with the fewest bytes in stacks, where that is of use. A further
+        level takes longer, so it has to need noticeably less."""
+        best: LoopVariant | None = None
+        levels = by_levels(self.loops, self.machine, fewest=True) if self.are_divisible else ()
+        for kept in levels:
+            if kept.segments is None:
+                continue
+            variant = self.of(kept)
+            if best is not None and variant.need > (1 - PARAMS.level_gain) * best.need:
+                break
+            best = variant
+        if best is not None:
+            yield best
 
     def near(self, budget: int, found: Sequence[LoopVariant]) -> Iterator[LoopVariant]:
         """What needs `budget` bytes as nearly as can be, if it is between two of `found`."""

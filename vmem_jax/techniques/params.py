@@ -29,6 +29,8 @@ class TechniqueParams:
         differs a little.
       budget_goals: of the budget; what is predicted to need all of it may compile to more. Of ten
         choices for a decoder none compiled to more than 1 % above its prediction.
+      level_gain: of what a step needs with loops in segments; a further level of segments takes
+        at least so much off.
     """
 
     capacity_margin: float = 1 / 32
@@ -42,6 +44,7 @@ class TechniqueParams:
     stack_choices: int = 5
     budget_tries: int = 3
     budget_goals: tuple[float, ...] = (1.0, 0.98)
+    level_gain: float = 0.02
 
 
 PARAMS = TechniqueParams()
