@@ -30,6 +30,7 @@ def test_layout_that_does_not_fit_is_refused(slot):
 
 
 def test_arena_is_freed_with_its_owner():
+    gc.collect()  # those of tests before this one
     before = live_arenas()
     arena = Arena(transfer_cases.layout())
     arena.pin(CPU)
