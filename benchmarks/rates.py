@@ -3,7 +3,8 @@
     python benchmarks/rates.py --out=rows.jsonl
 
 A row is one kernel or a few: a product [batch, m, k] x [batch, k, n]; a convolution, or its gradient
-to the input or to the kernel; or a pass that reads and writes arrays once. It has the microseconds of
+to the input or to the kernel; cuDNN's attention, or its gradient, of which operations are those that
+a causal mask leaves; or a pass that reads and writes arrays once. It has the microseconds of
 its kernels under JAX's profiler, the median of `--runs` runs on random normal data, and what that is
 in operations or bytes a second. `core/cards.py` has what is derived from these rows.
 """
@@ -81,6 +82,7 @@ class Case:
 def main(_: Any) -> None:
     found = [*products(FLAGS.dtypes)] if "product" in FLAGS.kinds else []
     found += [*convolutions()] if "convolution" in FLAGS.kinds else []
+    found += [*attentions()] if "attention" in FLAGS.kinds else []
     found += [*passes()] if "pass" in FLAGS.kinds else []
     for begin in range(0, len(found), FLAGS.at_once):
         for row in _timed(found[begin : begin + FLAGS.at_once]):
@@ -160,6 +162,32 @@ def _convolution(
             2 * y.size * kernel**2 * before // groups,
             2 * (x.size + w.size + y.size),
         )
+
+
+def attentions() -> Iterator[Case]:
+    """In bfloat16, causal and not; the gradient is that to queries, keys and values together, and its
+    time has the forward pass in it."""
+    for tokens, size in ((512, 64), (512, 128), (1024, 64), (2048, 128), (8192, 128), (32768, 128)):
+        for causal in (True, False):
+            heads = jax.ShapeDtypeStruct((2**15 // tokens, tokens, 16, size), "bfloat16")
+
+            def attend(q: Any, k: Any, v: Any, causal: bool = causal) -> jax.Array:
+                return jax.nn.dot_product_attention(
+                    q, k, v, is_causal=causal, implementation="cudnn"
+                )
+
+            def gradient(*args: Any, attend: Callable[..., Any] = attend) -> Any:
+                *heads, cotangent = args
+                return jax.vjp(attend, *heads)[1](cotangent)
+
+            flops = 4 * heads.size * tokens // (2 if causal else 1)
+            nbytes = 2 * heads.size
+            row = {"kind": "attention", "dtype": "bfloat16", "tokens": tokens, "head": size}
+            row |= {"batch": heads.shape[0], "heads": 16, "causal": causal}
+            forward = row | {"role": "forward"}
+            yield Case(forward, attend, (heads,) * 3, flops, 4 * nbytes)
+            both = row | {"role": "both"}
+            yield Case(both, gradient, (heads,) * 4, 7 * flops // 2, 12 * nbytes)
 
 
 def passes() -> Iterator[Case]:
@@ -282,7 +310,7 @@ def _kernels(profile: Any) -> tuple[dict[str, list[float]], dict[str, list[str]]
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("kinds", ["product", "pass"], "of rows: product, convolution, pass")
+    flags.DEFINE_list("kinds", ["product", "pass"], "product, convolution, attention, pass")
     flags.DEFINE_list("dtypes", ["bfloat16"], "of products")
     flags.DEFINE_integer("runs", 7, "of each program under the profiler")
     flags.DEFINE_integer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,10 @@ import jax
 
 _STEPS = 2
 """Steps under the profiler."""
+
+_WARM_SECONDS = 1.5
+"""Of steps before them: an H200 at its limit of power has lowered its clock by then
+(`sustained.py`), as it has in the steps that are timed."""
 
 
 def traced(path: pathlib.Path, step: Any, run: Callable[[Any], Any], state: Any) -> Any:
@@ -30,6 +35,10 @@ def traced(path: pathlib.Path, step: Any, run: Callable[[Any], Any], state: Any)
     path.with_name(path.name + ".hlo").write_text(step.as_text())
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < _WARM_SECONDS:
+        state, loss = run(state)
+        jax.block_until_ready(loss)
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             for _ in range(_STEPS):
