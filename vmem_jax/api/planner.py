@@ -36,6 +36,7 @@ from vmem_jax.search.params import SearchParams
 from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
+from vmem_jax.techniques.bits import in_bits, packs, with_bits
 from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, compressing_loops, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
@@ -192,9 +193,11 @@ def _groups(
         first = [Family((1,), functools.partial(_same, v)) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
     others = [_other(step, policy) for policy in settings.policy.instead]
-    chunked = logit_contexts(step, budget)
+    base = in_bits(step, budget)  # other forms have nothing to gain from masks in bytes
+    chunked = logit_contexts(base, budget)
     chunked += carry_contexts(step)
-    loops = [*chunked, *(c for form in (step, *chunked) for c in loop_contexts(form, budget))]
+    loops = [base, *chunked] if packs(base) else [*chunked]
+    loops += [c for form in (base, *chunked) for c in loop_contexts(form, budget)]
     first += [_of_loops(context) for context in loops]
     if compresses and 1 in parts.counts:
         packed = [*compressing_loops(loops, budget)]
@@ -268,6 +271,8 @@ def _of_tried(
 
 def _formed(step: StepContext, plan: Plan) -> StepContext:
     """The form of `step` that `plan` is made for, but for compression."""
+    if plan.bits:
+        step = with_bits(step)
     if plan.logit_chunks > 1:
         step = with_logits(step, plan.logit_chunks)
     if plan.carried:
@@ -352,6 +357,8 @@ def _new_variant(
         name += ", other stacks"
     if program.logit_chunks > 1:
         name += f", logits in {program.logit_chunks} chunks"
+    if program.bits:
+        name += ", masks in bits"
     if program.carried:
         name += f", {len(program.carried)} convolutions with what stands around them"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)

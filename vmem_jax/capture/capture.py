@@ -118,6 +118,7 @@ class Captured:
             segments=segments,
             logit_chunks=like.logit_chunks,
             carried=like.carried,
+            bits=like.bits,
         )
         return dataclasses.replace(self, program=program)
 
@@ -250,12 +251,10 @@ def capture_pair(
       platform: as `capture` has it.
     """
     given = pair.given
-    groups = (given.consts, given.slices, given.forward, given.backward)
-    values = {v: a for group in groups for v, a in group.items()}
-    shards = None if outside is None else outside.within(pair.body, values, given.slices)
+    shards = None if outside is None else pair.shards(outside)
     given_to = Inputs(platform=platform)
     captured = _captured(
-        pair.body, pair.body, (), given_to, None, _boundary(pair), shards, is_body=True
+        pair.body, pair.body, (), given_to, None, pair.boundary, shards, is_body=True
     )
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
@@ -272,14 +271,6 @@ def capture_pair(
         carries=tuple((index[v], index[a] if isinstance(a, Var) else -1) for v, a in carried),
     )
     return loop, captured.variables
-
-
-def _boundary(pair: Pair) -> int | None:
-    """The first equation of the body of `pair` that depends on what only its second loop has."""
-    for i, eqn in enumerate(compat.open_jaxpr(pair.body).eqns):
-        if any(v in pair.late for v in eqn.outvars):
-            return i
-    return None
 
 
 def _captured(
@@ -310,7 +301,7 @@ def _captured(
     names += [f"constant {i}" for i in range(len(opened.constvars))]
     variables: list[Var] = [*inputs, *(v for k in kernels for v in k.writes)]
     index = {v: b for b, v in enumerate(variables)}
-    phases = phases_of(kernels, eqns, index)
+    phases = phases_of(kernels, eqns)
 
     # outputs in order, each buffer once; a literal output is no buffer
     outputs = tuple(dict.fromkeys(index[a] for a in opened.outvars if isinstance(a, Var)))

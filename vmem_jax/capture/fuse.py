@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
@@ -87,6 +88,11 @@ class _Fuser:
         self.tied = {i: tie for tie in ties(flat) for i in tie.equations}
         for i in self.tied:  # a mask of a tie exists
             if self.eqns[i].primitive.name in COMPARISONS:
+                self.classes[i] = Class.REDUCE
+        for i, eqn in enumerate(
+            self.eqns
+        ):  # bytes exist: packed where they are read, they save none
+            if eqn.primitive is pack_p:
                 self.classes[i] = Class.REDUCE
         self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
         # the last kernel that a sum reads adds the others: they need not wait with what they read

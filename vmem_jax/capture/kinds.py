@@ -10,9 +10,7 @@ from vmem_jax.core.program import Kind, Phase
 from vmem_jax.jax_compat import Var
 
 
-def phases_of(
-    kernels: Sequence[Kernel], eqns: Sequence[compat.JaxprEqn], index: dict[Var, int]
-) -> list[Phase]:
+def phases_of(kernels: Sequence[Kernel], eqns: Sequence[compat.JaxprEqn]) -> list[Phase]:
     """Backward: AD says so. Update: neither differentiated nor before any backward kernel."""
     after_backward: set[Var] = set()
     phases = []

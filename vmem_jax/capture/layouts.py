@@ -411,6 +411,7 @@ _RULES: dict[str, _Rule] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "optimization_barrier": _each,
+    "pack_bits": _along_others(lambda eqn: (eqn.params["axis"],)),
     "pad": _pad,
     "reshape": _reshape,
     "rev": _along_others(lambda eqn: eqn.params["dimensions"]),
@@ -420,6 +421,7 @@ _RULES: dict[str, _Rule] = {
     "squeeze": _reshape,
     "expand_dims": _reshape,
     "stack": _stack,
+    "unpack_bits": _along_others(lambda eqn: (eqn.params["axis"],)),
     "unstack": _unstack,
     "fft": _along_others(lambda eqn: _last(eqn, len(eqn.params["fft_lengths"]))),
     "tile": _tile,
@@ -476,6 +478,8 @@ def wanted(eqn: JaxprEqn, layout: Layout, size: int) -> list[Where] | None:
             return None
         back = reshaped(layout, out, _shape(eqn.invars[0]), size)
         return None if back is None else [back]
+    if name in ("pack_bits", "unpack_bits"):
+        return [layout] if layout.dim != eqn.params["axis"] else None
     if name == "transpose":
         return [layout.at(eqn.params["permutation"][layout.dim])]
     if name == "concatenate" and eqn.params["dimension"] != layout.dim:

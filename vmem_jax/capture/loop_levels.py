@@ -20,6 +20,7 @@ from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.loop_pairs import Pair, find_pairs
 from vmem_jax.capture.loop_residuals import with_stacks
 from vmem_jax.capture.loop_segments import Segments, segmented
+from vmem_jax.capture.packed_masks import with_packed_residuals
 from vmem_jax.capture.shards import Shards
 from vmem_jax.capture.updates import updated_in_loops
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
@@ -70,6 +71,12 @@ class Level:
         for pair, level in self.all_pairs:
             eqns = compat.open_jaxpr(level.flat).eqns
             yield from (eqns[pair.forward], eqns[pair.backward])
+
+    def in_bits(self, least: int) -> Level:
+        """The same with the masks in bits that its loops may stack, of at least so many bytes."""
+        packed = (with_packed_residuals(pair, self.shards, least) for pair in self.pairs)
+        inner = tuple((i, level.in_bits(least)) for i, level in self.inner)
+        return dataclasses.replace(self, pairs=tuple(packed), inner=inner)
 
     def again(self, stackings: Iterator[Stacking]) -> tuple[ClosedJaxpr, tuple[Segments, ...]]:
         """`flat` with other stacks, and how its own loops are still to be divided into segments.

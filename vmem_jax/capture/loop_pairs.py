@@ -24,6 +24,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten, inline
 from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.shards import Shards
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 _TRANSCENDENTAL = frozenset(
@@ -96,6 +97,21 @@ class Pair:
             if any(isinstance(a, Var) and a in found for a in eqn.invars):
                 found.update(eqn.outvars)
         return frozenset(found)
+
+    def shards(self, outside: Shards) -> Shards:
+        """How the values of the body are split, where `outside` says that of the step's."""
+        given = self.given
+        groups = (given.consts, given.slices, given.forward, given.backward)
+        values = {v: a for group in groups for v, a in group.items()}
+        return outside.within(self.body, values, given.slices)
+
+    @property
+    def boundary(self) -> int | None:
+        """The first equation of the body that depends on what only the backward scan has."""
+        for i, eqn in enumerate(compat.open_jaxpr(self.body).eqns):
+            if any(v in self.late for v in eqn.outvars):
+                return i
+        return None
 
 
 def find_pairs(flat: ClosedJaxpr) -> tuple[Pair, ...]:

@@ -43,7 +43,7 @@ erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag integer_pow iota is_fini
 log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
 population_count pow real rem rev round rsqrt select_and_gather_add select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square sub tan tanh xor
-copy_p
+copy_p pack_bits unpack_bits
 """.split()
 
 _REDUCE = """
@@ -54,8 +54,8 @@ ELEMENTWISE = (
     frozenset(_FUSIBLE)
     .difference(
         """
-broadcast broadcast_in_dim concatenate dynamic_slice gather iota pad rev select_and_gather_add slice
-split
+broadcast broadcast_in_dim concatenate dynamic_slice gather iota pack_bits pad rev
+select_and_gather_add slice split unpack_bits
 """.split()
     )
     .union(
@@ -156,6 +156,8 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     # what is not updated is not touched
     "dynamic_update_slice": lambda eqn: math.prod(eqn.invars[1].aval.shape),
     "optimization_barrier": lambda eqn: 0,
+    "pack_bits": lambda eqn: 3 * math.prod(eqn.invars[0].aval.shape),
+    "unpack_bits": lambda eqn: 3 * math.prod(eqn.outvars[0].aval.shape),
     # threefry: integer operations a 32-bit word in XLA's kernels
     "random_bits": lambda eqn: 123 * math.prod(eqn.outvars[0].aval.shape),
     "threefry2x32": lambda eqn: 123 * math.prod(eqn.outvars[0].aval.shape),

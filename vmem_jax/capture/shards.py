@@ -112,6 +112,10 @@ class Shards:
         """Whether no device holds only some of the slices of `v`, along its first dimension."""
         return not any(self._of(v)[:1])
 
+    def is_split(self, v: Var, dim: int) -> bool:
+        """Whether devices divide dimension `dim` of `v`."""
+        return bool(axes_at(self._of(v), dim))
+
     def within(
         self, body: ClosedJaxpr, outside: Mapping[Var, Atom], slices: Collection[Var]
     ) -> Shards:

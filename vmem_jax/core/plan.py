@@ -63,7 +63,7 @@ def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list
 def form_of(one: Program | Plan) -> Hashable:
     """What distinguishes the forms of a step, but for sub-batches and compression: programs of
     several forms may be equal, of other jaxprs."""
-    return one.kept, one.segments, one.logit_chunks, one.carried
+    return one.kept, one.segments, one.logit_chunks, one.carried, one.bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Plan:
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
-      compressed, kept, segments, logit_chunks, carried, sub_batch_size: the same fields of the
-        program that it was made for.
+      compressed, kept, segments, logit_chunks, carried, bits, sub_batch_size: the same fields of
+        the program that it was made for.
     """
 
     program: str
@@ -106,6 +106,7 @@ class Plan:
     segments: LoopSegments = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
+    bits: bool = False
     sub_batch_size: int | None = None
 
     @property
@@ -148,6 +149,7 @@ class Plan:
         every = ["/".join(map(str, own)) for own, _ in self.segments or () if own]
         moved += f", in segments of {', '.join(every)} iterations" if every else ""
         moved += f", logits in {self.logit_chunks} chunks" if self.logit_chunks > 1 else ""
+        moved += ", masks in bits" if self.bits else ""
         count = len(self.carried)
         moved += f", {count} convolutions with what stands around them" if count else ""
         return (
@@ -223,6 +225,7 @@ class Plan:
             "sub_batches": _is_int(values["sub_batches"]) and values["sub_batches"] > 0,
             "logit_chunks": _is_int(values["logit_chunks"]) and values["logit_chunks"] > 0,
             "carried": isinstance(values["carried"], list) and all(map(_is_int, values["carried"])),
+            "bits": isinstance(values["bits"], bool),
             "sub_batch_size": values["sub_batch_size"] is None
             or (_is_int(values["sub_batch_size"]) and values["sub_batch_size"] > 0),
             "compressed": _are_integers(values["compressed"], 2),
@@ -314,5 +317,6 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         segments=program.segments,
         logit_chunks=program.logit_chunks,
         carried=program.carried,
+        bits=program.bits,
         sub_batch_size=program.sub_batch_size,
     )

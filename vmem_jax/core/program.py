@@ -187,6 +187,7 @@ class Program:
       logit_chunks: in how many chunks of tokens its largest product runs, with what follows it.
       carried: of the convolutions that can carry what stands around them, in their order, the indices
         of those that do.
+      bits: whether masks wait for the backward pass in bits.
     """
 
     buffers: tuple[Buffer, ...]
@@ -200,6 +201,7 @@ class Program:
     segments: LoopSegments = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
+    bits: bool = False
     sub_batch_size: int | None = None
     last_nbytes: tuple[int, ...] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vmem_jax.techniques.base import AbstractTechnique, Form
+from vmem_jax.techniques.bits import Bits
 from vmem_jax.techniques.carry import Carry
 from vmem_jax.techniques.compress import Compress
 from vmem_jax.techniques.context import StepContext
@@ -21,6 +22,7 @@ TECHNIQUES: dict[str, AbstractTechnique] = {
         Recompute(),
         SubBatches(),
         Logits(),
+        Bits(),
         Carry(),
         Offload(),
         Stream(),

@@ -16,6 +16,7 @@ TECHNIQUES = (
     "workspace",
     "sub_batches",
     "logits",
+    "bits",
     "carry",
     "compress",
 )

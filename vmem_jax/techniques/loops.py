@@ -11,10 +11,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from absl import logging
 
 from vmem_jax.capture.capture import capture_pair
-from vmem_jax.capture.loop_levels import Stacking, levels
+from vmem_jax.capture.loop_levels import Stacking
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import can_be_divided
-from vmem_jax.capture.shards import follow_shards
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.paired import PairedLoop
@@ -27,6 +26,7 @@ from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.exact import Exact
 from vmem_jax.policy.residuals import Held, Kept, by_levels, choose, choose_divided, front
 from vmem_jax.rewrite.bodies import with_ordered_bodies
+from vmem_jax.techniques.bits import levels_of
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.params import PARAMS
 from vmem_jax.tracing.traced import TracedStep
@@ -130,7 +130,7 @@ class _Variants:
     def __init__(self, traced: TracedStep, machine: Machine) -> None:
         self.traced, self.machine = traced, machine
         self.flat = traced.captured.separate
-        self.level = levels(self.flat, follow_shards(self.flat, traced.captured.inputs.shardings))
+        self.level = levels_of(traced)
         self.pairs: Sequence[Pair] = [pair for pair, _ in self.level.all_pairs]
         platform = traced.captured.inputs.platform
         made = [capture_pair(pair, level.shards, platform) for pair, level in self.level.all_pairs]

@@ -21,6 +21,9 @@ class TechniqueParams:
         another, until one fits.
       logit_chunks: numbers of chunks that are planned for: a quarter of the logits is little beside
         the rest of a step already, and with a sixteenth next to nothing is left to gain.
+      least_mask: of all temporaries; smaller masks stay in bytes. XLA is not held to the order of
+        what is smaller.
+      masks_part: of the budget; where bits save less in all, masks stay in bytes.
       sure_to_fit: of the budget; what is predicted to peak below it surely fits as it is.
       logits_part: of the budget; smaller logits are not looked for.
       stack_choices: of residuals, from the fewest seconds to the fewest bytes; with those for the
@@ -39,6 +42,8 @@ class TechniqueParams:
     fast_enough: float = 1.01
     compressed_choices: int = 3
     logit_chunks: tuple[int, ...] = (4, 16)
+    least_mask: float = 1 / 2000
+    masks_part: float = 1 / 64
     sure_to_fit: float = 0.5
     logits_part: float = 1 / 64
     stack_choices: int = 5
