@@ -55,6 +55,7 @@ ROOMS = (
 # Files of one name in several rooms, which are of one idea there.
 SAME_IDEA = {
     "base.py",  # the abstract class of the room
+    "bits.py",
     "carried.py",
     "compression.py",
     "convolutions.py",

@@ -83,7 +83,8 @@ def jit(
         results that replace them return there. "workspace": convolutions run in micro-batches, with
         smaller workspaces. "sub_batches": the batch runs in parts, one after another. "logits":
         the product that makes the logits of a large vocabulary, the loss and both gradients run on
-        some tokens at a time (policy "auto"). "carry": kernels of 1×1 convolutions in 16 bits compute
+        some tokens at a time (policy "auto"). "bits": masks wait for the backward pass as bits, eight
+        in a byte (policy "auto"). "carry": kernels of 1×1 convolutions in 16 bits compute
         the normalisations, sums and gradients around them. "compress": values wait without their
         zeros. By default all but the last two; "offload" and "workspace" need a GPU with measured
         times (`profile`), and "offload" without them is used only where nothing else fits.

@@ -15,7 +15,7 @@ leaky ReLU, it goes on to do so, and only the backward pass reads bytes. What bo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -138,7 +138,7 @@ class _Packer:
                     self.shared.update(dict.fromkeys(eqn.outvars, eqn))
         for v in masks:  # also where one is made of another
             self.shared.pop(v, None)
-        self.everywhere = masks.keys() & {v for kernel in first for v in kernel.reads}
+        self.everywhere = masks.keys() & set(_read_apart(first))
         self.bytes: dict[Var, Var] = {}  # of a mask
         self.own: dict[Var, Var] = {}  # of a mask, or what is shared, that of the second kernels
         self.equations: list[JaxprEqn] = []
@@ -175,6 +175,16 @@ class _Packer:
     def _emit(self, primitive: Any, mask: Var, given: Var, made: Var, like: JaxprEqn) -> None:
         params = {"axis": self.masks[mask]}
         self.equations.append(compat.new_equation(primitive, [given], [made], params, like))
+
+
+def _read_apart(kernels: Sequence[Kernel]) -> Iterator[Var]:
+    """What one of `kernels` makes and another reads from memory that does not read all that it is
+    made of."""
+    by = {v: kernel for kernel in kernels for v in kernel.writes}
+    for kernel in kernels:
+        for v in kernel.reads:
+            if v in by and not {*by[v].reads} <= {*kernel.reads}:
+                yield v
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:
