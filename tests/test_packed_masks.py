@@ -132,11 +132,10 @@ def test_loops_stack_bits(drop, checkpointed, masks):
     shards = follow_shards(captured.separate, ())
     [(pair, _)] = levels(captured.separate, shards).in_bits(1).all_pairs
     assert len(packs(pair.body)) == masks
-    late = [e for e in compat.open_jaxpr(pair.body).eqns if not pair.late.isdisjoint(e.outvars)]
-    made = {v for e in compat.open_jaxpr(pair.body).eqns if e not in late for v in e.outvars}
-    read = {a for e in late for a in e.invars if a in made and str(a.aval.dtype) == "bool"}
-    unpacked = [e for e in compat.open_jaxpr(pair.body).eqns if e.primitive is unpack_p]
-    assert read and read <= {v for e in unpacked for v in e.outvars}
+    eqns = compat.open_jaxpr(pair.body).eqns
+    unpacked = {v for eqn in eqns if eqn.primitive is unpack_p for v in eqn.outvars}
+    late = [eqn for eqn in eqns if not pair.late.isdisjoint(eqn.outvars)]
+    assert len(unpacked.intersection(a for eqn in late for a in eqn.invars)) == masks
 
 
 @pytest.mark.parametrize(

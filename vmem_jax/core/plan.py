@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 14
+FORMAT = 15
 """Version of the saved form. Plans of other versions are refused."""
 
 

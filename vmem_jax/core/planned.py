@@ -65,6 +65,7 @@ def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:
         "stream": program.is_streamed,
         "workspace": bool(plan.divided),
         "sub_batches": plan.sub_batches > 1,
+        "bits": plan.bits,
         "compress": bool(plan.compressed),
     }
     return tuple(name for name, does in found.items() if does)
