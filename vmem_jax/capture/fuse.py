@@ -12,7 +12,7 @@ What compares a value with what is computed from it is one kernel (`capture.ties
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -104,7 +104,8 @@ class _Fuser:
 
     def kernels(self) -> tuple[Kernel, ...]:
         self.exists |= {v for v in self.outputs if v in self.maker}
-        self.exists.update(masked_cotangents(self))
+        masked = dict(masked_cotangents(self))
+        self.exists.update(masked)
         for i in range(len(self.eqns)):
             if i in self.tied:
                 for x in self.tied[i].compared:
@@ -127,6 +128,7 @@ class _Fuser:
             ):
                 found.append(self._chain(i))
         joined = _join_siblings(found[::-1], self.eqns, self.epoch)
+        joined = _join_masks(joined, [v for v, apart in masked.items() if not apart], self.eqns)
         if not self.tied:
             return tuple(joined)
         read = self.outputs.union(*(kernel.reads for kernel in joined))
@@ -352,6 +354,30 @@ def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]
                 joined.append(kernel)
         else:
             joined.append(kernel)
+    return joined
+
+
+def _join_masks(
+    kernels: Sequence[Kernel], masked: Collection[Var], eqns: list[JaxprEqn]
+) -> list[Kernel]:
+    """Joins what makes a value of `masked` with the reduction that reads it first, and writes it."""
+    joined: list[Kernel] = []
+    waiting: dict[Var, Kernel] = {}  # what makes a value that nothing has read yet
+    for kernel in kernels:
+        for v in kernel.reads:
+            if (maker := waiting.pop(v, None)) is None:
+                continue
+            if class_of(eqns[kernel.root]) is Class.REDUCE and not kernel.tied:
+                joined.remove(maker)
+                kernel = Kernel(
+                    tuple(sorted({*maker.equations, *kernel.equations})),
+                    kernel.root,
+                    tuple(dict.fromkeys((*maker.reads, *(r for r in kernel.reads if r is not v)))),
+                    (*maker.writes, *kernel.writes),
+                )
+        joined.append(kernel)
+        if len(kernel.writes) == 1 and kernel.writes[0] in masked:
+            waiting[kernel.writes[0]] = kernel
     return joined
 
 

@@ -1,9 +1,10 @@
 """masks: the cotangents behind a ReLU that exist in memory.
 
-What a ReLU's gradient lets through, `select(mask, cotangent, 0)`, is cheap to compute, and the two
-norms that a residual join adds both read it. XLA:GPU computes it in the first reduction that reads
-it, which writes it, so the mask's source and the cotangent are free from there on. A barrier in
-between, on what either is computed from, would make two of it and keep both.
+What a ReLU's gradient lets through, `select(mask, cotangent, 0)`, is cheap to compute, but a norm
+reads it for its sums and behind them, and so do the two norms that a residual join adds. XLA:GPU
+computes it in the first reduction that reads it, which writes it, so the mask's source and the
+cotangent are free from there on. A barrier in between, on what either is computed from, would make
+two of it and keep both.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ _MOST_EPOCHS = 8
 reading once what it is made of."""
 
 
-def masked_cotangents(values: Values) -> Iterator[Var]:
-    """What a ReLU's gradient makes of a heavy kernel's result and fusible kernels read in front of
-    another heavy kernel and behind it."""
+def masked_cotangents(values: Values) -> Iterator[tuple[Var, bool]]:
+    """What a ReLU's gradient makes of a heavy kernel's result and several fusible kernels read, and
+    whether they stand in front of another heavy kernel and behind it."""
     for i, eqn in enumerate(values.eqns):
         if values.classes[i] is Class.FUSIBLE and _is_masked(eqn, values):
-            epochs = {values.epoch[r] for r in _readers(eqn.outvars[0], values)}
-            if len(epochs) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS:
-                yield eqn.outvars[0]
+            readers = {*_readers(eqn.outvars[0], values)}
+            epochs = {values.epoch[r] for r in readers}
+            if len(readers) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS:
+                yield eqn.outvars[0], len(epochs) > 1
 
 
 def _is_masked(eqn: JaxprEqn, values: Values) -> bool:
