@@ -258,6 +258,7 @@ def test_meta_a_circle_is_found(late):
 NO_PARAMETERS = {
     "core/compression.py": {"BLOCK_NBYTES", "UNIT_NBYTES", "_WIDEST", "_ROUNDING"},
     "core/convolution.py": {"XLA"},
+    "core/list_schedule.py": {"_POINTER", "_SCALAR"},
     "core/looped.py": {"IN_FLIGHT", "EXTRA"},
     "core/machine.py": {
         "_DEPTHWISE",

@@ -58,15 +58,15 @@ def emitted(captured, plan):
 
 
 def predicted(captured, plan, monkeypatch):
-    """The same of the events that `predicted_need` has the heap take."""
+    """The same of the events that `predicted_need` predicts from."""
     seen = []
 
-    def heap_nbytes(program, order, transfers, events):
-        seen.extend(events)
-        return 0
+    def scheduled(*args, **options):
+        seen.extend(schedule(*args, **options))
+        return (*seen,)
 
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "heap_nbytes", heap_nbytes)
+        patch.setattr(planned, "schedule", scheduled)
         predicted_need(captured.program, plan)
     last: dict[int, Do] = {}
     found = []

@@ -35,8 +35,14 @@ class Filter:
     slot: Interval | None
 
 
-def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
-    """The filters that the steps of `order` read forwards and then reversed."""
+def transposed_filters(
+    program: Program, order: Sequence[int], as_run: bool = False
+) -> list[Filter]:
+    """The filters that the steps of `order` read forwards and then reversed.
+
+    Args:
+      as_run: whether the updates stand where XLA runs them; else it may do so at the end.
+    """
     first: dict[int, int] = {}  # position of the first convolution that reads it
     last: dict[int, int] = {}
     reversed_: dict[int, tuple[int, ...]] = {}  # by the filter
@@ -68,6 +74,7 @@ def transposed_filters(program: Program, order: Sequence[int]) -> list[Filter]:
             until = max(until, last[r])
             unread = (backwards if r in flat else since) + 1
             if r in program.overwritten_by and unread <= end:
-                until, slot = end, Interval(nbytes, unread, end)
+                until = max(until, unread) if as_run else end
+                slot = Interval(nbytes, unread, until)
         found.append(Filter(copies, Interval(nbytes, since, until), slot))
     return found

@@ -28,10 +28,12 @@ def heap_nbytes(
     order: Sequence[int],
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
+    as_run: bool = False,
 ) -> int:
-    """Bytes of device memory that `order` needs on XLA's heap, residents included; `events` as in
-    `intervals`."""
-    return program.resident_nbytes + best_fit_nbytes(intervals(program, order, transfers, events))
+    """Bytes of device memory that `order` needs on XLA's heap, residents included; `events` and
+    `as_run` as in `intervals`."""
+    found = intervals(program, order, transfers, events, as_run)
+    return program.resident_nbytes + best_fit_nbytes(found)
 
 
 def intervals(
@@ -39,6 +41,7 @@ def intervals(
     order: Sequence[int],
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
+    as_run: bool = False,
 ) -> list[Interval]:
     """The interval of positions of `order` in which each slot of the heap is in use; residents have
     none, nor does what is put into one of theirs.
@@ -49,8 +52,9 @@ def intervals(
 
     Args:
       events: what is emitted, where that is of another program than this one.
+      as_run: whether it is the order in which XLA runs them (`core.list_schedule`).
     """
-    filters = transposed_filters(program, order)
+    filters = transposed_filters(program, order, as_run)
     copies = {b for each in filters for b in each.reversed}
     events = schedule(program, order, transfers) if events is None else events
     nbytes = [0 if b in copies else x.nbytes for b, x in enumerate(program.buffers)]

@@ -21,6 +21,7 @@ class CoreParams:
         spine.
       early_steps: steps in front of what waits for nothing that are looked at for a value that it
         can wait for.
+      siblings: elementwise steps before another one that may be one kernel with it.
       corrected_times: the factor, or its inverse, beyond which it is not the times of these steps
         that a measured step shows to be wrong.
     """
@@ -30,6 +31,7 @@ class CoreParams:
     packing_states: int = 20_000
     spine_steps: int = 8
     early_steps: int = 64
+    siblings: int = 8
     corrected_times: float = 8.0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.heap import heap_nbytes
+from vmem_jax.core.list_schedule import is_listed, listed
 from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
@@ -49,7 +50,12 @@ def predicted_need(program: Program, plan: Plan) -> int:
         return plan.predicted_peak
     # barriers are derived from the program as it was captured, as `rewrite` has them
     events = schedule(program, plan.order, plan.transfers, looped=plan.looped)
-    return heap_nbytes(planned_program(program, plan), plan.order, plan.transfers, events)
+    changed = planned_program(program, plan)
+    if is_listed(program) and not plan.transfers and not plan.looped:
+        own = [s for s, _ in plan.convolutions]
+        changed, events = listed(changed, events, own)
+        return heap_nbytes(changed, range(len(changed.steps)), events=events, as_run=True)
+    return heap_nbytes(changed, plan.order, plan.transfers, events)
 
 
 def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:

@@ -188,6 +188,7 @@ class Program:
       carried: of the convolutions that can carry what stands around them, in their order, the indices
         of those that do.
       bits: whether masks wait for the backward pass in bits.
+      on_gpu: whether it is compiled for a GPU.
     """
 
     buffers: tuple[Buffer, ...]
@@ -204,6 +205,7 @@ class Program:
     bits: bool = False
     sub_batch_size: int | None = None
     last_nbytes: tuple[int, ...] = ()
+    on_gpu: bool = False
 
     @functools.cached_property
     def resident_nbytes(self) -> int:
