@@ -180,6 +180,14 @@ def test_small_masks_and_results_stay():
     assert with_packed_masks(flat, Shards(), 1) is flat
 
 
+def test_a_mask_stays_with_the_maximum_that_it_is_of():
+    """A plan that makes one again makes both (`ties`)."""
+    below = lambda x, key: x - jnp.max(x, -1, keepdims=True)
+    captured = captured_of(step_of(below), arguments())
+    assert masks_read_late(captured.program)
+    assert with_packed_masks(captured.separate, Shards(), 1) is captured.separate
+
+
 @pytest.mark.parametrize(
     ("drop", "scanned", "masks"), [(leaky, False, 2 * LAYERS - 1), (dropped, True, 2 * LAYERS)]
 )
@@ -226,3 +234,16 @@ def test_why_masks_stay_in_bytes():
     with pytest.raises(vmem_jax.TechniqueError, match="divides by eight"):
         vmem_jax.jit(step, budget=0.9, allow="bits")(*odd)
     assert not vmem_jax.jit(step, budget=1.0).plan(*odd).bits
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("scanned", [False, True])
+def test_masks_need_an_eighth_on_a_gpu(scanned):
+    """XLA packs them in the kernels that make them: no mask is beside its bits."""
+    step, needs = step_of(dropped, scanned), {}
+    args = jax.eval_shape(lambda: arguments(16, 512, 512))
+    for allow in (("order", "recompute"), ("order", "recompute", "bits")):
+        compiled = vmem_jax.jit(step, budget=0.9, allow=allow).lower(*args).compile(target="h200")
+        assert not compiled.plan.recomputed
+        needs[allow[-1]] = compiled.need_nbytes
+    assert needs["recompute"] - needs["bits"] >= 0.98 * 2 * LAYERS * (16 * 512 * 512) * 7 // 8

@@ -84,7 +84,7 @@ def _masks(
     """The masks of at least so many bytes, each with the axis along which it is packed."""
     opened = compat.open_jaxpr(flat)
     fused = lambda kernel: class_of(opened.eqns[kernel.root]) is not Class.HEAVY
-    made = {v for kernel in first if fused(kernel) for v in kernel.writes}
+    made = {v for kernel in first if fused(kernel) and not kernel.tied for v in kernel.writes}
     made.difference_update(a for a in opened.outvars if isinstance(a, Var))
     for kernel in second:
         if not fused(kernel):  # it would read an unpacked one from memory
