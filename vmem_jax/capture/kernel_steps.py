@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
+from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.primitives import (
@@ -29,8 +30,8 @@ _ON_CPU = frozenset(("conv_general_dilated",))
 _ON_GPU = _ON_CPU | {
     "carried_product",
     "dot_general",
-    "dot_product_attention_bwd_wrapper",
-    "dot_product_attention_fwd_wrapper",
+    BACKWARD,
+    FORWARD,
 }
 """What a library computes. Its result is an element of a tuple, with a workspace, on a GPU, and XLA
 reuses the memory of no such element for what reads it."""
@@ -152,6 +153,7 @@ class StepMaker:
             flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
+            efficiency=efficiency(root),
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
             workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),

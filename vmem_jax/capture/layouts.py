@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vmem_jax.capture import cudnn_attention
 from vmem_jax.capture.primitives import ELEMENTWISE
 from vmem_jax.jax_compat import JaxprEqn
 
@@ -405,8 +406,8 @@ _RULES: dict[str, _Rule] = {
     "concatenate": _concatenate,
     "conv_general_dilated": _conv,
     "dot_general": _dot_general,
-    "dot_product_attention_bwd_wrapper": _attention,
-    "dot_product_attention_fwd_wrapper": _attention,
+    cudnn_attention.BACKWARD: _attention,
+    cudnn_attention.FORWARD: _attention,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture import cudnn_attention
 from vmem_jax.jax_compat import JaxprEqn, Var
 
 
@@ -130,18 +131,6 @@ def _scan_flops(eqn: JaxprEqn) -> int:
     return eqn.params["length"] * jaxpr_flops(eqn.params["jaxpr"])
 
 
-def _attention_flops(products: int) -> Callable[[JaxprEqn], int]:
-    """Of cuDNN's attention, which is so many products of the size of queries times keys. What a mask
-    leaves out is counted, as it is where XLA computes the same."""
-
-    def count(eqn: JaxprEqn) -> int:
-        query, key = (a.aval.shape for a in eqn.invars[:2])
-        positions = key[2 if eqn.params.get("layout") else 1]
-        return 2 * products * math.prod(query) * positions
-
-    return count
-
-
 _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "conv_general_dilated": _conv_flops,
     "micro_convolution": lambda eqn: eqn.params["convolution"].flops,
@@ -151,8 +140,8 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "reduce_window_sum": _window_flops,
     "reduce_window": _window_flops,
     "scan": _scan_flops,
-    "dot_product_attention_fwd_wrapper": _attention_flops(2),
-    "dot_product_attention_bwd_wrapper": _attention_flops(5),
+    cudnn_attention.FORWARD: cudnn_attention.flops,
+    cudnn_attention.BACKWARD: cudnn_attention.flops,
     # what is not updated is not touched
     "dynamic_update_slice": lambda eqn: math.prod(eqn.invars[1].aval.shape),
     "optimization_barrier": lambda eqn: 0,

@@ -141,6 +141,10 @@ _RTX6000PRO = Hardware(
     shared_memory_per_block=101_376,
 )
 
+# Its products run at 748 TFLOP/s in bfloat16 and 727 in float16 where they are large, square and
+# alone. In a training step the card is at its 700 W and lowers its clock from 1.98 to some 1.45 GHz:
+# products take 5 % longer, attention 4, passes 2 (kernels of a decoder's step, at once and after
+# 1.5 s of steps; products alone for seconds 12 to 16, `benchmarks/sustained.py`).
 # Its convolutions run at 710 TFLOP/s where they are large and square, and at some 650 in whole
 # training steps: so VGG-16, VGG-116, ResNet-50 and ResNet-152 are predicted 2 % too slow to 7 % too
 # fast without recomputation. Its steps start later beside copies, by 1 µs (VGG-116) to 3 µs
@@ -149,8 +153,8 @@ _RTX6000PRO = Hardware(
 _MEASURED = Machine(
     "h200",
     flops={
-        "bfloat16": 748e12,
-        "float16": 727e12,
+        "bfloat16": 712e12,
+        "float16": 692e12,
         "float32": 377e12,  # TF32, which JAX's default precision uses on these cards
         "float64": 33.5e12,
         "": 49.3e12,

@@ -84,7 +84,7 @@ class Machine:
             moved = step.fetched / self.link_in + step.returned / self.link_out
             own = step.nbytes / self.bandwidth
             return step.times * (step.length * computed + moved + own)
-        rate = self.flops.get(step.dtype, self.flops[""])
+        rate = self.flops.get(step.dtype, self.flops[""]) * step.efficiency
         if step.convolution is not None:
             rate = self._convolution_rate(step.convolution)
         elif step.op in ("conv_general_dilated", "micro_convolution", "carried_product"):

@@ -88,6 +88,7 @@ class Step:
       layer: the user's layer, "VGG/stage1_conv2".
       source: the user's source line, "model.py:41".
       aligned: whether tensor cores take its shapes without padding, and passes its rows in vectors.
+      efficiency: the share of the rate of products that its kernel reaches, where its shapes tell.
       convolution: the convolution, if micro-batches can run it; else None.
       epilogue_nbytes: memory traffic in bytes that the library kernel saves by a fused epilogue, a
         bias or a ReLU for instance. Another kernel in its place has to do that work too.
@@ -119,6 +120,7 @@ class Step:
     layer: str
     source: str
     aligned: bool = True
+    efficiency: float = 1.0
     convolution: Convolution | None = None
     epilogue_nbytes: int = 0
     times: int = 1
