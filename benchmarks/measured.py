@@ -195,9 +195,11 @@ _STEPS = {
 
 
 def training_steps() -> str:
-    """The decoder's rows without a profile or what `allow` names, with cuDNN's attention."""
+    """The decoder's rows without a profile or what `allow` names, with cuDNN's attention; those by
+    hand of scanned layers are in `by_hand`."""
     others = ("profile", "attention", "tokens", "allow")
     rows = [r for r in _json("training_steps_h200") if not any(map(r.get, others))]
+    rows = [r for r in rows if not (r["scanned"] and r["way"] in ("checkpoint", "dots"))]
     return _training_steps(rows, "decoder").replace("| decoder, ", "| ")
 
 
@@ -207,7 +209,7 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
     for row in rows:
         if row["model"] not in models:
             continue
-        way = row["way"]
+        way = row["way"].replace(".0GiB", "GiB")
         step = _STEPS[row["model"]].format(**row)
         if row["model"] in ("decoder", "lora"):
             step += ", scanned" if row["scanned"] else ", unrolled"
@@ -241,6 +243,38 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         lines[step, variant] = [step, variant, *figures]
     header = ["step", "variant", "GiB", "ms", "time / plain", "ms predicted"]
     return "\n" + grid(header, [*lines.values()])
+
+
+def by_hand() -> str:
+    """What `auto` takes in the memory of each policy that a user may pick, as a share of its time."""
+    by_network: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _json("by_hand_h200"):
+        step = _STEPS[row["model"]].format(**row).replace(", scanned", "")
+        if row["model"] == "decoder":
+            kernels = "XLA" if row.get("attention") == "xla" else "cuDNN"
+            step += f", {kernels}'s attention ({row['batch']})"
+        by_network.setdefault(step, {})[row["way"]] = row
+    lines = []
+    for step, rows in by_network.items():
+        cells = []
+        for way in _PICKED:
+            hand, ours = rows[way], rows[f"@{way}"]
+            if "ms" in ours and "ms" in hand:
+                cells.append(f"{ours['ms'] / hand['ms']:.2f}")
+            else:
+                cells.append("alone" if "ms" in ours else "")
+        lines.append([step, *cells])
+    return "\n" + grid(["scanned step (batch)", *_PICKED.values()], lines)
+
+
+_PICKED = {
+    "checkpoint": "nothing kept",
+    "every_dot": "products",
+    "dots": "… without batch dimensions",
+    "names": "names",
+    "offload": "names offloaded",
+    "sqrt": "√n segments",
+}
 
 
 def seven_billion() -> str:
@@ -396,8 +430,9 @@ def readme() -> str:
         others = ("profile", "attention", "allow", "tokens")
         own = [r for r in own if not any(map(r.get, others))]
         own = [r for r in own if r["scanned"] is scanned]
-        by_way = {r["way"]: r for r in own}
+        by_way = {r["way"].replace(".0GiB", "GiB"): r for r in own}
         budgeted = [r for r in by_way.values() if "predicted_ms" in r]
+        budgeted.sort(key=lambda r: -r["gib"])
         share = lambda r, plain: (f"{r['gib'] / plain['gib']:.0%}", f"{r['of_plain']:.2f}")
         wrapped = ", ".join(share(by_way["checkpoint"], by_way["plain"]))
         for row in budgeted:
@@ -418,6 +453,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for made in (
         recompute,
         training_steps,
+        by_hand,
         seven_billion,
         transfers,
         transports,
@@ -447,6 +483,6 @@ def every_row() -> str:
     )
     timed = "".join(
         f"\n## {name}.jsonl\n{_training_steps(_json(name), *_STEPS)}"
-        for name in ("training_steps_h200", "training_steps_h100")
+        for name in ("training_steps_h200", "training_steps_h100", "by_hand_h200")
     )
     return f"{steps}{timed}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"
