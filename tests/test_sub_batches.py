@@ -439,3 +439,17 @@ def test_cudnns_attention_is_of_each_sequence_for_itself(has_bias):
     assert len(calls) == 2 and all(eqn.invars[0].aval.shape[0] == 2 for eqn in calls)
     compiled = vmem_jax.jit(step, budget="1GiB", sub_batches=4, batch_argnums=(1, 3))
     assert compiled.lower(*args).compile(target="h200").plan.sub_batches == 4
+
+
+def test_a_sub_batch_stacks_its_own_part_of_a_mask():
+    """The masks of dropped layers in a scan, which the backward scan reads."""
+    captured, batch, _ = traced(SPLIT["layers in a scan"])
+    split = captured.in_sub_batches(batch, 2)
+    stacks = [
+        v.aval
+        for eqn in compat.open_jaxpr(split.flat).eqns
+        if eqn.primitive.name == "scan"
+        for v in eqn.outvars
+    ]
+    masks = [aval.shape for aval in stacks if aval.dtype == bool]
+    assert masks and set(masks) == {(3, N // 2, WIDTH)}

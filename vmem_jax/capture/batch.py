@@ -30,7 +30,7 @@ import numpy as np
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import inline
-from vmem_jax.capture.layouts import SUMMED, Layout, Where, ruled
+from vmem_jax.capture.layouts import SUMMED, Layout, Where, ruled, wanted
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.capture.rows import own_rows
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -341,6 +341,9 @@ def follow_scan(eqn: JaxprEqn, read: Sequence[Value], size: int) -> Scan | None:
         if joined == carried:
             break
         carried = [v for v in joined if v is not None]
+    made = compat.open_jaxpr(closed).outvars[carry:]
+    parts = _by_samples(body, closed)
+    outs[carry:] = [Value(parts[a]) if a in parts else body.of(a) for a in made]
     stacked = [
         dataclasses.replace(v, layout=None if v.layout is None else v.layout.at(v.layout.dim + 1))
         for v in outs[carry:]
@@ -350,6 +353,22 @@ def follow_scan(eqn: JaxprEqn, read: Sequence[Value], size: int) -> Scan | None:
     wants += [v.layout for v in read[consts + carry :]]
     both = zip((v.layout for v in read), wants, strict=True)
     return Scan([*carried, *stacked], [want or own for own, want in both], closed, body)
+
+
+def _by_samples(body: Batch, closed: Any) -> dict[Any, Layout]:
+    """How the work on samples reads values that are the same for all of them: a dropout mask, or the
+    bits of one, that a sub-batch makes or cuts out for its samples alone."""
+    found: dict[Any, set[Layout]] = {}
+    eqns = compat.open_jaxpr(closed).eqns
+    for eqn, wants in reversed([*zip(eqns, body.wants, strict=True)]):
+        layouts = found.get(eqn.outvars[0], set()) if len(eqn.outvars) == 1 else set()
+        if len(layouts) == 1:
+            [layout] = layouts
+            wants = wanted(eqn, layout, body.size) or ()
+        for a, want in zip(eqn.invars, wants, strict=False):
+            if isinstance(a, Var) and want is not None and body.of(a).is_same:
+                found.setdefault(a, set()).add(want)
+    return {a: layouts.pop() for a, layouts in found.items() if len(layouts) == 1}
 
 
 def _join(a: Value, b: Value) -> Value | None:
