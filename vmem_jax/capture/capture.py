@@ -292,7 +292,7 @@ def _captured(
     """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
-    kernels = fuse(flat, boundary)
+    kernels = fuse(flat, boundary, given.platform)
     shards = follow_shards(flat, given.shardings) if shards is None else shards
     slices = stacks(flat)
 

@@ -4,7 +4,8 @@ A fusible equation is computed inside every kernel that reads it. Where the read
 backward equation that reads a forward chain), there is a choice: the value exists in between, or the
 chain is computed again from values that exist anyway. The cheaper one is taken, in bytes moved plus
 bytes held: a dropout mask (1 byte an element) rather than the random bits (4), a batch-normalised
-value from the convolution's output, which the backward pass reads anyway.
+value from the convolution's output, which the backward pass reads anyway. Random words are fused,
+too, but drawn once (`capture.draws`).
 
 What compares a value with what is computed from it is one kernel (`capture.ties`).
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.bits import pack_p
+from vmem_jax.capture.draws import draws
 from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
@@ -48,18 +50,19 @@ _LOOP_EPOCHS = 128
 some ten layers. A value held so long costs what reading it 16 times does."""
 
 
-def fuse(flat: ClosedJaxpr, boundary: int | None = None) -> tuple[Kernel, ...]:
+def fuse(flat: ClosedJaxpr, boundary: int | None = None, platform: str = "") -> tuple[Kernel, ...]:
     """Returns the kernels of `flat`, in the order of their last equations.
 
     Args:
+      platform: that it is compiled for; on "cpu" random words are made by a loop.
       boundary: where `flat` is one iteration of two loops, the first equation of the second one.
         What that reads of the first is held in a stack until then.
     """
-    return _Fuser(flat, boundary).kernels()
+    return _Fuser(flat, boundary, platform).kernels()
 
 
 class _Fuser:
-    def __init__(self, flat: ClosedJaxpr, boundary: int | None) -> None:
+    def __init__(self, flat: ClosedJaxpr, boundary: int | None, platform: str) -> None:
         opened = compat.open_jaxpr(flat)
         self.eqns: list[JaxprEqn] = opened.eqns
         self.classes = [class_of(eqn) for eqn in self.eqns]
@@ -94,6 +97,9 @@ class _Fuser:
         ):  # bytes exist: packed where they are read, they save none
             if eqn.primitive is pack_p:
                 self.classes[i] = Class.REDUCE
+        for i, last in draws(self, self.outputs) if platform != "cpu" else ():
+            if not {i, last} & {*self.tied}:
+                self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE
         self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
         # the last kernel that a sum reads adds the others: they need not wait with what they read
         self.epilogue = {i: self._epilogue(i) for i in reversed(range(len(self.eqns)))}

@@ -8,6 +8,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
+from vmem_jax.capture.draws import draws_words
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.primitives import (
@@ -147,7 +148,7 @@ class StepMaker:
             reads=reads,
             writes=writes,
             equations=kernel.equations,
-            op=root.primitive.name,
+            op=next((eqn for eqn in own if draws_words(eqn)), root).primitive.name,
             phase=phase,
             fusible=fusible,
             flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
