@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
+from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.fused_reads import Values
 from vmem_jax.capture.primitives import ELEMENTWISE, Class
 from vmem_jax.capture.random_bits import can_slice
@@ -46,7 +47,8 @@ def _last(i: int, values: Values, outputs: AbstractSet[Var]) -> int:
             break
         [j] = readers
         eqn, kind = values.eqns[j], values.classes[j]
-        fuses = kind is Class.FUSIBLE and eqn.primitive.name in ELEMENTWISE
+        elementwise = kind is Class.FUSIBLE and eqn.primitive.name in ELEMENTWISE
+        fuses = elementwise or eqn.primitive is pack_p
         others = (a for a in values.operands[j] if a not in made)
         if not (fuses or kind is Class.VIEW) or not all(_is_small(a, values) for a in others):
             break
