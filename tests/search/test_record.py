@@ -25,6 +25,7 @@ from vmem_jax.api.failure import budget_error
 from vmem_jax.api.records import forget, record_of
 from vmem_jax.policy.base import Infeasible
 from vmem_jax.search.attempt import Record, Tried
+from vmem_jax.search.params import SearchParams
 
 
 @pytest.fixture(autouse=True)
@@ -82,20 +83,37 @@ def test_a_plan_that_is_proved_is_taken_only_where_it_fits():
     assert found.fits and high.order not in {plan.order for plan in compile_plan.plans}
 
 
+class Fickle(Recording):
+    """A policy that does worse with one byte more."""
+
+    def plan(self, program, costs, budget):
+        self.asked.append(budget)
+        return plan_for(BUDGET if budget <= BUDGET else LOW + (BUDGET - LOW) * 2 // 3)
+
+
 def test_a_larger_budget_never_ends_in_a_slower_plan():
-    """A policy that does worse with one byte more: the plan for one byte less is taken."""
-
-    class Fickle(Recording):
-        def plan(self, program, costs, budget):
-            return plan_for(BUDGET if budget <= BUDGET else LOW + (BUDGET - LOW) * 2 // 3)
-
+    """The plan for one byte less is taken."""
     one = variant(Compiler(), Fickle(STAYING), STILL)
     both = Record()
     first = find(one, budget=BUDGET, record=both)
-    alone = find(one, budget=BUDGET + 1)
+    alone = find(one, budget=BUDGET + 1, spread=())
     assert alone.best.plan.predicted_seconds > first.best.plan.predicted_seconds
-    again = find(one, budget=BUDGET + 1, record=both)
+    again = find(one, budget=BUDGET + 1, record=both, spread=())
     assert again.best.plan.predicted_seconds == first.best.plan.predicted_seconds
+
+
+def test_what_is_compiled_next_is_planned_for_less_too():
+    """Unless it takes hardly longer than the step without a limit."""
+    first = find(variant(Compiler(), Fickle(STAYING), STILL), budget=BUDGET)
+    compile_plan, policy = Compiler(), Fickle(STAYING)
+    policy.asked.clear()
+    found = find(variant(compile_plan, policy, STILL), budget=BUDGET + 1)
+    assert found.best.plan.predicted_seconds == first.best.plan.predicted_seconds
+    assert policy.asked == [BUDGET + 1, *(int(s * (BUDGET + 1)) for s in SearchParams().spread)]
+    assert len(compile_plan.plans) == 1
+    policy.asked.clear()
+    find(variant(Compiler(), policy, STILL), budget=BUDGET + 1, much_more=9.0)
+    assert policy.asked == [BUDGET + 1]
 
 
 def test_a_plan_of_another_program_or_policy_or_that_moves_is_not_taken():

@@ -103,3 +103,18 @@ def estimate(
             target = (fits[0] + fails[0]) // 2
     fitting = [one for one in found if one.fits(goal)]
     return min(fitting or found, key=lambda one: one.seconds if fitting else one.need)
+
+
+def refined(
+    variant: Variant, goal: int | None, found: Estimate, params: SearchParams, log: SearchLog
+) -> Estimate:
+    """`found`, or a faster plan that is predicted to need at most `goal` bytes, too.
+
+    A plan for fewer bytes may take less time, and of two plans for about as many one may lose far
+    more on the heap. So further goals are tried, spread evenly below `goal`, where recomputation
+    takes much of the time. It is for what is compiled next, which takes far longer than a few plans.
+    """
+    if goal is None or found.seconds <= (1 + params.much_more) * variant.lower_bound():
+        return found
+    more = [planned(variant, int(share * goal), log) for share in params.spread]
+    return min((found, *(one for one in more if one.fits(goal))), key=lambda one: one.seconds)

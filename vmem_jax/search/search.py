@@ -39,7 +39,7 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
-from vmem_jax.search.estimate import Estimate, estimate, planned
+from vmem_jax.search.estimate import Estimate, estimate, planned, refined
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.variant import Family, Variant
@@ -56,6 +56,7 @@ class Candidate:
       estimate: its plan, once there is one.
       goal: the most bytes that its plan may be predicted to need.
       misses: its plans that compiled to too much.
+      is_refined: whether its plan is the fastest for several goals.
     """
 
     family: Family
@@ -65,6 +66,7 @@ class Candidate:
     estimate: Estimate | None = None
     goal: int | None = None
     misses: tuple[Attempt, ...] = ()
+    is_refined: bool = False
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -301,6 +303,10 @@ class Search:
                 self._attempt(candidate, variant, one)
             return
         spare -= self.params.reserved_compiles if self.best is None else 0
+        if not candidate.is_refined and not misses and spare > 0:
+            better = refined(variant, candidate.goal, one, self.params, self.log)
+            self._push(candidate, estimate=better, seconds=better.seconds, is_refined=True)
+            return
         known, excess = self._known(variant, one), self._excess_of_others(candidate)
         is_used_up = spare <= 0 or len(misses) >= self.params.compiles_per_variant
         if is_used_up or known in misses:
