@@ -67,14 +67,18 @@ class StepMaker:
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         libraries = libraries_of(platform)
         # the library returns what it makes in a tuple, whatever is fused behind, and so does a copy
-        # from host memory, and on a GPU a reduction that writes a mask's result beside its own: XLA
+        # from host memory, and a reduction that writes a masked cotangent (`capture.masks`): XLA
         # writes over no part of one
+        is_reduced = lambda eqn: class_of(eqn) is Class.REDUCE
         self.from_library = {
             v
             for kernel in kernels
             if eqns[kernel.root].primitive.name in libraries
             or _over_the_link(eqns[kernel.root], None)[0]
-            or (len(kernel.writes) > 1 and platform != "cpu")
+            or (
+                is_reduced(eqns[kernel.root])
+                and not all(is_reduced(self.maker[v]) for v in kernel.writes)
+            )
             for v in kernel.writes
         }
         # of a library's clamp and a mask of it XLA would compare what the clamp is given: the library

@@ -23,13 +23,16 @@ reading once what it is made of."""
 
 def masked_cotangents(values: Values) -> Iterator[tuple[Var, bool]]:
     """What a ReLU's gradient makes of a heavy kernel's result and several fusible kernels read, and
-    whether they stand in front of another heavy kernel and behind it."""
+    whether they stand in front of another heavy kernel and behind it. What a heavy kernel reads
+    exists anyway."""
     for i, eqn in enumerate(values.eqns):
         if values.classes[i] is Class.FUSIBLE and _is_masked(eqn, values):
             readers = {*_readers(eqn.outvars[0], values)}
             epochs = {values.epoch[r] for r in readers}
-            if len(readers) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS:
-                yield eqn.outvars[0], len(epochs) > 1
+            apart = len(epochs) > 1
+            near = len(readers) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS
+            if near and (apart or all(values.classes[r] is not Class.HEAVY for r in readers)):
+                yield eqn.outvars[0], apart
 
 
 def _is_masked(eqn: JaxprEqn, values: Values) -> bool:
