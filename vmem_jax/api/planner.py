@@ -36,7 +36,7 @@ from vmem_jax.search.params import SearchParams
 from vmem_jax.search.search import Search
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
-from vmem_jax.techniques.bits import in_bits, packs, with_bits
+from vmem_jax.techniques.bits import in_bits, likely_to_fit, packs, with_bits
 from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, compressing_loops, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
@@ -170,9 +170,9 @@ def _groups(
 ) -> list[list[Family]]:
     """The groups of families, in the order in which the search tries them.
 
-    First the chosen policy, with the policies that may replace it where these are faster; then the
-    chosen policy with transfers, if it had none; then the policies that replace it only where nothing
-    else fits.
+    First the chosen policy, with the policies that may replace it where these are faster; then with
+    masks in bits, if bytes were expected to fit; then with transfers, if it had none; then the
+    policies that replace it only where nothing else fits.
     """
     settings = step.settings
     parts = parts_of(step)
@@ -193,25 +193,27 @@ def _groups(
         first = [Family((1,), functools.partial(_same, v)) for v in variants]
         first += [dataclasses.replace(own, counts=more)] if more else []
     others = [_other(step, policy) for policy in settings.policy.instead]
-    base = in_bits(step, budget)  # other forms have nothing to gain from masks in bytes
-    chunked = logit_contexts(base, budget)
-    chunked += carry_contexts(step)
-    loops = [base, *chunked] if packs(base) else [*chunked]
-    loops += [c for form in (base, *chunked) for c in loop_contexts(form, budget)]
+    packed = in_bits(step, budget)
+    own_fits = packed is not step and likely_to_fit(step, budget)
+    # where bytes do not fit, other forms have nothing to gain from them
+    loops = _forms(step if own_fits else packed, budget)
+    spare = _forms(packed, budget) if own_fits else []
+    carrying = carry_contexts(step)
+    loops += [*carrying, *(c for form in carrying for c in loop_contexts(form, budget))]
     first += [_of_loops(context) for context in loops]
     if compresses and 1 in parts.counts:
-        packed = [*compressing_loops(loops, budget)]
-        first += map(_of_loops, packed)
-        loops += packed
-    first += _of_tried(step, (step, *loops), budget, tried)
+        compressed = [*compressing_loops(loops, budget)]
+        first += map(_of_loops, compressed)
+        loops += compressed
+    first += _of_tried(step, (step, *loops, *spare), budget, tried)
     moves_at_last = step.transport and step.immovable and "offload" in settings.allowed
     moving = functools.partial(_variant, step, settings.policy, moves=True)
     at_last = Family(parts.counts, moving, settings.splitting, between=parts.between)
     last = [at_last] if moves_at_last else []
     if moves_at_last and settings.splitting is Splitting.FEWEST:
         last = [_by_size(step, last[0], settings.policy, budget, moves=True)]
-    last += [_of_loops(context, moves=True) for context in loops if moves_at_last]
-    groups = [first, last]
+    last += [_of_loops(context, moves=True) for context in (*loops, *spare) if moves_at_last]
+    groups = [first, [_of_loops(context) for context in spare], last]
     searched = not settings.policy.spared(step.traced.captured.program)
     if searched and not step.immovable and "compress" not in settings.named:
         # where they are enough faster than what the bound of the policy's own plans leaves
@@ -235,6 +237,13 @@ def _groups(
         )
     some = ([family for family in group if family.counts] for group in groups)
     return [group for group in some if group]
+
+
+def _forms(base: StepContext, budget: int | None) -> list[StepContext]:
+    """The forms of the step with other logits or stacks, and `base` itself if it packs masks."""
+    chunked = logit_contexts(base, budget)
+    forms = [base, *chunked] if packs(base) else [*chunked]
+    return [*forms, *(c for form in (base, *chunked) for c in loop_contexts(form, budget))]
 
 
 def _of_loops(context: StepContext, moves: bool | None = None) -> Family:

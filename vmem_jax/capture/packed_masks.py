@@ -24,7 +24,7 @@ from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.kinds import phases_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.primitives import Class, class_of, nbytes
-from vmem_jax.capture.shards import Shards, is_typed
+from vmem_jax.capture.shards import Shards
 from vmem_jax.core.program import Phase
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
@@ -107,8 +107,6 @@ def _axis(v: Var, shards: Shards) -> int | None:
     close together and are read as they lie.
     """
     aval: Any = v.aval
-    if is_typed(v):
-        return None
     axes = range(1, aval.ndim)
     for axis in (*axes[-2::-1], *axes[-1:]):
         if aval.shape[axis] % BITS == 0 and not shards.is_split(v, axis):

@@ -45,13 +45,19 @@ def in_bits(step: StepContext, budget: int | None) -> StepContext:
         return step
     if _saved_nbytes(step) < PARAMS.masks_part * budget:
         return step
+    return step if _peak(step) <= PARAMS.sure_to_fit * budget else with_bits(step)
+
+
+def likely_to_fit(step: StepContext, budget: int | None) -> bool:
+    """Whether `step` is predicted to peak below `budget` as it is."""
+    return budget is None or _peak(step) <= PARAMS.likely_to_fit * budget
+
+
+def _peak(step: StepContext) -> int:
+    """Bytes that `step` peaks at by its order alone."""
     program = step.traced.captured.program
-    if (
-        simulate(program, lower_order(program, step.costs), step.costs).peak
-        <= PARAMS.sure_to_fit * budget
-    ):
-        return step
-    return with_bits(step)
+    order = lambda: lower_order(program, step.costs)
+    return step.cached("peak by order", lambda: simulate(program, order(), step.costs).peak)
 
 
 def packs(step: StepContext) -> bool:

@@ -24,6 +24,7 @@ class TechniqueParams:
       least_mask: of all temporaries; smaller masks stay in bytes. XLA is not held to the order of
         what is smaller.
       masks_part: of the budget; where bits save less in all, masks stay in bytes.
+      likely_to_fit: of the budget; what is predicted to peak below it keeps its masks in bytes.
       sure_to_fit: of the budget; what is predicted to peak below it surely fits as it is.
       logits_part: of the budget; smaller logits are not looked for.
       stack_choices: of residuals, from the fewest seconds to the fewest bytes; with those for the
@@ -44,6 +45,7 @@ class TechniqueParams:
     logit_chunks: tuple[int, ...] = (4, 16)
     least_mask: float = 1 / 2000
     masks_part: float = 1 / 64
+    likely_to_fit: float = 0.95
     sure_to_fit: float = 0.5
     logits_part: float = 1 / 64
     stack_choices: int = 5
