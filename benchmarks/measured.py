@@ -210,7 +210,8 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         if row["model"] not in models:
             continue
         way = row["way"].replace(".0GiB", "GiB")
-        step = _STEPS[row["model"]].format(**row)
+        step = _STEPS[row["model"]].format(**{"layers": 24, **row})
+        step = step if row["scanned"] else step.replace("scanned", "unrolled")
         if row["model"] in ("decoder", "lora"):
             step += ", scanned" if row["scanned"] else ", unrolled"
         if row.get("attention"):
@@ -483,6 +484,6 @@ def every_row() -> str:
     )
     timed = "".join(
         f"\n## {name}.jsonl\n{_training_steps(_json(name), *_STEPS)}"
-        for name in ("training_steps_h200", "training_steps_h100", "by_hand_h200")
+        for name in ("training_steps_h200", "training_steps_h100", "by_hand_h200", "pairs_h200")
     )
     return f"{steps}{timed}\n## loops_h200_compiled.jsonl\n{loops_compiled()}"

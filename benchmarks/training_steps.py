@@ -18,7 +18,8 @@ under JAX's profiler: DIRECTORY gets the instructions of each, and the microseco
 With `--target=h200` all is compiled for that card, and nothing runs.
 
 Several of these may run at once with the same `--lock=FILE`: they compile together, and each times
-its ways alone, when all have compiled.
+its ways alone, when all have compiled. XLA then times kernels to choose from while others run, and
+what it keeps of the card's memory for that is not there for the others.
 
 With --mesh=DEVICES the step is fully sharded (Rajbhandari et al., "ZeRO", 2020, stage 3): the batch
 is split over so many devices, and so are the rows of each weight matrix and of its moments. GiB are
