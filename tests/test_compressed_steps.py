@@ -135,7 +135,7 @@ def test_the_backward_pass_reads_what_was_compressed(name, density):
 
 @pytest.mark.parametrize(
     "name, expected",
-    [("relu", 10), ("relu6", 10), ("mask", 9), ("mask as a factor", 9), ("dense", 0)],
+    [("relu", 10), ("relu6", 10), ("mask", 10), ("mask as a factor", 9), ("dense", 0)],
 )
 def test_what_has_zeros_is_told_from_the_equations(name, expected):
     found = captured(*STEPS[name])
