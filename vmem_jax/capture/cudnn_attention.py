@@ -26,10 +26,11 @@ _PRODUCTS = {FORWARD: 2, BACKWARD: 5}
 
 def flops(eqn: JaxprEqn) -> int:
     """Operations of cuDNN's attention or its gradient, without those that a mask leaves out."""
-    query, keys = eqn.invars[0].aval.shape, _keys(eqn)
-    read = 2 * min(keys, eqn.params["sliding_window_length"] or keys)
-    if _is_causal(eqn) and read == 2 * keys:
-        read = keys + 1  # of the last query all, of the first one
+    query, keys, window = eqn.invars[0].aval.shape, _keys(eqn), eqn.params["sliding_window_length"]
+    if window and window < keys:
+        read = 2 * window  # with a multiplication and an addition for each key
+    else:  # with a causal mask the last query reads all, the first one
+        read = keys + 1 if _is_causal(eqn) else 2 * keys
     return _PRODUCTS[eqn.primitive.name] * math.prod(query) * read
 
 

@@ -92,10 +92,8 @@ class _Fuser:
         for i in self.tied:  # a mask of a tie exists
             if self.eqns[i].primitive.name in COMPARISONS:
                 self.classes[i] = Class.REDUCE
-        for i, eqn in enumerate(
-            self.eqns
-        ):  # bytes exist: packed where they are read, they save none
-            if eqn.primitive is pack_p:
+        for i, eqn in enumerate(self.eqns):
+            if eqn.primitive is pack_p:  # bytes exist: packed where they are read, they save none
                 self.classes[i] = Class.REDUCE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:

@@ -14,8 +14,6 @@ from vmem_jax.capture.loop_levels import Level, levels
 from vmem_jax.capture.packed_masks import saved_nbytes, with_packed_masks
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.core.program import Program
-from vmem_jax.core.simulate import simulate
-from vmem_jax.policy.order import lower_order
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.params import PARAMS
@@ -45,19 +43,12 @@ def in_bits(step: StepContext, budget: int | None) -> StepContext:
         return step
     if _saved_nbytes(step) < PARAMS.masks_part * budget:
         return step
-    return step if _peak(step) <= PARAMS.sure_to_fit * budget else with_bits(step)
+    return step if step.peak_by_order <= PARAMS.sure_to_fit * budget else with_bits(step)
 
 
 def likely_to_fit(step: StepContext, budget: int | None) -> bool:
     """Whether `step` is predicted to peak below `budget` as it is."""
-    return budget is None or _peak(step) <= PARAMS.likely_to_fit * budget
-
-
-def _peak(step: StepContext) -> int:
-    """Bytes that `step` peaks at by its order alone."""
-    program = step.traced.captured.program
-    order = lambda: lower_order(program, step.costs)
-    return step.cached("peak by order", lambda: simulate(program, order(), step.costs).peak)
+    return budget is None or step.peak_by_order <= PARAMS.likely_to_fit * budget
 
 
 def packs(step: StepContext) -> bool:

@@ -16,9 +16,11 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.simulate import simulate
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import HostMemoryError
 from vmem_jax.jax_compat import SIZED_OPTIONS, ClosedJaxpr
+from vmem_jax.policy.order import lower_order
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.progress import doing
 from vmem_jax.rewrite.compression import sites
@@ -91,6 +93,12 @@ class StepContext:
         """The same as plain jit runs it."""
         captured = self.traced.captured
         return as_misread(self.costs, captured.program, captured.misread)
+
+    @functools.cached_property
+    def peak_by_order(self) -> int:
+        """Bytes that the step peaks at by its order alone."""
+        program = self.traced.captured.program
+        return simulate(program, lower_order(program, self.costs), self.costs).peak
 
     @property
     def transport(self) -> str:

@@ -15,8 +15,6 @@ import dataclasses
 from typing import ClassVar
 
 from vmem_jax.capture.logits import Tail, find_tail
-from vmem_jax.core.simulate import simulate
-from vmem_jax.policy.order import lower_order
 from vmem_jax.rewrite.logits import in_chunks
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
@@ -48,13 +46,9 @@ def logit_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
         return []
     tail = _tail(step)
     assert isinstance(tail, Tail), "a step without one cannot use it"
-    program = step.traced.captured.program
     if tail.nbytes < PARAMS.logits_part * budget:
         return []
-    if (
-        simulate(program, lower_order(program, step.costs), step.costs).peak
-        <= PARAMS.sure_to_fit * budget
-    ):
+    if step.peak_by_order <= PARAMS.sure_to_fit * budget:
         return []
     return [with_logits(step, count) for count in _counts(tail.size)]
 
