@@ -171,6 +171,26 @@ def test_casts_and_zeros_wait_for_the_layer_before_where_xla_would_make_them_at_
     assert 2 not in found(early=True, body=True)
 
 
+def test_masks_that_are_drawn_from_keys_of_one_key_wait_for_the_layer_before():
+    """XLA would draw those of all layers at the start, in one kernel."""
+    b = Builder()
+    key, x = b.input(1), b.input(64)
+    keys = [b.step([key], 1), b.step([key], 1)]
+    y, made = x, []
+    for each in keys:
+        mask = b.step([b.step([each], 1)], 32, fusible=True)
+        y = b.step([y, mask], 64)
+        made.append((mask, y))
+    of_a_value = b.step([b.step([y], 1)], 32, fusible=True)
+    program = b.program([b.step([y, of_a_value], 64, BACKWARD)])
+    second = next(i for i, step in enumerate(program.steps) if made[1][0] in step.writes)
+    last = next(i for i, step in enumerate(program.steps) if of_a_value in step.writes)
+    order = range(len(program.steps))
+    ours = {f.position: f.buffers for f in fences(program, order, small=4, early=True)}
+    assert ours[second] == (made[0][1], *program.steps[second].reads)
+    assert last not in ours and second not in {f.position for f in fences(program, order, small=4)}
+
+
 def test_what_waits_for_the_step_before_is_one_fence_with_what_is_tied_there():
     b = Builder()
     key, x = b.input(1), b.input(100)

@@ -4,6 +4,10 @@ A weight is cast for its layer from an argument alone, and zeros that a scatter 
 made of nothing. Left alone, XLA:GPU casts the weights of all layers before the first, and keeps the
 zeros of the embedding's gradient from there to the end: 1.9 GB and 0.4 GB of a decoder of 1.1
 billion weights (0.11.2). A barrier with a value of the layer before has each made where it is read.
+
+So it is with the random words of dropout: each layer's are drawn from its key, all keys come from one
+argument, and XLA:GPU draws the masks of all layers in one kernel at the start. On an H200 a mask of
+16 heads by 1,024 tokens, in bits, took 0.94 ms in a kernel with 22 others, and 0.44 ms in its own.
 """
 
 from __future__ import annotations
@@ -36,13 +40,16 @@ def held_back(
         result over it.
     """
     ran: set[int] = set()
+    at_start: set[int] = set()  # buffers up to `small` that are made of arguments or of nothing
     for position, s in enumerate(order):
         step = program.steps[s]
         again, is_large = s in ran, any(program.buffers[b].nbytes > small for b in step.writes)
         ran.add(s)
-        if again or not is_large or step.is_heavy or step.is_boundary:
+        if not all(program.producer[b] < 0 or b in at_start for b in step.reads):
             continue
-        if any(program.producer[b] >= 0 for b in step.reads):
+        if not is_large:
+            at_start.update(step.writes)
+        if again or not is_large or step.is_heavy or step.is_boundary:
             continue
         if step.reads and position >= forward_end:
             continue
