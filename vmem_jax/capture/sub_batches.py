@@ -89,6 +89,17 @@ def divided(
     return first, SubBatches(whole + 1, size, other, last)
 
 
+def totals_nbytes(flat: ClosedJaxpr, batch: Batch) -> int:
+    """Bytes of the totals that are there at once behind the last sub-batch, however many there are.
+    Those that are results of the step do not count, nor what a loop may carry into one."""
+    divider = _Divider(flat, batch, batch.size)
+    needed, after = divider._needed()
+    loops = [divider.eqns[i] for i in after if divider.eqns[i].primitive.name == "scan"]
+    ends = [*divider.opened.outvars, *(a for eqn in loops for a in eqn.invars)]
+    others = {a for a in ends if isinstance(a, Var)}
+    return sum(nbytes(divider._total_aval(v)) for v in needed if v not in others)
+
+
 class _Divider:
     def __init__(self, flat: ClosedJaxpr, batch: Batch, size: int) -> None:
         self.flat, self.batch, self.size = flat, batch, size

@@ -39,53 +39,11 @@ from vmem_jax.core.plan import Plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
+from vmem_jax.search.candidate import Candidate
 from vmem_jax.search.estimate import Estimate, estimate, planned, refined
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT, SearchParams
 from vmem_jax.search.variant import Family, Variant
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Candidate:
-    """A variant with what is known of it.
-
-    Attributes:
-      family, count: the variant's family and number of sub-batches.
-      variant: the variant; None until it is bounded.
-      seconds: the lower bound of its plans, or the predicted seconds of its plan.
-      estimate: its plan, once there is one.
-      goal: the most bytes that its plan may be predicted to need.
-      misses: its plans that compiled to too much.
-      is_refined: whether its plan is the fastest for several goals.
-    """
-
-    family: Family
-    count: int
-    variant: Variant | None = None
-    seconds: float = 0.0
-    estimate: Estimate | None = None
-    goal: int | None = None
-    misses: tuple[Attempt, ...] = ()
-    is_refined: bool = False
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """The key of the queue: seconds, then the number of sub-batches. The seconds of a family that
-        must be faster by a share are raised by that share."""
-        return self.seconds / (1 - self.family.must_gain), self.count
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether its plan was compiled by an earlier search, so that its need is known."""
-        return isinstance(self.estimate, Tried)
-
-    @property
-    def expected(self) -> int:
-        """The expected need of its plan in bytes: the prediction plus the excess of the variant's
-        last compiled plan, or less what that compiled to below its prediction."""
-        assert self.estimate is not None
-        off = [one.excess or min(one.need - one.predicted_need, 0) for one in self.misses[-1:]]
-        return self.estimate.need + sum(off)
 
 
 @dataclasses.dataclass
@@ -102,6 +60,7 @@ class Search:
       earlier: what the record had before.
       queue: (rank, order of arrival, candidate).
       over: candidates with the lowest plan that is known, which does not fit.
+      waiting: candidates whose variants are not made, since none of their plans can fit.
       attempts: what was compiled, each with its candidate.
       known: plans of the record that need more than the budget.
       opened: the variants that were queued, as family and number of sub-batches.
@@ -120,6 +79,7 @@ class Search:
     earlier: Record = dataclasses.field(default_factory=Record)
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
+    waiting: list[Candidate] = dataclasses.field(default_factory=list)
     lacks: list[str] = dataclasses.field(default_factory=list)
     reasons: list[VmemError] = dataclasses.field(default_factory=list)
     attempts: dict[Attempt, Candidate] = dataclasses.field(default_factory=dict)
@@ -154,6 +114,7 @@ class Search:
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         # nothing else is left to try, so no compile is reserved
         self.params = dataclasses.replace(self.params, reserved_compiles=0)
+        self._make_waiting(math.inf)
         lowest = min((one.expected for one in self.over), default=0)
         if self.may_stay and lowest > self.params.near * self._limit:
             self._compile_untouched(lowest / self.params.far)  # it may need far less than others
@@ -267,6 +228,10 @@ class Search:
     def _bound(self, candidate: Candidate) -> None:
         """Makes the variant, and bounds the seconds of its plans."""
         family, count = candidate.family, candidate.count
+        if candidate.waits and self._cannot_fit(candidate):
+            self.waiting.append(candidate)
+            self._open_next(candidate, Splitting.FASTEST, candidate.seconds)
+            return
         variant = family.make(count)
         bounding = family.bounded_by(count) if family.bounded_by else variant
         free = bounding.lower_bound()  # whatever memory it takes
@@ -274,6 +239,14 @@ class Search:
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
         self._recall(candidate, variant, lambda plan: plan.predicted_seconds)
         self._push(candidate, seconds=bounding.lower_bound(self.budget))
+
+    def _cannot_fit(self, candidate: Candidate) -> bool:
+        """Whether its plans are known to need more than the budget before its variant is made, and
+        none of so many sub-batches compiled to less before."""
+        earlier = (one for one in self.earlier.all() if one.fits(self.budget))
+        is_known = any(one.plan.sub_batches == candidate.count for one in earlier)
+        takes_fewest = candidate.family.splitting is Splitting.FEWEST
+        return not takes_fewest and candidate.least > self._limit and not is_known
 
     def _plan(self, candidate: Candidate, variant: Variant) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
@@ -435,6 +408,7 @@ class Search:
           limit: bytes; plans that are expected to need more are left.
         """
         compiled: list[Attempt] = []
+        self._make_waiting(limit)
         while self.over and self.best is None and self._spare > 0 and len(compiled) < most:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
@@ -461,6 +435,18 @@ class Search:
                     if one.need < attempt.need:
                         changes: Any = {"estimate": one, "seconds": one.seconds}
                         self.over.append(dataclasses.replace(candidate, **changes))
+
+    def _make_waiting(self, limit: float) -> None:
+        """Makes and plans the variants that wait, if their plans may be the lowest and may need no
+        more than `limit` bytes."""
+        while self.waiting:
+            lowest = min((one.expected for one in self.over), default=math.inf)
+            first = min(self.waiting, key=lambda one: one.least)
+            if first.least > min(lowest / self.params.same, limit):
+                return
+            self.waiting.remove(first)
+            self._push(first, waits=False)
+            self._work_off()
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need

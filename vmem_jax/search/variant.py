@@ -83,6 +83,7 @@ class Family:
         much more for them than is predicted.
       between: two numbers of sub-batches -> one between them that is tried, too, if the fastest is
         wanted; 0 if there is none.
+      least: count -> bytes that all of its plans need at least, known before the variant is made.
     """
 
     counts: Sequence[int]
@@ -92,3 +93,4 @@ class Family:
     bounded_by: Callable[[int], Variant] | None = None
     alike: bool = False
     between: Callable[[int, int], int] = lambda fewer, more: 0
+    least: Callable[[int], int] = lambda count: 0

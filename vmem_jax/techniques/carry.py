@@ -43,7 +43,7 @@ def carry_contexts(step: StepContext) -> list[StepContext]:
     """`step` with the convolutions that carry what stands around them; none if it does not use it."""
     if Carry().unusable(step):
         return []
-    return [with_carry(step, _chosen(step))]
+    return [step.cached("carried", lambda: with_carry(step, _chosen(step)))]
 
 
 def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:

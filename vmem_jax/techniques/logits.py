@@ -12,6 +12,7 @@ Kernel (Hsu et al., 2024) chunk by chunk.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from vmem_jax.capture.logits import Tail, find_tail
@@ -50,7 +51,8 @@ def logit_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
         return []
     if step.peak_by_order <= PARAMS.sure_to_fit * budget:
         return []
-    return [with_logits(step, count) for count in _counts(tail.size)]
+    again = functools.partial(functools.partial, with_logits, step)
+    return [step.cached(f"logits {count}", again(count)) for count in _counts(tail.size)]
 
 
 def with_logits(step: StepContext, count: int) -> StepContext:

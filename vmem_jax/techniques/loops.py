@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from absl import logging
@@ -19,7 +20,7 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.core.program import LoopSegments, Program
+from vmem_jax.core.program import Kind, LoopSegments, Program
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.body_memory import BodyMemory
@@ -32,9 +33,13 @@ from vmem_jax.techniques.params import PARAMS
 from vmem_jax.tracing.traced import TracedStep
 
 
-def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
+def loop_contexts(step: StepContext, budget: int | None, every: bool = False) -> list[StepContext]:
     """The forms of `step` in which its loops stack other values; none if the policy or `allow` leaves
-    loops as they are."""
+    loops as they are.
+
+    Args:
+      every: whether to make also those whose stacks do not fit, which is of use if values may move.
+    """
     settings = step.settings
     chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
     if budget is None or not chooses:
@@ -42,7 +47,7 @@ def loop_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
     variants = step.cached("loops", lambda: _Variants(step.traced, step.machine))
     return [  # the same ones for another budget
         step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
-        for variant in _chosen(variants, budget)
+        for variant in _chosen(variants, budget, every)
     ]
 
 
@@ -97,13 +102,15 @@ def loop_variants(
     Args:
       machine: what the choices are made for.
     """
-    return _chosen(_Variants(traced, machine), budget)
+    return _chosen(_Variants(traced, machine), budget, every=True)
 
 
-def _chosen(variants: _Variants, budget: int | None) -> tuple[LoopVariant, ...]:
+def _chosen(
+    variants: _Variants, budget: int | None, every: bool = False
+) -> tuple[LoopVariant, ...]:
     if not variants.pairs:
         return ()
-    found = [variants.of(kept) for kept in variants.front]
+    found = variants.some(None if every else budget)
     if budget is not None and all(variant.need > budget for variant in found):
         found += [*variants.lowest(), *variants.divided()]
     goals = [] if budget is None else [int(share * budget) for share in PARAMS.budget_goals]
@@ -151,6 +158,24 @@ class _Variants:
     def front(self) -> Sequence[Kept]:
         return front(self.loops, self.machine, PARAMS.stack_choices)
 
+    def least(self, kept: Kept) -> int:
+        """Bytes that every plan of the step that stacks `kept` needs at least, if nothing moves: the
+        arguments, and the stacks of one loop, which exist at once where it ends."""
+        program = self.traced.captured.program
+        held = (program.buffers[b] for b in program.inputs if b not in program.hosted)
+        arguments = sum(buffer.nbytes for buffer in held if buffer.kind is not Kind.CONSTANT)
+        return arguments + max(kept.each, default=0)
+
+    def some(self, budget: int | None) -> list[LoopVariant]:
+        """The steps of the front, from the fewest bytes on; with a budget those that may fit, and
+        that may need the fewest bytes."""
+        found = list[LoopVariant]()
+        for kept in sorted(self.front, key=self.least):
+            lowest = min((variant.need for variant in found), default=math.inf)
+            if budget is None or self.least(kept) <= max(budget, lowest):
+                found.append(self.of(kept))
+        return found
+
     def of(self, kept: Kept) -> LoopVariant:
         """The step that stacks `kept`, made once."""
         if _key(kept) not in self.made:
@@ -187,7 +212,7 @@ class _Variants:
 
     @functools.cached_property
     def held(self) -> Held:
-        """What counts beside the stacks, by what the choices of the front are predicted to need.
+        """What counts beside the stacks, by what the lowest choices are predicted to need.
         Where the step peaks elsewhere, what its loops hold does not count."""
         levels = [level for _, level in self.level.all_pairs]
         waiting = (
@@ -199,7 +224,7 @@ class _Variants:
             for pair, level in zip(self.pairs, levels, strict=True)
         )
         held = Held(tuple(map(BodyMemory, self.loops)), tuple(waiting))
-        made = [self.of(kept) for kept in self.front]
+        made = self.some(0)
         for variant in made:
             held = held.with_most(variant.kept)
         beside = min(variant.need - variant.kept.nbytes for variant in made)
@@ -221,7 +246,7 @@ class _Variants:
             pairs = zip(kept.buffers, fewest.buffers, strict=True)
             other = self._lowest([own - least for own, least in pairs])
             found += [] if other is None else [other]
-        least = min(self.of(kept).need for kept in self.front)
+        least = min(variant.need for variant in self.some(0))
         yield from (variant for variant in map(self.of, found) if variant.need < least)
 
     def _lowest(self, without: Sequence[frozenset[int]] = ()) -> Kept | None:
@@ -254,9 +279,9 @@ class _Variants:
 
     def near(self, budget: int, found: Sequence[LoopVariant]) -> Iterator[LoopVariant]:
         """What needs `budget` bytes as nearly as can be, if it is between two of `found`."""
-        over = [v for v in found if v.need > budget]
+        needs = [*(v.need for v in found), *map(self.least, self.front)]
         under = [v for v in found if v.need <= budget]
-        if not over or not under:
+        if max(needs) <= budget or not under:
             return
         before = max(under, key=lambda v: v.need)
         limit = before.kept.nbytes + budget - before.need

@@ -15,6 +15,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.locations import location_of
 from vmem_jax.capture.sub_batches import SubBatches as Division
+from vmem_jax.capture.sub_batches import totals_nbytes
 from vmem_jax.core.costs import Costs, of_parts
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
@@ -110,6 +111,20 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
     if counts == (1,) and found.size > 1:
         why = "half of the batch takes less time than it takes to start one kernel"
     return Parts(counts, into, why, found.size)
+
+
+def least_in_parts(step: StepContext, count: int) -> int:
+    """Bytes that every plan of `step` in `count` sub-batches needs at least: arguments and, behind
+    the last sub-batch, all totals, mostly gradients.
+
+    It is 0 where that is not known: of one sub-batch, and where arguments are in host memory.
+    """
+    found = step.cached("batch", lambda: _follow(step.traced))
+    if count == 1 or step.traced.hosted or isinstance(found, str):
+        return 0
+    captured = step.traced.captured
+    totals = step.cached("totals", lambda: totals_nbytes(captured.separate, found))
+    return captured.program.arguments_nbytes + totals
 
 
 def by_size(
