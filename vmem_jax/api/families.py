@@ -21,7 +21,12 @@ from vmem_jax.techniques.bits import in_bits, likely_to_fit, packs, with_bits
 from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, compressing_loops, with_compressed
 from vmem_jax.techniques.logits import logit_contexts, with_logits
-from vmem_jax.techniques.loops import loop_contexts, with_loops
+from vmem_jax.techniques.loops import (
+    loop_contexts,
+    may_fit_outside_loops,
+    peaks_outside_loops,
+    with_loops,
+)
 from vmem_jax.techniques.sub_batches import by_size, least_in_parts, parts_of
 
 PARTS_DO_NOT = "its batch runs in sub-batches, which do not compress"
@@ -141,10 +146,23 @@ def _looping(
 
 def _forms(base: StepContext, budget: int | None, every: bool) -> list[StepContext]:
     """The forms of the step with other logits or stacks, and `base` itself if it packs masks; `every`
-    as `loop_contexts` has it."""
+    as `loop_contexts` has it.
+
+    More chunks of logits are of use only to what peaks outside of loops with fewer. Where with fewer
+    nothing can fit, no other stacks are chosen for these.
+    """
+    found = [base] if packs(base) else []
+    looped: list[StepContext] = []
+    form: StepContext | None = base
     chunked = logit_contexts(base, budget)
-    forms = [base, *chunked] if packs(base) else [*chunked]
-    return [*forms, *(c for form in (base, *chunked) for c in loop_contexts(form, budget, every))]
+    while form is not None:
+        fits = may_fit_outside_loops(form, budget)
+        after = next(chunked, None) if not fits or peaks_outside_loops(form, budget) else None
+        if fits or after is None:
+            looped += loop_contexts(form, budget, every)
+        found += [] if after is None else [after]
+        form = after
+    return [*found, *looped]
 
 
 def _in_parts(step: StepContext) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import ClassVar
 
 from vmem_jax.capture.logits import Tail, find_tail
@@ -39,20 +40,20 @@ class Logits(AbstractTechnique):
         return found if isinstance(found, str) else ""
 
 
-def logit_contexts(step: StepContext, budget: int | None) -> list[StepContext]:
-    """`step` with its logits in chunks, in some numbers of them; none where they are too small to
+def logit_contexts(step: StepContext, budget: int | None) -> Iterator[StepContext]:
+    """`step` with its logits in chunks, in more and more of them; none where they are too small to
     matter, or nothing has to be freed."""
     settings = step.settings
     if budget is None or "logits" not in settings.allowed or Logits().unusable(step):
-        return []
+        return
     tail = _tail(step)
     assert isinstance(tail, Tail), "a step without one cannot use it"
     if tail.nbytes < PARAMS.logits_part * budget:
-        return []
+        return
     if step.peak_by_order <= PARAMS.sure_to_fit * budget:
-        return []
-    again = functools.partial(functools.partial, with_logits, step)
-    return [step.cached(f"logits {count}", again(count)) for count in _counts(tail.size)]
+        return
+    for count in _counts(tail.size):
+        yield step.cached(f"logits {count}", functools.partial(with_logits, step, count))
 
 
 def with_logits(step: StepContext, count: int) -> StepContext:

@@ -6,21 +6,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from absl import logging
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_levels import Stacking
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import can_be_divided
 from vmem_jax.core.costs import analytic
+from vmem_jax.core.liveness import live_nbytes, step_nbytes
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.paired import PairedLoop
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.core.program import Kind, LoopSegments, Program
+from vmem_jax.core.program import Kind, LoopSegments
 from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.body_memory import BodyMemory
@@ -44,11 +45,31 @@ def loop_contexts(step: StepContext, budget: int | None, every: bool = False) ->
     chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
     if budget is None or not chooses:
         return []
-    variants = step.cached("loops", lambda: _Variants(step.traced, step.machine))
     return [  # the same ones for another budget
         step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
-        for variant in _chosen(variants, budget, every)
+        for variant in _chosen(_variants_of(step), budget, every)
     ]
+
+
+def may_fit_outside_loops(step: StepContext, budget: int | None) -> bool:
+    """Whether a plan of `step` may fit, whatever its loops stack: its arguments and each of its other
+    steps alone do."""
+    program = step.traced.captured.program
+    others = (each for each in program.steps if each.op != "scan")
+    largest = max((step_nbytes(program, each) for each in others), default=0)
+    return budget is None or program.resident_nbytes + largest <= budget
+
+
+def peaks_outside_loops(step: StepContext, budget: int | None) -> bool:
+    """Whether `step`, or a form of it with other stacks that may fit, peaks elsewhere than in its
+    loops; true of a step without loops."""
+    variants = _variants_of(step)
+    made = (variant.peaks_outside for variant in _chosen(variants, budget))
+    return not variants.pairs or variants.own.peaks_outside or any(made)
+
+
+def _variants_of(step: StepContext) -> _Variants:
+    return step.cached("loops", lambda: _Variants(step.traced, step.machine))
 
 
 def with_loops(
@@ -80,12 +101,14 @@ class LoopVariant:
       kept: what is stacked.
       need, seconds: what it is predicted to need, in bytes, and to take where nothing else is
         recomputed.
+      peaks_outside: whether most is live then outside of these loops.
     """
 
     traced: TracedStep
     kept: Kept
     need: int
     seconds: float
+    peaks_outside: bool
 
     def __str__(self) -> str:
         seconds = 1e3 * self.kept.seconds
@@ -117,7 +140,8 @@ def _chosen(
     for goal in goals:
         found += variants.near(goal, found)
     # the stacks of its own loops, chosen once more, make the same step
-    found = [variant for variant in found if (variant.need, variant.seconds) != variants.own]
+    own = variants.own.need, variants.own.seconds
+    found = [variant for variant in found if (variant.need, variant.seconds) != own]
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
@@ -150,9 +174,9 @@ class _Variants:
         self.made: dict[Hashable, LoopVariant] = {}
 
     @functools.cached_property
-    def own(self) -> tuple[int, float]:
-        """What the step is predicted to need and to take with the stacks of its own loops."""
-        return self.predicted(self.traced.captured.program)
+    def own(self) -> LoopVariant:
+        """The step with the stacks of its own loops."""
+        return self.predicted(self.traced, Kept((), 0, 0.0))
 
     @functools.cached_property
     def front(self) -> Sequence[Kept]:
@@ -167,14 +191,10 @@ class _Variants:
         return arguments + max(kept.each, default=0)
 
     def some(self, budget: int | None) -> list[LoopVariant]:
-        """The steps of the front, from the fewest bytes on; with a budget those that may fit, and
-        that may need the fewest bytes."""
-        found = list[LoopVariant]()
-        for kept in sorted(self.front, key=self.least):
-            lowest = min((variant.need for variant in found), default=math.inf)
-            if budget is None or self.least(kept) <= max(budget, lowest):
-                found.append(self.of(kept))
-        return found
+        """The steps of the front; with a budget those that may fit, and the one with the fewest bytes
+        in stacks."""
+        may_fit = lambda kept: budget is None or self.least(kept) <= budget
+        return [self.of(k) for k in self.front if may_fit(k) or k is self.front[-1]]
 
     def of(self, kept: Kept) -> LoopVariant:
         """The step that stacks `kept`, made once."""
@@ -202,13 +222,26 @@ class _Variants:
             made, _ids(kept), kept.segments, divided, with_ordered_bodies
         )
         traced = dataclasses.replace(self.traced, captured=captured, plain=captured.flat)
-        return LoopVariant(traced, kept, *self.predicted(captured.program))
+        return self.predicted(traced, kept)
 
-    def predicted(self, program: Program) -> tuple[int, float]:
-        """(bytes, seconds) of a step where nothing but its loops recomputes."""
+    def predicted(self, traced: TracedStep, kept: Kept) -> LoopVariant:
+        """`traced`, and what is predicted of it where nothing but its loops recomputes."""
+        captured, program = traced.captured, traced.captured.program
         plan = Exact().plan(program, analytic(program, self.machine), None)
         assert isinstance(plan, Plan), "without a budget there is always a plan"
-        return predicted_need(program, plan), plan.predicted_seconds
+        live = live_nbytes(program, plan.order)
+        writes = program.steps[plan.order[live.argmax()]].writes if len(live) else ()
+        outside = not self.others.isdisjoint(captured.variables[b] for b in writes)
+        need, seconds = predicted_need(program, plan), plan.predicted_seconds
+        return LoopVariant(traced, kept, need, seconds, outside)
+
+    @functools.cached_property
+    def others(self) -> frozenset[Var]:
+        """What is made outside of the loops."""
+        paired = {i for pair in self.level.pairs for i in (pair.forward, pair.backward)}
+        paired |= {i for i, _ in self.level.inner}
+        eqns = enumerate(compat.open_jaxpr(self.level.flat).eqns)
+        return frozenset(v for i, eqn in eqns if i not in paired for v in eqn.outvars)
 
     @functools.cached_property
     def held(self) -> Held:
@@ -270,6 +303,10 @@ class _Variants:
         for kept in levels:
             if kept.segments is None:
                 continue
+            if best is not None:  # a level changes what is stacked, and next to nothing else
+                gain = best.kept.nbytes - kept.nbytes
+                if gain < PARAMS.level_gain * best.need:
+                    break
             variant = self.of(kept)
             if best is not None and variant.need > (1 - PARAMS.level_gain) * best.need:
                 break
