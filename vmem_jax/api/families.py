@@ -20,10 +20,11 @@ from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.bits import in_bits, likely_to_fit, packs, with_bits
 from vmem_jax.techniques.carry import carry_contexts, with_carry
 from vmem_jax.techniques.compress import compressing, compressing_loops, with_compressed
-from vmem_jax.techniques.logits import logit_contexts, with_logits
+from vmem_jax.techniques.logits import logit_chunks, with_logits
 from vmem_jax.techniques.loops import (
+    least_outside_loops,
     loop_contexts,
-    may_fit_outside_loops,
+    lowest_need,
     peaks_outside_loops,
     with_loops,
 )
@@ -148,21 +149,24 @@ def _forms(base: StepContext, budget: int | None, every: bool) -> list[StepConte
     """The forms of the step with other logits or stacks, and `base` itself if it packs masks; `every`
     as `loop_contexts` has it.
 
-    More chunks of logits are of use only to what peaks outside of loops with fewer. Where with fewer
-    nothing can fit, no other stacks are chosen for these.
+    More chunks of logits are of use only to what peaks outside of loops with fewer. For fewer with
+    which nothing can fit no other stacks are chosen, unless that may have the lowest need.
     """
     found = [base] if packs(base) else []
-    looped: list[StepContext] = []
-    form: StepContext | None = base
-    chunked = logit_contexts(base, budget)
-    while form is not None:
-        fits = may_fit_outside_loops(form, budget)
-        after = next(chunked, None) if not fits or peaks_outside_loops(form, budget) else None
-        if fits or after is None:
-            looped += loop_contexts(form, budget, every)
-        found += [] if after is None else [after]
-        form = after
-    return [*found, *looped]
+    forms, large, form = list[StepContext](), list[StepContext](), base
+    for count in logit_chunks(base, budget):
+        assert budget is not None, "without a budget there are no chunks"
+        fits = least_outside_loops(form) <= budget
+        (forms if fits else large).append(form)
+        if fits and not peaks_outside_loops(form, budget):
+            break
+        form = with_logits(base, count)
+        found.append(form)
+    else:
+        forms.append(form)
+    may_be_lowest = lambda form: least_outside_loops(form) <= lowest_need(forms[-1], budget)
+    forms = [*filter(may_be_lowest, large), *forms]
+    return [*found, *(c for form in forms for c in loop_contexts(form, budget, every))]
 
 
 def _in_parts(step: StepContext) -> dict[str, Any]:

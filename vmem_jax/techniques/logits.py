@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import ClassVar
 
 from vmem_jax.capture.logits import Tail, find_tail
@@ -40,24 +39,27 @@ class Logits(AbstractTechnique):
         return found if isinstance(found, str) else ""
 
 
-def logit_contexts(step: StepContext, budget: int | None) -> Iterator[StepContext]:
-    """`step` with its logits in chunks, in more and more of them; none where they are too small to
-    matter, or nothing has to be freed."""
+def logit_chunks(step: StepContext, budget: int | None) -> list[int]:
+    """The numbers of chunks of `step`'s logits that are worth planning for, rising; none where these
+    are too small to matter, or nothing has to be freed."""
     settings = step.settings
     if budget is None or "logits" not in settings.allowed or Logits().unusable(step):
-        return
+        return []
     tail = _tail(step)
     assert isinstance(tail, Tail), "a step without one cannot use it"
     if tail.nbytes < PARAMS.logits_part * budget:
-        return
+        return []
     if step.peak_by_order <= PARAMS.sure_to_fit * budget:
-        return
-    for count in _counts(tail.size):
-        yield step.cached(f"logits {count}", functools.partial(with_logits, step, count))
+        return []
+    return _counts(tail.size)
 
 
 def with_logits(step: StepContext, count: int) -> StepContext:
     """`step` with its logits in `count` chunks, as a plan says it; itself where it has none."""
+    return step.cached(f"logits {count}", functools.partial(_in_chunks, step, count))
+
+
+def _in_chunks(step: StepContext, count: int) -> StepContext:
     tail = _tail(step)
     if not isinstance(tail, Tail) or not 1 < count <= tail.size:
         return step

@@ -41,9 +41,7 @@ def loop_contexts(step: StepContext, budget: int | None, every: bool = False) ->
     Args:
       every: whether to make also those whose stacks do not fit, which is of use if values may move.
     """
-    settings = step.settings
-    chooses = settings.policy.name == "auto" and "recompute" in settings.allowed
-    if budget is None or not chooses:
+    if budget is None or not _chooses(step):
         return []
     return [  # the same ones for another budget
         step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
@@ -51,25 +49,40 @@ def loop_contexts(step: StepContext, budget: int | None, every: bool = False) ->
     ]
 
 
-def may_fit_outside_loops(step: StepContext, budget: int | None) -> bool:
-    """Whether a plan of `step` may fit, whatever its loops stack: its arguments and each of its other
-    steps alone do."""
+def least_outside_loops(step: StepContext) -> int:
+    """Bytes that every plan of `step` needs at least, whatever its loops stack: its arguments and the
+    largest of its other steps."""
     program = step.traced.captured.program
     others = (each for each in program.steps if each.op != "scan")
     largest = max((step_nbytes(program, each) for each in others), default=0)
-    return budget is None or program.resident_nbytes + largest <= budget
+    return program.resident_nbytes + largest
+
+
+def lowest_need(step: StepContext, budget: int | None) -> int:
+    """The lowest predicted need of `step` and its `loop_contexts`, in bytes; 0 where it has none."""
+    if not _chooses(step) or not _variants_of(step).pairs:
+        return 0
+    return min(variant.need for variant in _with_own(step, budget))
 
 
 def peaks_outside_loops(step: StepContext, budget: int | None) -> bool:
     """Whether `step`, or a form of it with other stacks that may fit, peaks elsewhere than in its
-    loops; true of a step without loops."""
+    loops; true of a step without loops, or whose stacks are not chosen."""
+    is_free = not _chooses(step) or not _variants_of(step).pairs
+    return is_free or any(variant.peaks_outside for variant in _with_own(step, budget))
+
+
+def _with_own(step: StepContext, budget: int | None) -> Sequence[LoopVariant]:
     variants = _variants_of(step)
-    made = (variant.peaks_outside for variant in _chosen(variants, budget))
-    return not variants.pairs or variants.own.peaks_outside or any(made)
+    return variants.own, *_chosen(variants, budget)
 
 
 def _variants_of(step: StepContext) -> _Variants:
     return step.cached("loops", lambda: _Variants(step.traced, step.machine))
+
+
+def _chooses(step: StepContext) -> bool:
+    return step.settings.policy.name == "auto" and "recompute" in step.settings.allowed
 
 
 def with_loops(

@@ -1,0 +1,111 @@
+"""The forms of a step that are made for a budget: those that may fit, and have something to gain."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import vmem_jax
+from vmem_jax.api.families import variant_of
+from vmem_jax.api.planner import checked_log, find_plan
+from vmem_jax.core.planned import predicted_need
+from vmem_jax.policy.base import Infeasible
+from vmem_jax.search.attempt import Compiles
+from vmem_jax.techniques import loops
+from vmem_jax.techniques.logits import logit_chunks
+from vmem_jax.techniques.loops import loop_contexts, loop_variants
+from vmem_jax.techniques.sub_batches import least_in_parts
+
+LAYERS, WIDTH, TOKENS = 16, 256, 2048
+shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def train_step(params, x, labels):
+    def loss(params):
+        def layer(x, given):
+            a, b = given
+            return x + jnp.tanh(jnp.sin(jax.nn.standardize(x) @ a) @ b), None
+
+        y = lax.scan(layer, x, params["layers"])[0]
+        return optax.softmax_cross_entropy_with_integer_labels(y @ params["head"], labels).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def context(vocabulary=16, **options):
+    layers = shape(LAYERS, WIDTH, 3 * WIDTH), shape(LAYERS, 3 * WIDTH, WIDTH)
+    params = {"layers": layers, "head": shape(WIDTH, vocabulary)}
+    labels = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+    step = vmem_jax.jit(train_step, budget=2**62, donate_argnums=0, **options)
+    return step.context((params, shape(TOKENS, WIDTH), labels), {}, "h200")
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_loops_whose_stacks_do_not_fit_are_made_only_if_asked_for(every, monkeypatch):
+    step = context()
+    variants = loop_variants(step.traced, step.machine)
+    budget = sorted(variant.need for variant in variants)[1]
+    largest = max(variant.kept.nbytes for variant in variants)
+    made, new = [], loops._Variants._new
+    spy = lambda self, kept: made.append(kept.nbytes) or new(self, kept)
+    monkeypatch.setattr(loops._Variants, "_new", spy)
+    forms = loop_contexts(step, budget, every)
+    assert (largest in made) == every
+    needs = [_need(form) for form in forms]
+    assert min(needs) <= budget and (max(needs) > 2 * budget) == every
+
+
+@pytest.mark.parametrize("vocabulary, chunked", [(2**10, False), (2**16, True)])
+def test_logits_are_chunked_where_the_step_peaks_there(vocabulary, chunked):
+    step = context(vocabulary)
+    budget = int(0.4 * _need(step))
+    assert logit_chunks(step, budget)
+    log = checked_log(step)
+    find_plan(step, budget, log, compiles=Compiles.NONE)
+    assert any("chunks" in str(line) for line in log.lines) == chunked
+
+
+def _need(step):
+    """Bytes that `step` is predicted to need without a budget."""
+    variant = variant_of(step, step.settings.policy, 1)
+    plan = variant.policy.plan(variant.program, variant.costs, None)
+    return predicted_need(variant.program, plan)
+
+
+def momentum(state, x):
+    w, m = state
+    m = 0.9 * m + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * m, m
+
+
+def gradients(state, x):
+    return jax.grad(lambda state: jnp.mean(jnp.tanh(x @ state[0] @ state[1]) ** 2))(state)
+
+
+@pytest.mark.parametrize("step", [momentum, gradients])
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_least_of_sub_batches_is_a_bound(step, count):
+    made = vmem_jax.jit(step, budget=2**62, sub_batches=count, donate_argnums=0, batch_argnums=1)
+    weights = shape(WIDTH, WIDTH), shape(WIDTH, WIDTH)
+    assert 0 < _checked(made.context((weights, shape(TOKENS, WIDTH)), {}, "h200"), count)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_least_of_sub_batches_counts_gradients(count):
+    step = context(sub_batches=count)
+    gradients = 4 * (6 * LAYERS * WIDTH**2 + 16 * WIDTH)
+    arguments = step.traced.captured.program.arguments_nbytes
+    assert _checked(step, count) >= arguments + gradients
+    assert least_in_parts(step, 1) == 0
+
+
+def _checked(step, count):
+    """The least of `step` in so many sub-batches, which no plan is below."""
+    least = least_in_parts(step, count)
+    variant = variant_of(step, step.settings.policy, count)
+    found = variant.policy.plan(variant.program, variant.costs, 1)
+    assert isinstance(found, Infeasible) and least <= found.minimum_peak
+    return least
