@@ -230,7 +230,8 @@ class Search:
         family, count = candidate.family, candidate.count
         if candidate.waits and self._cannot_fit(candidate):
             self.waiting.append(candidate)
-            self._open_next(candidate, Splitting.FASTEST, candidate.seconds)
+            for wanted in Splitting:
+                self._open_next(candidate, wanted, candidate.seconds)
             return
         variant = family.make(count)
         bounding = family.bounded_by(count) if family.bounded_by else variant
@@ -245,8 +246,7 @@ class Search:
         none of so many sub-batches compiled to less before."""
         earlier = (one for one in self.earlier.all() if one.fits(self.budget))
         is_known = any(one.plan.sub_batches == candidate.count for one in earlier)
-        takes_fewest = candidate.family.splitting is Splitting.FEWEST
-        return not takes_fewest and candidate.least > self._limit and not is_known
+        return candidate.least > self._limit and not is_known
 
     def _plan(self, candidate: Candidate, variant: Variant) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""

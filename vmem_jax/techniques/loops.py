@@ -45,7 +45,7 @@ def loop_contexts(step: StepContext, budget: int | None, every: bool = False) ->
         return []
     return [  # the same ones for another budget
         step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
-        for variant in _chosen(_variants_of(step), budget, every)
+        for variant in _chosen_of(step, budget, every)
     ]
 
 
@@ -73,12 +73,18 @@ def peaks_outside_loops(step: StepContext, budget: int | None) -> bool:
 
 
 def _with_own(step: StepContext, budget: int | None) -> Sequence[LoopVariant]:
-    variants = _variants_of(step)
-    return variants.own, *_chosen(variants, budget)
+    return _variants_of(step).own, *_chosen_of(step, budget)
 
 
 def _variants_of(step: StepContext) -> _Variants:
     return step.cached("loops", lambda: _Variants(step.traced, step.machine))
+
+
+def _chosen_of(
+    step: StepContext, budget: int | None, every: bool = False
+) -> tuple[LoopVariant, ...]:
+    choose = lambda: _chosen(_variants_of(step), budget, every)
+    return step.cached(f"stacks for {budget} {every}", choose)
 
 
 def _chooses(step: StepContext) -> bool:

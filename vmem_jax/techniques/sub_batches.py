@@ -114,13 +114,13 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
 
 
 def least_in_parts(step: StepContext, count: int) -> int:
-    """Bytes that every plan of `step` in `count` sub-batches needs at least: arguments and, behind
-    the last sub-batch, all totals, mostly gradients.
+    """Bytes that every plan of `step` in `count` sub-batches, or in some of -`count` samples, needs at
+    least: arguments and, behind the last one, all totals, mostly gradients.
 
     It is 0 where that is not known: of one sub-batch, and where arguments are in host memory.
     """
     found = step.cached("batch", lambda: _follow(step.traced))
-    if count == 1 or step.traced.hosted or isinstance(found, str):
+    if isinstance(found, str) or step.traced.hosted or count in (1, -found.size):
         return 0
     captured = step.traced.captured
     totals = step.cached("totals", lambda: totals_nbytes(captured.separate, found))
