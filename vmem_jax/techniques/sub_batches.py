@@ -114,8 +114,8 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
 
 
 def least_in_parts(step: StepContext, count: int) -> int:
-    """Bytes that every plan of `step` in `count` sub-batches, or in some of -`count` samples, needs at
-    least: arguments and, behind the last one, all totals, mostly gradients.
+    """Bytes that every plan of `step` in `count` sub-batches, or in some of -`count` samples, needs:
+    at least arguments and, behind the last one, all totals, mostly gradients.
 
     It is 0 where that is not known: of one sub-batch, and where arguments are in host memory.
     """
