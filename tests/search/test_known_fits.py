@@ -197,6 +197,18 @@ def test_what_is_expected_to_need_far_more_than_plain_is_not_compiled():
     assert not found.fits and found.best.need == need and not compile_plan.plans
 
 
+def test_where_predictions_are_too_high_another_system_is_compiled_too():
+    """What the first plan compiles to is no measure of what is predicted for the second."""
+    policies = POLICIES["recompute"](), Other(STAYING)
+    least = lowest_plan(policies[0]).predicted_peak
+    mine, other = (Compiler(lambda plan, part=part: int(part * least)) for part in (0.85, 0.75))
+    pairs = zip((mine, other), policies, strict=True)
+    groups = [[family(variant(each, policy, STILL))] for each, policy in pairs]
+    found = find(*groups, budget=int(0.82 * least), near=1.25, far=1.1)
+    assert found.fits and found.best.need == int(0.75 * least)
+    assert len(mine.plans) == len(other.plans) == 1
+
+
 # -- other stacks
 
 

@@ -63,6 +63,12 @@ class Attempt:
         known = predicted_need(self.variant.program, restated(self.plan, self.costs))
         return max(self.need - known, 0)
 
+    def measure_for(self, policy: str) -> int:
+        """Bytes to compare what is predicted for plans of `policy` with: `need`; for another one than
+        its own what was predicted, if that is more, since their predictions are as much too high."""
+        other = policy != self.variant.policy.name and self.plan.fenced
+        return max(self.need, self.predicted_need) if other else self.need
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:

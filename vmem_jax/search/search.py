@@ -393,8 +393,10 @@ class Search:
         infinite, and notes what the others need."""
         for tried in self.earlier.candidates(variant):
             if not tried.fits(self.budget):
-                need = tried.need
-                self.known.append(Attempt(variant, tried.plan, None, need, need, variant.costs))
+                need, predicted = tried.need, max(tried.need, tried.plan.predicted_peak)
+                self.known.append(
+                    Attempt(variant, tried.plan, None, need, predicted, variant.costs)
+                )
             elif seconds(tried.plan) < math.inf:
                 self._push(candidate, estimate=tried, seconds=seconds(tried.plan))
 
@@ -413,13 +415,15 @@ class Search:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            if candidate.expected > min(limit, self.params.far * self._least):
-                return  # or another plan compiled to far less than this one is expected to
+            if candidate.expected > limit:
+                return
             if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
                 return
             self.over.remove(candidate)
-            if self._known(variant, one) is not None:
-                continue
+            least = min(self._missed, key=lambda one: one.need, default=None)
+            far = self.params.far * least.measure_for(variant.policy.name) if least else math.inf
+            if candidate.expected > far or self._known(variant, one) is not None:
+                continue  # or another plan compiled to far less than this one is expected to
             attempt = self._attempt(candidate, variant, one)
             if attempt is None or self._fits(attempt):
                 continue
