@@ -57,7 +57,8 @@ flags.DEFINE_list(
     "Policies to run under each budget; vdnn?offload=all&algorithms=m with options; "
     "auto:recompute and auto:offload with that technique alone, "
     "auto:recompute+workspace with both, "
-    "auto:offload:memory_kinds and auto:offload:ffi by that transport, auto::memory_kinds with all.",
+    "auto:offload:memory_kinds and auto:offload:ffi by that transport, auto::memory_kinds with all; "
+    "auto:offload+compress::0.5 with that --density.",
 )
 flags.DEFINE_bool(
     "still", False, "Also time each plan of auto that moves something without what it moves."
@@ -91,6 +92,7 @@ flags.DEFINE_integer("rounds", 7, "Blocks of steps of each variant.")
 flags.DEFINE_integer("steps", 4, "Steps in a block.")
 flags.DEFINE_integer("together", 0, "Variants that take turns with plain at a time; 0: all.")
 flags.DEFINE_float("seconds", 0.0, "End by then with what is timed; 0: when all is.")
+flags.DEFINE_float("limit", 0.0, "Seconds for a variant to be planned and compiled; 0: no limit.")
 flags.DEFINE_string("out", "", "File for the rows; none by default.")
 flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
 
@@ -219,7 +221,7 @@ def measure(began: float) -> Iterator[list[Record]]:
     if steps.place.target is not None:
         yield records_of(steps.work, reference + [v for way in ways for v in steps.of(way)])
         return
-    pace = Pace(FLAGS.rounds, FLAGS.steps, FLAGS.together, FLAGS.seconds)
+    pace = Pace(FLAGS.rounds, FLAGS.steps, FLAGS.together, FLAGS.seconds, FLAGS.limit)
     for some in Turns(steps.work, pace, began).heats(plain, ways, steps.of):
         done += records_of(steps.work, some)
         yield records_of(steps.work, reference) + done

@@ -40,12 +40,14 @@ class Pace:
       steps: in a block.
       together: variants in a heat, plain jit not counted; 0 for all.
       seconds: for all heats, from when the process began its work; 0 for no limit.
+      limit: seconds for one variant to be planned, compiled and warmed up; 0 for no limit.
     """
 
     rounds: int
     steps: int
     together: int = 0
     seconds: float = 0.0
+    limit: float = 0.0
 
 
 class TimeUp(BaseException):
@@ -71,6 +73,14 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def too_slow(way: str, limit: float) -> Variant:
+    """The variant of `way`, which had not run once when its seconds were over."""
+    name, _, asked = way.partition("@")
+    made = Variant(name, None, asked, lambda: (None, {}))
+    made.outcome = f"time limit: {limit:.0f} s passed"
+    return made
 
 
 class Turns:
@@ -100,17 +110,20 @@ class Turns:
                 self._warm_up(variant)
             some: list[Variant] = []
             while waiting and not self._is_full(some):
+                left, limit = self._left([*reference, *some]), self.pace.limit or math.inf
                 try:
-                    with at_most(self._left([*reference, *some])):
+                    with at_most(min(left, limit)):
                         made = make(waiting[0])
                         for variant in made:
                             self._warm_up(variant)
                 except TimeUp:
                     # a second alarm, while the first unwound what it met, leaves the timer on
                     signal.setitimer(signal.ITIMER_REAL, 0)
-                    logging.warning("no time is left for %s", ", ".join(waiting))
-                    waiting.clear()
-                    break
+                    if left <= limit:
+                        logging.warning("no time is left for %s", ", ".join(waiting))
+                        waiting.clear()
+                        break
+                    made = [too_slow(waiting[0], limit)]
                 waiting.popleft()
                 some += made
             self._take_turns(reference, some)

@@ -145,6 +145,11 @@ def test_what_there_is_no_time_for_is_logged_and_left_out(caplog):
     assert "no time is left for endless, b" in caplog.text
 
 
+def test_a_variant_that_passes_its_limit_is_a_row_and_the_others_go_on():
+    found, plain = heats(["endless", "a"], limit=2.0, seconds=600)
+    assert found == [[("endless", "time limit", 0), ("a", "ok", 3)]] and len(plain.seconds) == 3
+
+
 def test_no_alarm_is_left_for_those_that_were_made_in_time(monkeypatch):
     """As where a second alarm comes before the first has left the block."""
 
