@@ -132,10 +132,13 @@ class Table:
 def show_how(how: str) -> str:
     """A variant and its budget for people: `vdnn?offload=all@0.5` as "vdnn, offload all, at 50%"."""
     variant, _, asked = how.partition("@")
+    variant, techniques, _, density, *_ = [*variant.split(":"), "", "", ""]
     policy, _, query = variant.partition("?")
     if policy not in WAYS:
         return how
     options = [part.replace("=", " ").replace("_", " ") for part in query.split("&") if part]
+    options += [techniques.replace("+", " and ")] if techniques else []
+    options += [f"density {density}"] if density else []
     budget = {"": "", "none": "", "least": "its least"}.get(asked)
     if asked.startswith(LEAST_OF):
         budget = f"at the least of {asked.removeprefix(LEAST_OF)}"

@@ -26,6 +26,7 @@ SYSTEM_OF = {
 NAMES = {
     "need": "Compiled peak, GiB",
     "batch": "Compiled peak, GiB",
+    "pinned_nbytes": "Pinned host memory, GiB",
     "moved_nbytes": "Moved in each direction, GiB",
     "seconds": "Measured time of a step: plain's in ms, others as multiples of it",
 }

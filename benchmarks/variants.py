@@ -218,7 +218,7 @@ def budgeted(
     """The step under `vmem_jax.jit`.
 
     Args:
-      policy: as the flag `--policies` has it.
+      policy: as the flag `--policies` has it; a density behind its transport stands for `place`'s.
       nbytes: the budget; None for the least that the policy reaches.
       known: the fewest bytes to which other compilations came, in rising order.
       searched: whether one of them looked for the least; then 2 % more are tried, and what comes of
@@ -227,7 +227,9 @@ def budgeted(
     Raises:
       ValueError: there is no such policy or option.
     """
-    name, techniques, transport, *_ = [*policy.split(":"), "", ""]
+    name, techniques, transport, density, *_ = [*policy.split(":"), "", "", ""]
+    if density:
+        place = dataclasses.replace(place, density=float(density))
     compiled = functools.partial(_compiled, work, place, policy_of(name), techniques, transport)
 
     def build() -> tuple[Callable, dict]:

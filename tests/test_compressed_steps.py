@@ -261,6 +261,21 @@ def test_a_policy_by_layers_compresses_where_its_first_prediction_moves_nothing(
     assert "moves nothing" in wide._entry_for(args, {}, None).log.skipped["compress"]
 
 
+def test_vdnnpp_pins_less_by_what_its_moved_values_save():
+    fun, args = STEPS["vgg"]
+    entries = []
+    for allow in (MEANS[:2], MEANS):
+        step = vmem_jax.jit(fun, budget="1GiB", policy=VDNNpp("all"), allow=allow, density=0.5)
+        entries.append((step._entry_for(args, {}, None), step(*args)))
+    (dense, expected), (small, found) = entries
+    moved = lambda entry: sum(
+        entry.traced.captured.program.buffers[t.buffer].nbytes for t in entry.best.plan.transfers
+    )
+    assert small.best.plan.compressed and len(small.best.plan.transfers) > 0
+    assert moved(small) < 0.9 * moved(dense)
+    assert close(found, expected)
+
+
 def test_densities_are_counted_on_the_arguments():
     step, args = STEPS["mask"]
     found = captured(step, args)
