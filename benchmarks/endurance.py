@@ -5,11 +5,12 @@
 
 Plain jit and five plans train one small network, each in a process of its own: one moves residuals to
 pinned host memory, one moves them through a tensor cache, one compresses them, one runs the batch in
-parts, one streams the momentum. A run whose plan does not do so ends with an error. A row has each
-quantity behind the warm-up (`first`), at the end (`last`), the `most` and the growth between first
-and last in percent, and the loss of the last step beside plain jit's. Where a plan's bits differ from
-plain jit's, XLA has fused the rewritten program otherwise: "exact", whose order is plain's and which
-moves nothing, then says whether the plan keeps those bits.
+parts, one streams the momentum. A run whose plan does not do so ends with an error. "dropped" makes
+`--made` steps, of all kinds in turns, runs each once and drops it.
+
+A row has each quantity behind the warm-up (`first`), at the end (`last`), the `most` and the growth
+between first and last in percent, and the loss of the last step beside plain jit's. Where a plan's
+bits differ from plain jit's, XLA has fused the rewritten program otherwise.
 """
 
 from __future__ import annotations
@@ -255,6 +256,21 @@ def endure(way: str) -> dict[str, Any]:
     return row
 
 
+def drop() -> dict[str, Any]:
+    """The row of steps that are made, called and dropped, of all kinds in turns."""
+    device, kinds = jax.devices()[0], [way for way in WAYS if way not in ("plain", "exact")]
+    samples, given = [], batches()[0]
+    for n in range(FLAGS.made):
+        way = kinds[n % len(kinds)]
+        state = initial(way == "streamed")
+        step = WAYS[way]((state, *given))
+        jax.block_until_ready(step(state, *given))
+        del state, step
+        if (n + 1) % max(1, FLAGS.made // 10) == 0:
+            samples.append(watched(None, device))
+    return {"what": "endurance", "way": "dropped", "made": FLAGS.made, **summary(samples)}
+
+
 def in_a_process(way: str) -> dict[str, Any]:
     """The row that a new process prints."""
     same = [f"--{name}={FLAGS[name].value}" for name in SAME]
@@ -263,8 +279,8 @@ def in_a_process(way: str) -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-SAME = ("steps", "warm_up", "samples", "width", "layers", "rows")
-"""Flags that the process of one way is given."""
+SAME = ("steps", "warm_up", "samples", "made", "width", "layers", "rows")
+"""Flags that the process of one way is given; the last three are of the network."""
 
 
 def main(argv: list[str]) -> None:
@@ -272,18 +288,16 @@ def main(argv: list[str]) -> None:
     if FLAGS.steps <= FLAGS.warm_up:
         raise app.UsageError("--steps must be more than --warm_up")
     if FLAGS.only:
-        print(json.dumps(endure(FLAGS.only)))
+        print(json.dumps(drop() if FLAGS.only == "dropped" else endure(FLAGS.only)))
         return
     rows: dict[str, dict[str, Any]] = {}
-    for way in WAYS:
+    for way in (*WAYS, "dropped"):
         row = rows[way] = in_a_process(way)
         for other in ("plain", "exact"):
-            if other != way and other in rows:
+            if other in rows and way not in (other, "dropped"):
                 row[f"bits_of_{other}"] = row["loss_bits"] == rows[other]["loss_bits"]
-        row |= {
-            "plain_loss": rows["plain"]["loss"],
-            "network": {n: FLAGS[n].value for n in SAME[3:]},
-        }
+        row["plain_loss"] = rows["plain"]["loss"]
+        row["network"] = {name: FLAGS[name].value for name in SAME[-3:]}
         print(json.dumps(row), flush=True)
         if FLAGS.out:
             records.append(Path(FLAGS.out), [{**row, **records.origin(FLAGS.commit)}])
@@ -293,10 +307,13 @@ if __name__ == "__main__":
     flags.DEFINE_integer("steps", 20_000, "Steps of each way.")
     flags.DEFINE_integer("warm_up", 1000, "Steps before the first sample.")
     flags.DEFINE_integer("samples", 20, "Samples behind it.")
+    flags.DEFINE_integer("made", 200, "Steps that are made and dropped.")
     flags.DEFINE_integer("width", 32, "Of the layers.")
     flags.DEFINE_integer("layers", 8, "Of the network.")
     flags.DEFINE_integer("rows", 256, "Of a batch.")
-    flags.DEFINE_enum("only", "", ["", *WAYS], "Run this way alone, here, and print its row.")
+    flags.DEFINE_enum(
+        "only", "", ["", *WAYS, "dropped"], "Run this way alone, here, and print its row."
+    )
     flags.DEFINE_string("out", "", "File to which rows are added; none by default.")
     flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
     app.run(main)

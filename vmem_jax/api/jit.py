@@ -15,6 +15,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.api.cache import with_cache
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.garbage import uncollected
+from vmem_jax.api.oom import note_need
 from vmem_jax.api.planner import plan_step
 from vmem_jax.api.stages import Compiled, Lowered, run
 from vmem_jax.api.sweep import front, point_of
@@ -207,6 +208,7 @@ class BudgetedStep:
         self._tune = tune
         self._entries: dict[Hashable, CompiledStep] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
+        self._ran: set[int] = set()  # identities of the plans that have run
 
     # -- the public face
 
@@ -218,6 +220,9 @@ class BudgetedStep:
                 return self._last[1](*args, **kwargs)
             except (TypeError, ValueError):
                 pass  # other shapes or tracers: the full path handles them, or says what is wrong
+            except RuntimeError as error:
+                note_need(error, self._settings.name, self._last[1], (args, kwargs))
+                raise
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -243,7 +248,11 @@ class BudgetedStep:
             best = entry.best
             outs = jaxpr_as_fun(rewrite(traced.captured, best.plan, entry.transport))(*leaves)
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
-        out = run(entry, call, leaves, args, kwargs)
+        # The first run is waited for: memory may have gone since the step was planned, and who
+        # learns it later than at the call gets no numbers.
+        first = id(entry.best) not in self._ran
+        out = run(self._settings.name, entry, call, leaves, args, kwargs, wait=first)
+        self._ran.add(id(entry.best))
         if entry.tuner is None and traced.whole is not None:
             self._last = (_config(), entry.best.compiled)
         return out
@@ -342,6 +351,7 @@ class BudgetedStep:
     def clear_cache(self) -> None:
         """Forgets every plan and compiled step."""
         self._entries.clear()
+        self._ran.clear()
         self._last = None
 
     # -- trace, plan, prove

@@ -1,14 +1,17 @@
-"""oom: what to do after XLA ran out of device memory, in a few lines."""
+"""oom: what to do after XLA ran out of device memory, in a few lines; what a planned step lacks."""
 
 from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import jax
 
+from vmem_jax.core.need import need_nbytes
 from vmem_jax.devices.device import total_nbytes
 from vmem_jax.errors import show_nbytes
+from vmem_jax.transfer import host_memory
 
 _ASKED = re.compile(
     r"(?:allocate|allocating)\s+(?:about\s+)?([\d.]+)\s*([KMGT]i?B|bytes|B)?", re.IGNORECASE
@@ -26,7 +29,7 @@ def explain_oom(error: BaseException | None = None) -> str:
     """
     error = error if error is not None else getattr(sys, "last_value", None)
     message = "" if error is None else str(error)
-    if error is not None and "RESOURCE_EXHAUSTED" not in message and "ut of memory" not in message:
+    if error is not None and not _lacks_memory(error):
         return f"This is no lack of device memory: {type(error).__name__}: {message[:200]}"
     device = jax.local_devices()[0]
     asked = _ASKED.search(message)
@@ -46,3 +49,43 @@ def explain_oom(error: BaseException | None = None) -> str:
         "More: docs/out-of-memory.md. Where the memory goes: step.report(*args).",
     ]
     return "\n".join(lines)
+
+
+def note_need(error: BaseException, name: str, compiled: Any, arguments: Any) -> None:
+    """Adds a note to XLA's error of a run that found too little memory, and to no other error: what
+    the step needs, what is there now, and what to do.
+
+    The step fitted when it was planned. Since then other arrays, or another process, took memory.
+
+    Args:
+      error: what the run raised.
+      name: of the step.
+      compiled: the compiled step that ran.
+      arguments: of the run, a tree.
+    """
+    if not _lacks_memory(error):
+        return
+    arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+    device = next((d for x in arrays for d in x.sharding.device_set), jax.devices()[0])
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    need = need_nbytes(compiled)
+    more = need - compiled.memory_analysis().argument_size_in_bytes
+    if stats:
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+        there = f"{show_nbytes(free)} of XLA's {show_nbytes(stats['bytes_limit'])} are not in use"
+        who = "other arrays of this process hold" if more > free else "another process holds"
+    else:
+        limits = *host_memory.limits(lock_pages=False), *host_memory.address_space()
+        limit = min(limits, key=lambda limit: limit.nbytes)
+        there, who = f"{show_nbytes(limit.nbytes)} are left by {limit.name}", "something else holds"
+    lost = any(x.is_deleted() for x in arrays)
+    error.add_note(
+        f"`{name}` was planned to need {show_nbytes(need)}, of which its arguments are there. Now "
+        f"{there}: {who} what is missing. The step did not run. Free that memory and call it again, "
+        'or plan for what is left with `budget="device"`.'
+        + (" JAX has deleted the donated arguments: load a checkpoint." if lost else "")
+    )
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)

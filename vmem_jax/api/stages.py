@@ -10,6 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.api.entry import CompiledStep
+from vmem_jax.api.oom import note_need
 from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
@@ -27,15 +28,32 @@ from vmem_jax.transfer.compression import Store
 
 
 def run(
-    entry: CompiledStep, call: arguments.Call, leaves: Sequence[Any], args: tuple, kwargs: dict
+    name: str,
+    entry: CompiledStep,
+    call: arguments.Call,
+    leaves: Sequence[Any],
+    args: tuple,
+    kwargs: dict,
+    wait: bool = False,
 ) -> Any:
-    """Runs a compiled step on the leaves of `call`, which are those of `args` and `kwargs`."""
+    """Runs a compiled step on the leaves of `call`, which are those of `args` and `kwargs`.
+
+    Args:
+      name: of the step.
+      wait: for the results, so that an error of the run is raised here.
+    """
     traced = entry.traced
     arguments.check_donation(traced.names, leaves, traced.donated)
     compiled = entry.tuner or entry.best.compiled
+    try:
+        outs = compiled(*leaves) if traced.whole is None else compiled(*args, **kwargs)
+        if wait:
+            jax.block_until_ready(outs)
+    except RuntimeError as error:
+        note_need(error, name, entry.best.compiled, leaves)
+        raise
     if traced.whole is not None:
-        return compiled(*args, **kwargs)
-    outs = compiled(*leaves)
+        return outs
     return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
 
 
@@ -111,7 +129,7 @@ class Compiled:
                     f"called with {given.dtype}{list(given.shape)}. Compile it for that, or call the "
                     "step that `vmem_jax.jit` returned."
                 )
-        return run(self._entry, call, leaves, args, kwargs)
+        return run(name, self._entry, call, leaves, args, kwargs)
 
     @property
     def plan(self) -> Plan:

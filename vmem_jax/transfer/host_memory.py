@@ -6,6 +6,7 @@ Pinning more than there is does not fail; it stalls the machine, or has the kern
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from vmem_jax.errors import HostMemoryError
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_STATM = Path("/proc/self/statm")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 
 
@@ -66,14 +68,29 @@ def _machine() -> Iterator[Limit]:
             yield Limit(int(value.split()[0]) * 1024, "the machine's available memory")
 
 
+def address_space() -> Iterator[Limit]:
+    """The limit on all memory of this process, where there is one. `limits` has it not: the system
+    refuses what is beyond it, at once."""
+    soft, pages = _soft("RLIMIT_AS"), _lines(_STATM)
+    if soft is not None and pages:
+        used = int(pages[0].split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        yield Limit(max(soft - used, 0), "RLIMIT_AS (`ulimit -v`)")
+
+
 def _memlock() -> Iterator[Limit]:
+    soft = _soft("RLIMIT_MEMLOCK")
+    if soft is not None:
+        yield Limit(soft, "RLIMIT_MEMLOCK (`ulimit -l`)")
+
+
+def _soft(name: str) -> int | None:
+    """The soft limit of the resource `name`; None where there is none."""
     try:
         import resource
     except ImportError:  # not a POSIX system
-        return
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != resource.RLIM_INFINITY:
-        yield Limit(soft, "RLIMIT_MEMLOCK (`ulimit -l`)")
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _cgroup() -> Iterator[Limit]:
