@@ -311,6 +311,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("warm_up", 1000, "Steps before the first sample.")
     flags.DEFINE_integer("samples", 20, "Samples behind it.")
     flags.DEFINE_integer("made", 200, "Steps that are made and dropped.")
+    flags.DEFINE_list("ways", [*WAYS, "dropped"], "Ways that run, one after the other.")
     flags.DEFINE_integer("width", 32, "Of the layers.")
     flags.DEFINE_integer("layers", 8, "Of the network.")
     flags.DEFINE_integer("rows", 256, "Of a batch.")
