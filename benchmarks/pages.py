@@ -23,6 +23,7 @@ import records
 from absl import app
 from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
+from endurance_rows import endurance
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
@@ -238,7 +239,7 @@ def pages() -> dict[str, str]:
         texts[name] = filled(prose[name], measured.table)
     order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
-    texts["rows/benchmarks.md"] = OF_BENCHMARKS + measured.every_row()
+    texts["rows/benchmarks.md"] = OF_BENCHMARKS + measured.every_row() + endurance()
     return texts
 
 
