@@ -85,6 +85,14 @@ def test_a_little_more_is_taken_off_for_each_plan_that_missed():
     assert len(peaks) > 2 and peaks[0] > peaks[1] > peaks[2]
 
 
+def test_after_a_miss_several_goals_are_planned_for_as_before_it():
+    policy = Recording(allow=STAYING)
+    found = find(variant(over(lambda plan: 3), policy, STILL))
+    missed = found.attempts[0]
+    goals = [int(share * (BUDGET - missed.excess)) for share in PARAMS.spread]
+    assert missed.excess > 0 and set(goals) <= {asked for _, asked in policy.asked}
+
+
 class Elsewhere(POLICIES["recompute"]):
     """Lowers some peak by as much as it is asked to, and not the highest by prediction."""
 

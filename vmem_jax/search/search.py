@@ -276,7 +276,7 @@ class Search:
                 self._attempt(candidate, variant, one)
             return
         spare -= self.params.reserved_compiles if self.best is None else 0
-        if not candidate.is_refined and not misses and spare > 0:
+        if not candidate.is_refined and spare > 0:
             better = refined(variant, candidate.goal, one, self.params, self.log)
             self._push(candidate, estimate=better, seconds=better.seconds, is_refined=True)
             return
@@ -314,8 +314,8 @@ class Search:
             # the peak is not where it is predicted, so only what is missing says what to take off
             goal = min(goal, candidate.goal - (attempt.need - self.budget))
         variant = dataclasses.replace(variant, costs=attempt.costs)
-        misses = *misses, attempt
-        self._push(candidate, variant=variant, estimate=None, goal=goal, misses=misses)
+        misses, again = (*misses, attempt), {"estimate": None, "goal": goal, "is_refined": False}
+        self._push(candidate, variant=variant, misses=misses, **again)
 
     def _attempt(self, candidate: Candidate, variant: Variant, one: Estimate) -> Attempt | None:
         """Compiles its plan and logs that; None if it does not compile or run here. It may have been
