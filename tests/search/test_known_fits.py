@@ -209,6 +209,21 @@ def test_where_predictions_are_too_high_another_system_is_compiled_too():
     assert len(mine.plans) == len(other.plans) == 1
 
 
+def test_where_plans_of_one_system_need_the_same_another_is_compiled_too():
+    class Second(POLICIES["recompute"]):
+        name = "second"
+
+    policy = POLICIES["recompute"]()
+    least = lowest_plan(policy).predicted_peak
+    parts = [(0.95, policy), (0.95, policy), (0.95, policy), (0.75, Second())]
+    compilers = [Compiler(lambda plan, part=part: int(part * least)) for part, _ in parts]
+    pairs = zip(compilers, (own for _, own in parts), strict=True)
+    group = [family(variant(each, own, STILL)) for each, own in pairs]
+    found = find(group, budget=int(0.8 * least), near=1.1, far=1.5)
+    assert found.fits and found.best.need == int(0.75 * least)
+    assert [len(each.plans) for each in compilers] == [1, 1, 0, 1]
+
+
 # -- other stacks
 
 

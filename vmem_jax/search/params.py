@@ -42,8 +42,9 @@ class SearchParams:
         everything, and its fences cost memory.
       less_extreme: see `far`.
       same: needs of which one is more than this share of the other count as the same: if a further
-        lowest plan compiles to so much of the one before, no more are tried, and of lowest plans that
-        are predicted to need about the same, and to fit, the fastest is compiled.
+        lowest plan compiles to so much of the one before, only those of policies that were not
+        compiled yet are tried, and of lowest plans that are predicted to need about the same, and to
+        fit, the fastest is compiled.
     """
 
     max_compiles: int = 8

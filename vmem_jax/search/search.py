@@ -417,9 +417,12 @@ class Search:
             assert variant is not None and one is not None
             if candidate.expected > limit:
                 return
-            if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
-                return
             self.over.remove(candidate)
+            is_same = len(compiled) > 1 and (
+                compiled[-1].need >= self.params.same * compiled[-2].need
+            )
+            if is_same and any(variant.policy.name == a.variant.policy.name for a in compiled):
+                continue  # other systems may move what these leave
             least = min(self._missed, key=lambda one: one.need, default=None)
             far = self.params.far * least.measure_for(variant.policy.name) if least else math.inf
             if candidate.expected > far or self._known(variant, one) is not None:
