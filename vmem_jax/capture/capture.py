@@ -24,6 +24,7 @@ from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
+from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.siblings import shared_nbytes
 from vmem_jax.capture.stack_layouts import with_stack_layouts
@@ -57,6 +58,7 @@ class Captured:
       stacked: gradients of loops that exist all at once.
       whole: stacks in host memory that come as a whole.
       misread: gradients to kernels that XLA takes for something else in the step as it was.
+      spread: values whose layouts XLA chooses badly in the step as it was.
     """
 
     flat: ClosedJaxpr
@@ -70,6 +72,7 @@ class Captured:
     stacked: tuple[Stacked, ...] = ()
     whole: tuple[Whole, ...] = ()
     misread: frozenset[Convolution] = frozenset()
+    spread: Spread = Spread()
 
     @property
     def sliced(self) -> tuple[int, ...]:
@@ -199,11 +202,12 @@ def capture(
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
     """
     flat, misread = with_known_kernel_gradients(flatten(closed), platform)
+    flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
-    return dataclasses.replace(captured, misread=misread)
+    return dataclasses.replace(captured, misread=misread, spread=spread)
 
 
 def _in_loops(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from vmem_jax.capture.kernel_gradients import as_misread
+from vmem_jax.capture.row_major import as_spread
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
@@ -92,7 +93,10 @@ class StepContext:
     def plain_costs(self) -> Costs:
         """The same as plain jit runs it."""
         captured = self.traced.captured
-        return as_misread(self.costs, captured.program, captured.misread)
+        costs = as_misread(self.costs, captured.program, captured.misread)
+        return as_spread(
+            costs, captured.program, captured.variables, captured.spread, self.machine
+        )
 
     @functools.cached_property
     def peak_by_order(self) -> int:
