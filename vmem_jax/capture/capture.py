@@ -72,7 +72,7 @@ class Captured:
     stacked: tuple[Stacked, ...] = ()
     whole: tuple[Whole, ...] = ()
     misread: frozenset[Convolution] = frozenset()
-    spread: Spread = Spread()
+    spread: Spread = dataclasses.field(default_factory=Spread)
 
     @property
     def sliced(self) -> tuple[int, ...]:

@@ -4,13 +4,14 @@ A product or a convolution has a layout that it likes for what it reads and make
 it to all that is computed of that element by element, as far back and on as this goes, and transposes
 at the ends. So what one small kernel likes lays out much more:
 
-- cuDNN makes the gradient to a kernel with the output channels first (OHWI). The optimiser takes that
-  layout: it reads weights and moments a 4-byte word of each 32-byte sector at a time, and cannot
-  write over them, so that all of them are copied. Of 1,280 x 1,280 channels and 3 x 3 taps AdamW takes
-  530 us on an H200, 94 at the speed of memory; of a U-Net's step it is a fifth.
+- cuDNN makes the gradient to a kernel with the output channels first (OHWI). The optimiser takes
+  that layout: it reads weights and moments one element of each 32-byte sector at a time, and cannot
+  write over them, so that all are copied. Of 3 x 3 taps and 1,280 x 1,280 channels AdamW takes 530
+  us on an H200, and 125 with the layout stated; a U-Net's step takes 69 ms for 79.
 - A classifier reads one token of each sample. For its weights' gradient, a sum over samples, these
   come last, and so they do in the whole residual stream, unless loops cut it: all products of an
-  unrolled ViT read and make transposed copies of what its norms do, a seventh of the step.
+  unrolled ViT read and make transposed copies of what its norms do. ViT-L(64) takes 75 ms for 78,
+  and 17.5 GiB for 20.6, with the layout stated.
 
 Stated to be row-major, a gradient is transposed in the kernel that reads it first, and a part of a
 value is, where it is cut out.
@@ -134,18 +135,20 @@ def as_spread(
     if not spread.gradients and not spread.wholes:
         return costs
     shape: Mapping[int, Any] = {b: getattr(v.aval, "shape", ()) for b, v in enumerate(variables)}
-    gradients = {b for b, v in enumerate(variables) if v in spread.gradients}
-    wholes = {v.aval.shape for v in spread.wholes}
+    turned = {b for b, v in enumerate(variables) if v in spread.gradients}
+    wholes = {getattr(v.aval, "shape", ()) for v in spread.wholes}
+    size = lambda b: program.buffers[b].nbytes
     seconds = []
     for own, step in zip(costs.seconds, program.steps, strict=True):
         more = 0.0
         values = (*step.reads, *step.writes)
-        size = lambda b: program.buffers[b].nbytes
-        for b in gradients.intersection(step.reads) if step.fusible else ():
-            for r in step.reads:
-                if r != b and shape[r] == shape[b]:
-                    more += (_SECTOR / _itemsize(variables[r]) - 1) * size(r)
-            more += sum(2 * size(w) for w in step.writes if shape[w] == shape[b])
+        alike = {shape[b] for b in turned.intersection(step.reads) if step.fusible}
+        if alike:  # of an update, which lies as its gradient does
+            across = [b for b in step.reads if shape[b] in alike and b not in turned]
+            made = [b for b in step.writes if shape[b] in alike]
+            more += sum((_SECTOR / _itemsize(variables[b]) - 1) * size(b) for b in across)
+            more += sum(2 * size(b) for b in made)
+            turned.update(made)
         if not step.fusible:  # transposed before or behind
             more += sum(2 * size(b) for b in values if shape[b] in wholes)
         seconds.append(own + step.times * more / machine.bandwidth)

@@ -94,9 +94,7 @@ class StepContext:
         """The same as plain jit runs it."""
         captured = self.traced.captured
         costs = as_misread(self.costs, captured.program, captured.misread)
-        return as_spread(
-            costs, captured.program, captured.variables, captured.spread, self.machine
-        )
+        return as_spread(costs, captured.program, captured.variables, captured.spread, self.machine)
 
     @functools.cached_property
     def peak_by_order(self) -> int:

@@ -1,0 +1,151 @@
+"""Layouts that XLA would spread from one small kernel over large values: stated, and priced."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+import vmem_jax
+from vmem_jax.capture import capture
+from vmem_jax.capture.flatten import flatten
+from vmem_jax.capture.row_major import as_spread, with_row_major
+from vmem_jax.core.cards import CARDS
+from vmem_jax.core.costs import analytic
+
+MACHINE = CARDS["h200"].machine
+
+
+def shaped(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def convolving(layout, **options):
+    """A step of momentum with a kernel in the given layout."""
+
+    def step(w, m, x):
+        def loss(w):
+            y = lax.conv_general_dilated(
+                x, w.astype(x.dtype), (1, 1), "SAME", None, None, layout, **options
+            )
+            return jnp.sin(y).sum()
+
+        m = 0.9 * m + jax.grad(loss)(w)
+        return w - 0.1 * m, m
+
+    return step
+
+
+def classifying(x, w, head, tokens=1):
+    """A step on the first tokens of each sample behind a product."""
+
+    def loss(w, head):
+        return jnp.sin(jnp.tanh(x @ w)[:, :tokens] @ head).sum()
+
+    return jax.grad(loss, (0, 1))(w, head)
+
+
+NHWC = convolving(("NHWC", "HWIO", "NHWC"))
+KERNEL, IMAGES = shaped(3, 3, 8, 16), shaped(2, 6, 6, 8)
+TOKENS = shaped(4, 16, 8), shaped(8, 8), shaped(8, 5)
+ONE_GROUP_A_CHANNEL = convolving(("NHWC", "HWIO", "NHWC"), feature_group_count=8)
+
+# name -> (step, arguments, gradients and wholes that are stated)
+CASES = {
+    "kernel": (NHWC, (KERNEL, KERNEL, IMAGES), (1, 0)),
+    "kernel as cuDNN makes it": (
+        convolving(("NHWC", "OHWI", "NHWC")),
+        (shaped(16, 3, 3, 8), shaped(16, 3, 3, 8), IMAGES),
+        (0, 0),
+    ),
+    "depthwise kernel": (ONE_GROUP_A_CHANNEL, (shaped(3, 3, 1, 8),) * 2 + (IMAGES,), (0, 0)),
+    "one token": (classifying, TOKENS, (0, 1)),
+    "half of the tokens": (lambda *a: classifying(*a, tokens=8), TOKENS, (0, 0)),
+    "a part of an argument": (lambda x, w: jnp.tanh(x[:, 0] @ w), TOKENS[:2], (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_xla_would_spread_is_stated_and_values_are_the_same(name):
+    fun, shapes, expected = CASES[name]
+    draw = np.random.default_rng(0).normal
+    args = [jnp.asarray(draw(size=s.shape), s.dtype) for s in shapes]
+    flat = flatten(jax.make_jaxpr(fun)(*args))
+    stated, spread = with_row_major(flat, "gpu")
+    assert (len(spread.gradients), len(spread.wholes)) == expected
+    assert str(stated).count("layout_constraint") == sum(expected)
+    assert with_row_major(flat, "cpu")[0] is flat
+    ours, theirs = (jax.jit(jaxpr_as_fun(closed))(*args) for closed in (stated, flat))
+    for mine, its in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+def priced(fun, shapes):
+    """Seconds of the step with layouts stated, and as it was written."""
+    found = capture(jax.make_jaxpr(fun)(*shapes), platform="gpu")
+    costs = analytic(found.program, MACHINE)
+    written = as_spread(costs, found.program, found.variables, found.spread, MACHINE)
+    return sum(costs.seconds), sum(written.seconds)
+
+
+def test_an_update_in_the_layout_of_its_gradient_reads_sectors_and_copies_results():
+    kernel, images = shaped(3, 3, 512, 1024), shaped(2, 8, 8, 512, dtype=jnp.bfloat16)
+    ours, written = priced(NHWC, (kernel, kernel, images))
+    nbytes = kernel.size * 4
+    assert written - ours == pytest.approx((2 * 7 + 2 * 2) * nbytes / MACHINE.bandwidth)
+
+
+def test_products_of_a_value_whose_samples_come_last_read_copies():
+    fun, shapes, _ = CASES["one token"]
+    ours, written = priced(fun, shapes)
+    assert written > ours
+    ours, written = priced(*CASES["half of the tokens"][:2])
+    assert written == ours
+
+
+@pytest.mark.gpu_compile
+def test_xla_lays_out_the_residual_stream_as_its_products_do():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+
+    def step(x, first, places, w, v, head):
+        def loss(first, places, w, v, head):
+            y = jnp.pad(x @ first, ((0, 0), (1, 0), (0, 0))) + places
+            for _ in range(2):
+                normal = jax.nn.standardize(y.astype(jnp.float32)).astype(y.dtype)
+                y = y + jax.nn.gelu(normal @ w) @ v
+            return jnp.sin(y[:, 0].astype(jnp.float32) @ head).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3, 4))(first, places, w, v, head)
+
+    half = functools.partial(shaped, dtype=jnp.bfloat16)
+    args = half(64, 196, 768), half(768, 512), half(197, 512), half(512, 2048), half(2048, 512)
+    compiled = lambda **options: (
+        vmem_jax.jit(step, budget="8GiB", **options)
+        .lower(*args, shaped(512, 1000))
+        .compile(target="h200")
+        .as_text()
+    )
+    last = re.compile(r"\[197,512,64\]")
+    assert not last.search(compiled(policy="exact"))
+    assert last.search(compiled(policy="keep"))
+
+
+@pytest.mark.gpu_compile
+def test_xla_updates_kernels_in_place():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    kernel, images = shaped(3, 3, 256, 256), shaped(8, 16, 16, 256, dtype=jnp.bfloat16)
+    compiled = lambda policy: (
+        vmem_jax.jit(NHWC, budget="8GiB", policy=policy, donate_argnums=(0, 1))
+        .lower(kernel, kernel, images)
+        .compile(target="h200")
+    )
+    made, plain = compiled("exact"), compiled("keep")
+    assert "f32[256,3,3,256]" not in made.as_text()
+    assert "f32[256,3,3,256]" in plain.as_text()
+    assert plain.plan.predicted_seconds > made.plan.predicted_seconds
