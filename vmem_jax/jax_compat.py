@@ -14,6 +14,7 @@ from jax._src import core as _core  # new_jaxpr_eqn, check_jaxpr, Tracer: no pub
 from jax._src import source_info_util  # name stacks and the user's frame of an equation
 from jax._src.array import ArrayImpl as _ArrayImpl  # the one concrete array type
 from jax._src.ffi import _FfiEffect  # what XLA's foreign calls have; not in the public API
+from jax._src.interpreters import pxla as _pxla  # a cache of lowered steps
 from jax._src.interpreters.partial_eval import DynamicJaxprTracer  # the tracer of jit
 from jax.extend import core as jexc
 from jax.extend.mlir import ir
@@ -49,6 +50,19 @@ def in_host_memory(aval: Any) -> Any:
 
 def is_in_host_memory(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def lower(jitted: Any, *args: Any, **kwargs: Any) -> Any:
+    """`jitted.lower(*args, **kwargs)` of a `jax.jit(keep_unused=True)`, which can be freed.
+
+    JAX 0.11.2 and 0.12 never free what such a step was lowered and compiled to: a cache whose keys
+    are weakly held jaxprs has the same jaxpr as a value.
+    """
+    traced = jitted.trace(*args, **kwargs)
+    lowered = traced.lower()
+    if _MERGED:
+        _pxla._dce_jaxpr.evict_weakref(traced.jaxpr)
+    return lowered
 
 
 def say_memory_kinds(lowered: Any, kinds: Sequence[str]) -> None:

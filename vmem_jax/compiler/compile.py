@@ -169,5 +169,5 @@ def _compiled(
         return outs if traced.whole is None else jax.tree.unflatten(traced.out_tree, outs)
 
     step.__name__ = step.__qualname__ = name
-    lowered = jax.jit(step, keep_unused=True, **donate).lower(*args, **kwargs)
+    lowered = compat.lower(jax.jit(step, keep_unused=True, **donate), *args, **kwargs)
     return lowered.compile(compiler_options=options or None)

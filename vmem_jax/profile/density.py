@@ -39,7 +39,7 @@ def densities(
     values = jaxpr_as_fun(drop_dead(compat.close(*parts, like=captured.flat)))
     slices = slices or [1] * len(buffers)
     counts = jax.jit(lambda *leaves: list(map(_density, values(*leaves), slices)), keep_unused=True)
-    compiled = counts.lower(*leaves).compile()
+    compiled = compat.lower(counts, *leaves).compile()
     need = need_nbytes(compiled)
     if limit is not None and need > limit:
         return (

@@ -111,7 +111,7 @@ def _arena_seconds(device: jax.Device, x: jax.Array) -> tuple[float, float]:
         pinning = time.perf_counter() - began
         runs = []
         for fun in (alone, together):
-            lowered = jax.jit(fun, keep_unused=True).lower(x, y)
+            lowered = compat.lower(jax.jit(fun, keep_unused=True), x, y)
             compiled = lowered.compile(compiler_options=options)
             run = functools.partial(compiled, x, y)
             runs.append(seconds_a_call(run, most=4))

@@ -205,7 +205,7 @@ def compile_reordered(
 
     step.__name__ = step.__qualname__ = name
     jitted = jax.jit(step, keep_unused=True, donate_argnums=range(order.count))
-    lowered = jitted.lower(*(avals[i] for i in order.arguments))
+    lowered = compat.lower(jitted, *(avals[i] for i in order.arguments))
     if absent:
         kinds = [PINNED if i in there else "device" for i in order.arguments]
         compat.say_memory_kinds(lowered, kinds)
