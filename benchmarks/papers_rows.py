@@ -66,7 +66,8 @@ ROWS: tuple[Asked, ...] = (
     Asked("vgg16:256", "float32", ("auto@12GiB", "auto@0.35"), 60),
     Asked("inception4:480", "float32", ("auto@12GiB",), 165),
     Asked("resnet152:352", "float32", ("auto@12GiB",), 160),
-    # µ-cuDNN where its workspaces decide; at its other missing budgets no workspace is small enough
+    # µ-cuDNN where its workspaces decide; at its other missing budgets its step is predicted to need
+    # more than the budget without any
     Asked("vgg16:128", "float32", ("ucudnn@12GiB",), 45, 20),
     Asked("vgg116:32", "bfloat16", ("ucudnn@12GiB",), 60, 20),
     Asked(
