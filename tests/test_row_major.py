@@ -52,13 +52,14 @@ def classifying(x, w, head, tokens=1):
 
 
 NHWC = convolving(("NHWC", "HWIO", "NHWC"))
-KERNEL, IMAGES = shaped(3, 3, 8, 16), shaped(2, 6, 6, 8)
+KERNEL, IMAGES = shaped(3, 3, 8, 16), shaped(2, 6, 6, 8, dtype=jnp.bfloat16)
 TOKENS = shaped(4, 16, 8), shaped(8, 8), shaped(8, 5)
 ONE_GROUP_A_CHANNEL = convolving(("NHWC", "HWIO", "NHWC"), feature_group_count=8)
 
 # name -> (step, arguments, gradients and wholes that are stated)
 CASES = {
     "kernel": (NHWC, (KERNEL, KERNEL, IMAGES), (1, 0)),
+    "kernel that is not cast": (NHWC, (KERNEL, KERNEL, shaped(2, 6, 6, 8)), (0, 0)),
     "kernel as cuDNN makes it": (
         convolving(("NHWC", "OHWI", "NHWC")),
         (shaped(16, 3, 3, 8), shaped(16, 3, 3, 8), IMAGES),
@@ -82,8 +83,10 @@ def test_what_xla_would_spread_is_stated_and_values_are_the_same(name):
     assert str(stated).count("layout_constraint") == sum(expected)
     assert with_row_major(flat, "cpu")[0] is flat
     ours, theirs = (jax.jit(jaxpr_as_fun(closed))(*args) for closed in (stated, flat))
+    # XLA:CPU rounds a gradient in 16 bits, or not, by what it fuses
+    tolerance = 2**-7 if IMAGES in shapes else 0
     for mine, its in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(mine, its)
+        np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance)
 
 
 def priced(fun, shapes):

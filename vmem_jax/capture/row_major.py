@@ -14,7 +14,9 @@ at the ends. So what one small kernel likes lays out much more:
   and 17.5 GiB for 20.6, with the layout stated.
 
 Stated to be row-major, a gradient is transposed in the kernel that reads it first, and a part of a
-value is, where it is cut out.
+value is, where it is cut out. Only gradients that are cast for their update are: where a convolution
+reads the very weights, XLA keeps them in cuDNN's order alone, and row-major ones would be there
+beside them from the forward pass on.
 """
 
 from __future__ import annotations
@@ -76,12 +78,14 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     computed: set[Var] = set()  # by a product, or of what one made
     gradients: set[Var] = set()
     wholes: set[Var] = set()
+    casts = (eqn.invars for eqn in opened.eqns if eqn.primitive.name == "convert_element_type")
+    cast = {a for [a] in casts if isinstance(a, Var)}
     for eqn in opened.eqns:
         if class_of(eqn) is Class.HEAVY or not computed.isdisjoint(
             a for a in eqn.invars if isinstance(a, Var)
         ):
             computed.update(eqn.outvars)
-        is_gradient = _is_kernel_gradient(eqn)
+        is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] in cast
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
         eqn = eqn.replace(invars=[*map(read, eqn.invars)])
         eqns.append(eqn)
