@@ -37,8 +37,11 @@ def test_points_are_monotone_and_their_budgets_are_met():
         assert before.predicted_seconds > after.predicted_seconds
     for point in points:
         assert point.budget == point.compiled_peak == point.plan.budget
+        assert ("recompute" in point.techniques) == bool(point.plan.recomputed)
+        assert ("sub_batches" in point.techniques) == (point.plan.sub_batches > 1)
     smallest = points[0]
-    assert "recompute" in smallest.techniques and smallest.plan.recomputed
+    assert any(point.plan.recomputed for point in points)
+    assert 4 * smallest.compiled_peak < points[-1].compiled_peak
     with pytest.raises(dataclasses.FrozenInstanceError):
         smallest.budget = 0
     again = vmem_jax.jit(step, budget=smallest.budget, donate_argnums=0)
