@@ -7,7 +7,7 @@ CPU twin, tests/gpu on CUDA.
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import transfer_cases
 from jax import lax
+from threads import in_threads
 
 from vmem_jax.core.compression import (
     BLOCK_NBYTES,
@@ -249,11 +250,7 @@ def threads_run_one_step(device):
                 if step(jax.device_put(x, device)).tobytes() != x.tobytes():
                     wrong.append(True)
 
-        threads = [threading.Thread(target=work, args=(each,)) for each in x]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(work, each) for each in x))
         assert not wrong
         assert store.counters(device)[0].runs == 24
 

@@ -7,7 +7,6 @@ import gc
 import itertools
 import json
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import pytest
 import transfer_cases as cases
 from helpers import FAST, unit_costs
 from test_jit import assert_close, batch, need, params, plain_need, step
+from threads import in_threads
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
@@ -172,11 +172,7 @@ def test_two_threads_run_one_step():
     expected = budgeted(params(), batch())
     results = []
     run = lambda: results.extend(budgeted(params(), batch()) for _ in range(3))
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, run)
     assert len(results) == 6 and all(same(r, expected) for r in results)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from helpers import FAST
 from test_jit import batch, params, step
+from threads import in_threads
 
 import vmem_jax
 from vmem_jax import BudgetError, HostMemoryError, Plan
@@ -144,11 +144,7 @@ def test_two_threads_run_one_step(transport):
     expected = budgeted(params(), batch())
     results = []
     run = lambda: results.extend(budgeted(params(), batch()) for _ in range(3))
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, run)
     assert len(results) == 6 and all(same(r, expected) for r in results)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from threads import in_threads
 
 from vmem_jax.jax_compat import FENCE_OPTIONS
 from vmem_jax.transfer import ffi
@@ -459,11 +459,7 @@ def two_threads_run_one_step(device):
             except jax.errors.JaxRuntimeError as error:
                 wrong.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, work)
         assert wrong == []
         assert arena.counters(device).resets == 0
 
