@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import records
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -75,7 +77,7 @@ Rows = Mapping[str, Decision]
 
 
 def read(path: Path) -> dict[str, Decision]:
-    rows = [Decision(**json.loads(line)) for line in path.read_text().splitlines()]
+    rows = [Decision(**row) for row in records.lines(path)]
     return {row.case: row for row in rows}
 
 

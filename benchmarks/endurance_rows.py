@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import records
 from cells import grid
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,8 +24,7 @@ def endurance() -> str:
     """The rows of every file, the last of each way: growth in percent, with the value at the end."""
     parts = []
     for path in sorted(RESULTS.glob("endurance_*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        last = {row["way"]: row for row in rows}
+        last = {row["way"]: row for row in records.lines(path)}
         header = ["way", "steps", "ms", *WATCHED.values(), "loss, of plain's", "commit"]
         parts.append(f"\n## {path.name}\n\n{TEXT}\n{grid(header, map(_line, last.values()))}")
     return "".join(parts)

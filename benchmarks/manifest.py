@@ -169,7 +169,7 @@ def load(name: str) -> Table:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in (defaults | data).items()}
     try:
         core = tuple(step.pop("core", False) for step in steps)
-        cases = [_cases(**step) for step in steps]
+        cases = [cases_of(**step) for step in steps]
         return Table(
             name=name,
             cases=tuple(dict.fromkeys(itertools.chain(*cases))),
@@ -181,7 +181,7 @@ def load(name: str) -> Table:
         raise ValueError(f"{name}.toml: {error}") from None
 
 
-def _cases(networks: Iterable[str], dtypes: Iterable[str], variants: Iterable[str]) -> list[Case]:
+def cases_of(networks: Iterable[str], dtypes: Iterable[str], variants: Iterable[str]) -> list[Case]:
     expanded = [each for variant in variants for each in SUITES.get(variant, (variant,))]
     found = []
     for dtype in dtypes:

@@ -7,7 +7,6 @@ the same process; of rows of one step, variant and budget the last stands.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -446,7 +445,7 @@ def readme() -> str:
 
 
 def _json(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return records.lines(RESULTS / f"{name}.jsonl")
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -11,7 +11,6 @@ empty.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,13 +51,12 @@ def all_rows(folder: Path = RESULTS) -> dict[Case, Record]:
 def calculated(table: Table, folder: Path = RESULTS) -> list[Cell]:
     """What `computed.py` gave for the table."""
     path = folder / f"{table.name}_computed.jsonl"
-    return [Cell(**json.loads(line)) for line in path.read_text().splitlines()]
+    return [Cell(**row) for row in records.lines(path)]
 
 
 def kernels(folder: Path = RESULTS) -> list[dict]:
     """The rows of `convolutions.py`; the last of each kernel stands."""
-    path = folder / "h200_convolution_layers.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = records.lines(folder / "h200_convolution_layers.jsonl")
     last = {(r["layers"], r["kernel"], r["how"], r["limit"]): r for r in rows}
     return list(last.values())
 

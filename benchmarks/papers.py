@@ -117,7 +117,7 @@ def run(case: Case, plain: Record | None) -> Record:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FLAGS.limit)
         except subprocess.TimeoutExpired:
-            return failed(case, plain, f"time limit: {FLAGS.limit:.0f} s passed")
+            return failed(case, plain, records.time_limit(FLAGS.limit))
         if out.exists():
             return records.read(out)[0]
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]

@@ -46,7 +46,7 @@ class Asked:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        return tuple(manifest._cases([self.network], [self.dtype], self.ways))
+        return tuple(manifest.cases_of([self.network], [self.dtype], self.ways))
 
 
 TABLE_3 = (

@@ -162,6 +162,16 @@ def write(path: Path, records: Iterable[Record]) -> None:
     new.replace(path)
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, one JSON object a line, of whatever benchmark."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read(path: Path) -> list[Record]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = lines(path)
     return [Record(**{**row, "step_seconds": tuple(row["step_seconds"])}) for row in rows]
+
+
+def time_limit(seconds: float) -> str:
+    """The outcome of what did not end within so many seconds."""
+    return f"time limit: {seconds:.0f} s passed"

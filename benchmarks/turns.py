@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import records
 from absl import logging
 from variants import Variant, initial_states
 
@@ -79,7 +80,7 @@ def too_slow(way: str, limit: float) -> Variant:
     """The variant of `way`, which had not run once when its seconds were over."""
     name, _, asked = way.partition("@")
     made = Variant(name, None, asked, lambda: (None, {}))
-    made.outcome = f"time limit: {limit:.0f} s passed"
+    made.outcome = records.time_limit(limit)
     return made
 
 

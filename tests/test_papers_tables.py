@@ -148,7 +148,7 @@ def test_with_the_cache_less_moves_the_more_memory_there_is():
 
 def small(name, network, *variants):
     """A table of that name with other networks."""
-    cases = manifest._cases([network], ["float32"], variants)
+    cases = manifest.cases_of([network], ["float32"], variants)
     return dataclasses.replace(TABLES[name], cases=tuple(cases))
 
 

@@ -205,7 +205,7 @@ def record(**facts):
 
 
 def table(*ways, below_plain=True):
-    cases = manifest._cases(["densenet7k4:2"], ["float32"], ways)
+    cases = manifest.cases_of(["densenet7k4:2"], ["float32"], ways)
     like = manifest.load("vdnn_fig14")
     return dataclasses.replace(like, cases=tuple(cases), below_plain=below_plain)
 
