@@ -45,7 +45,7 @@ def groups_of(
     settings = step.settings
     parts = parts_of(step)
     make = lambda context, count: variant_of(context, settings.policy, count)
-    made = functools.cache(functools.partial(make, step))  # the others are bounded by it, too
+    made = functools.partial(make, step)  # the others are bounded by it, too
     own = Family(parts.counts, made, settings.splitting, **_in_parts(step))
     if settings.splitting is Splitting.FEWEST:
         own = _by_size(step, own, settings.policy, budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from vmem_jax.report.explain import Explanation, explain
 from vmem_jax.report.page import require_plotly, save_page
 from vmem_jax.report.picture import picture
 from vmem_jax.rewrite.rewrite import rewrite
+from vmem_jax.search.attempt import Attempt
 from vmem_jax.techniques import StepContext
 from vmem_jax.techniques.jit_arguments import (
     density_of,
@@ -208,7 +210,7 @@ class BudgetedStep:
         self._tune = tune
         self._entries: dict[Hashable, CompiledStep] = {}
         self._last: tuple[Hashable, Any] | None = None  # (configuration, compiled) of plain calls
-        self._ran: set[int] = set()  # identities of the plans that have run
+        self._ran = weakref.WeakSet[Attempt]()  # compiled plans that have run
 
     # -- the public face
 
@@ -250,9 +252,9 @@ class BudgetedStep:
             return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
         # The first run is waited for: memory may have gone since the step was planned, and who
         # learns it later than at the call gets no numbers.
-        first = id(entry.best) not in self._ran
+        first = entry.best not in self._ran
         out = run(self._settings.name, entry, call, leaves, args, kwargs, wait=first)
-        self._ran.add(id(entry.best))
+        self._ran.add(entry.best)
         if entry.tuner is None and traced.whole is not None:
             self._last = (_config(), entry.best.compiled)
         return out
@@ -351,7 +353,6 @@ class BudgetedStep:
     def clear_cache(self) -> None:
         """Forgets every plan and compiled step."""
         self._entries.clear()
-        self._ran.clear()
         self._last = None
 
     # -- trace, plan, prove

@@ -93,7 +93,10 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
             [made] = eqn.outvars
             stated, here[made] = spliced(_laid_out, [made], eqn)
             eqns += stated
-            (gradients if is_gradient else wholes).add(made if is_gradient else eqn.invars[0])
+            if is_gradient:
+                gradients.add(made)
+            else:
+                wholes.add(eqn.invars[0])
     if not here:
         return flat, Spread()
     outs = [*map(read, opened.outvars)]

@@ -418,15 +418,8 @@ class Search:
             if candidate.expected > limit:
                 return
             self.over.remove(candidate)
-            is_same = len(compiled) > 1 and (
-                compiled[-1].need >= self.params.same * compiled[-2].need
-            )
-            if is_same and any(variant.policy.name == a.variant.policy.name for a in compiled):
-                continue  # other systems may move what these leave
-            least = min(self._missed, key=lambda one: one.need, default=None)
-            far = self.params.far * least.measure_for(variant.policy.name) if least else math.inf
-            if candidate.expected > far or self._known(variant, one) is not None:
-                continue  # or another plan compiled to far less than this one is expected to
+            if self._known(variant, one) is not None or self._gains_nothing(candidate, compiled):
+                continue
             attempt = self._attempt(candidate, variant, one)
             if attempt is None or self._fits(attempt):
                 continue
@@ -442,6 +435,20 @@ class Search:
                     if one.need < attempt.need:
                         changes: Any = {"estimate": one, "seconds": one.seconds}
                         self.over.append(dataclasses.replace(candidate, **changes))
+
+    def _gains_nothing(self, candidate: Candidate, compiled: Sequence[Attempt]) -> bool:
+        """Whether its plan is no lower by what is known: the last two of the `compiled` ones came to
+        the same, and another system may move what they leave, but not its own; or some plan compiled
+        to far less than it is expected to."""
+        assert candidate.variant is not None
+        policy = candidate.variant.policy.name
+        if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
+            if any(policy == one.variant.policy.name for one in compiled):
+                return True
+        least = min(self._missed, key=lambda one: one.need, default=None)
+        return least is not None and (
+            candidate.expected > self.params.far * least.measure_for(policy)
+        )
 
     def _make_waiting(self, limit: float) -> None:
         """Makes and plans the variants that wait, if their plans may be the lowest and may need no
