@@ -535,14 +535,14 @@ def test_a_decoder_fits_in_what_a_checkpoint_of_each_layer_needs_and_takes_less(
 
 @pytest.mark.gpu_compile
 def test_a_backward_body_holds_what_is_predicted():
-    """Without the choices that count what an iteration holds, the lowest peak is 556 MiB."""
+    """Without the choices that count what an iteration holds, the lowest peak is 545 MiB."""
     shape = {"layers": 4, "width": 512, "hidden": 4096, "heads": 8, "kv_heads": 2}
     model, optimiser = Decoder(**shape, vocabulary=64), optax.sgd(1e-3)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape(optimiser.init, params)
     tokens = jax.ShapeDtypeStruct((32, 257), jnp.int32)
-    step = vmem_jax.jit(
-        train_step(model, optimiser), budget="490MiB", sub_batches=1, donate_argnums=0
-    )
+    # builds with CUDA would move stacks
+    options = {"budget": "490MiB", "allow": ["order", "recompute"], "donate_argnums": 0}
+    step = vmem_jax.jit(train_step(model, optimiser), **options)
     made = step.lower(state, tokens).compile(target="h200")
     assert made.need_nbytes == pytest.approx(made.attempts[-1].predicted_need, rel=0.03)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from absl import logging
@@ -215,6 +216,15 @@ class _Variants:
         may_fit = lambda kept: budget is None or self.least(kept) <= budget
         return [self.of(k) for k in self.front if may_fit(k) or k is self.front[-1]]
 
+    @functools.cached_property
+    def lowest_of_front(self) -> Sequence[LoopVariant]:
+        """The steps of the front of which one needs the fewest bytes, whatever a budget is."""
+        found = list[LoopVariant]()
+        for kept in sorted(self.front, key=self.least):
+            if self.least(kept) <= min((variant.need for variant in found), default=math.inf):
+                found.append(self.of(kept))
+        return found
+
     def of(self, kept: Kept) -> LoopVariant:
         """The step that stacks `kept`, made once."""
         if _key(kept) not in self.made:
@@ -276,7 +286,7 @@ class _Variants:
             for pair, level in zip(self.pairs, levels, strict=True)
         )
         held = Held(tuple(map(BodyMemory, self.loops)), tuple(waiting))
-        made = self.some(0)
+        made = self.lowest_of_front
         for variant in made:
             held = held.with_most(variant.kept)
         beside = min(variant.need - variant.kept.nbytes for variant in made)
@@ -298,7 +308,7 @@ class _Variants:
             pairs = zip(kept.buffers, fewest.buffers, strict=True)
             other = self._lowest([own - least for own, least in pairs])
             found += [] if other is None else [other]
-        least = min(variant.need for variant in self.some(0))
+        least = min(variant.need for variant in self.lowest_of_front)
         yield from (variant for variant in map(self.of, found) if variant.need < least)
 
     def _lowest(self, without: Sequence[frozenset[int]] = ()) -> Kept | None:
