@@ -45,8 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     taken: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        name = item.nodeid
-        stays = name not in slow or item.get_closest_marker("always") or is_drawn(name, share, seed)
+        rank = slow.get(item.nodeid)
+        always = rank is None or item.get_closest_marker("always")
+        stays = always or is_drawn(rank, share, seed)
         (taken if stays else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

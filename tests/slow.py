@@ -5,9 +5,10 @@ make it again:
 
     python -m pytest --durations=0 >log; python -m tests.slow log >tests/data/slow_tests.txt
 
-With `--slow-share=N` a run takes one in N of them, drawn by `--slow-seed`, and pytest's last line
-says how many it left out. `.ci/run` draws by the commit. A test that the file does not name runs
-always, and so does one that is marked `always`.
+With `--slow-share=N` a run takes one in N of them, drawn by `--slow-seed`: one of the N slowest, one
+of the next N, and so on, so that every draw takes about as long. pytest's last line says how many it
+left out. `.ci/run` draws by the commit. A test that the file does not name runs always, and so does
+one that is marked `always`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def slow_tests() -> dict[str, int]:
     return {name: rank for rank, name in enumerate(_FILE.read_text().splitlines())}
 
 
-def is_drawn(test: str, share: int, seed: str) -> bool:
-    """Whether one in `share` of the tests, drawn by `seed`, has `test` among them."""
-    return int(hashlib.sha256(f"{seed} {test}".encode()).hexdigest(), 16) % share == 0
+def is_drawn(rank: int, share: int, seed: str) -> bool:
+    """Whether the slow test with `rank` is among one in `share` of them, drawn by `seed`."""
+    group, place = divmod(rank, share)
+    return int(hashlib.sha256(f"{seed} {group}".encode()).hexdigest(), 16) % share == place
 
 
 def slowest_first(lines: Sequence[str]) -> list[str]:

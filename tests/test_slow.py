@@ -3,21 +3,23 @@
 import re
 from pathlib import Path
 
-import pytest
 from slow import is_drawn, slow_tests, slowest_first
 
-TESTS = [f"tests/test_a.py::test_{i}" for i in range(1000)]
+RANKS = range(1000)
 
 
-def test_of_the_slow_tests_one_in_so_many_is_drawn():
-    drawn = {seed: {t for t in TESTS if is_drawn(t, 4, seed)} for seed in ("a", "b")}
-    assert all(len(some) == pytest.approx(250, rel=0.2) for some in drawn.values())
-    assert drawn["a"] != drawn["b"]
-    assert all(is_drawn(test, 1, "a") for test in TESTS)
+def drawn(share: int, seed: str) -> list[int]:
+    return [rank for rank in RANKS if is_drawn(rank, share, seed)]
+
+
+def test_of_each_few_slow_tests_as_slow_as_one_another_one_is_drawn():
+    assert [rank // 4 for rank in drawn(4, "a")] == [*range(250)]
+    assert drawn(4, "a") != drawn(4, "b")
+    assert drawn(1, "a") == [*RANKS]
 
 
 def test_every_test_is_drawn_by_some_commit():
-    assert all(any(is_drawn(test, 4, str(seed)) for seed in range(100)) for test in TESTS)
+    assert {rank for seed in range(100) for rank in drawn(4, str(seed))} == {*RANKS}
 
 
 def test_the_seconds_of_a_test_and_its_setup_count_together():
