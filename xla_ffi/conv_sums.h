@@ -24,8 +24,17 @@ struct ConvSums {
   std::int64_t strides[kMostSpace] = {1, 1, 1};
   std::int64_t padding[kMostSpace] = {};  // before x
   std::int64_t dilation[kMostSpace] = {1, 1, 1};
+  const void* scale = nullptr;  // what is convolved is ReLU(x * scale + shift), or x without them
+  const void* shift = nullptr;
   const void* bias = nullptr;  // of y, or none
   bool relu = false;
+};
+
+// Sums over all but the channels of `y` and of its squares, as something else has computed them.
+struct ChannelSums {
+  SumTensor y;
+  const float* sums = nullptr;
+  const float* squares = nullptr;
 };
 
 }  // namespace vmem

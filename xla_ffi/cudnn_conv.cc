@@ -85,32 +85,66 @@ void CheckMicros(const Call& call) {
                                             std::to_string(call.whole.x[0]));
   }
   const bool adds = call.whole.pass == ConvPass::kBackwardFilter && !call.partials;
+  for (const Micro& micro : call.micros) {
+    if (micro.bare && (call.whole.prologue || call.whole.epilogue.sums)) {
+      throw Error(Code::kInvalidArgument, "what a bare micro-batch leaves out is a bias alone");
+    }
+  }
   if (adds && call.micros.size() > 1 && !call.whole.CanAccumulate()) {
     throw Error(Code::kInvalidArgument, "sums of 16 bits lose what is added: ask for `partials`");
   }
 }
 
-// The bias is an operand only where there is one.
-void BindBias(Call& call, ffi::RemainingArgs more) {
-  const std::size_t count = call.whole.epilogue.bias ? 1 : 0;
+// Scale and shift are operands only where there is a prologue, and a bias where there is one.
+void BindVectors(Call& call, ffi::RemainingArgs more) {
+  const std::size_t before = call.whole.prologue ? 2 : 0;
+  const std::size_t count = before + (call.whole.epilogue.bias ? 1 : 0);
   if (more.size() != count) {
     throw Error(Code::kInvalidArgument, std::to_string(more.size()) + " more operands, and " +
+                                            std::to_string(count - before) + " in the epilogue");
+  }
+  auto bind = [&](std::size_t i, const char* name, std::int64_t channels) {
+    const auto vector = more.get<ffi::AnyBuffer>(i);
+    const std::string the = std::string("the ") + name;
+    if (!vector.has_value()) throw Error(Code::kInvalidArgument, the + " is no buffer");
+    if (TypeOf(vector->element_type()) != call.whole.dtype ||
+        static_cast<std::int64_t>(vector->element_count()) != channels) {
+      throw Error(Code::kInvalidArgument, the + " is one value of the same type for each of " +
+                                              std::to_string(channels) + " channels");
+    }
+    return vector->untyped_data();
+  };
+  if (call.whole.prologue) {
+    call.buffers.scale = bind(0, "scale", call.whole.x[1]);
+    call.buffers.shift = bind(1, "shift", call.whole.x[1]);
+  }
+  if (call.whole.epilogue.bias) call.buffers.bias = bind(before, "bias", call.whole.w[0]);
+}
+
+// The sums are a result only where the epilogue has them: of y, then of its squares, for each
+// micro-batch.
+void BindSums(Call& call, ffi::RemainingRets more) {
+  const std::size_t count = call.whole.epilogue.sums ? 1 : 0;
+  if (more.size() != count) {
+    throw Error(Code::kInvalidArgument, std::to_string(more.size()) + " more results, and " +
                                             std::to_string(count) + " in the epilogue");
   }
   if (count == 0) return;
-  const auto bias = more.get<ffi::AnyBuffer>(0);
-  if (!bias.has_value()) throw Error(Code::kInvalidArgument, "the bias is no buffer");
-  if (TypeOf(bias->element_type()) != call.whole.dtype ||
-      static_cast<std::int64_t>(bias->element_count()) != call.whole.w[0]) {
-    throw Error(Code::kInvalidArgument, "the bias is one value of the same type for each of " +
-                                            std::to_string(call.whole.w[0]) + " channels");
+  const auto got = more.get<ffi::AnyBuffer>(0);
+  if (!got.has_value()) throw Error(Code::kInvalidArgument, "the sums are no buffer");
+  ffi::Result<ffi::AnyBuffer> sums = *got;
+  const auto values = static_cast<std::int64_t>(sums->element_count());
+  const auto micros = static_cast<std::int64_t>(call.micros.size());
+  if (sums->element_type() != ffi::DataType::F32 || values != micros * 2 * call.whole.w[0]) {
+    throw Error(Code::kInvalidArgument,
+                "the sums are two values in f32 for each micro-batch and channel");
   }
-  call.buffers.bias = bias->untyped_data();
+  call.buffers.sums = sums->untyped_data();
 }
 
 Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::RemainingArgs more,
             ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::AnyBuffer> workspace,
-            std::string_view which, std::string_view epilogue, bool channels_last,
+            ffi::RemainingRets sums, std::string_view which, std::string_view epilogue, bool channels_last,
             Integers strides, Integers padding_low, Integers padding_high, Integers dilation,
             bool partials, Integers micros) {
   Call call;
@@ -122,6 +156,7 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::RemainingArgs more
   ConvGeometry& whole = call.whole;
   whole.pass = ConvPassOf(std::string(which));
   whole.epilogue = ConvEpilogueOf(std::string(epilogue));
+  whole.prologue = more.size() >= 2;
   whole.dtype = TypeOf(result->element_type());
   whole.channels_last = channels_last;
   whole.strides = Dims(strides.begin(), strides.end());
@@ -158,7 +193,8 @@ Call Decode(ffi::AnyBuffer first, ffi::AnyBuffer second, ffi::RemainingArgs more
   bind(data ? x : filter ? w : y, made, result->untyped_data());
 
   whole.Check();
-  BindBias(call, more);
+  BindVectors(call, more);
+  BindSums(call, sums);
   CheckMicros(call);
   return call;
 }
@@ -170,11 +206,13 @@ void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use 
   const bool adds = whole.pass == ConvPass::kBackwardFilter && !call.partials;
   auto offset = [](void* data, std::int64_t nbytes) { return static_cast<char*>(data) + nbytes; };
   ConvBuffers buffers = call.buffers;
+  const std::int64_t vector = whole.w[0] * std::int64_t{sizeof(float)};
   bool first = true;
   for (const Micro& micro : call.micros) {
     ConvGeometry part = whole.WithBatch(micro.samples, adds && !first);
     if (micro.bare) part.epilogue = {};
     buffers.bias = micro.bare ? nullptr : call.buffers.bias;
+    if (whole.epilogue.sums) buffers.squares = offset(buffers.sums, vector);
     const ConvPadding padding(part, micro.way.channels);
     const auto plan = lease.PlanFor(padding, micro.way, stream);
     const std::int64_t needs = padding.nbytes() + plan->workspace;
@@ -188,6 +226,7 @@ void ForEachMicro(const Call& call, CudnnLease& lease, cudaStream_t stream, Use 
     use(*plan, padding, buffers);
     buffers.x = offset(buffers.x, micro.samples * whole.SampleBytes(whole.x));
     buffers.y = offset(buffers.y, micro.samples * whole.SampleBytes(whole.y));
+    if (whole.epilogue.sums) buffers.sums = offset(buffers.sums, 2 * vector);
     if (call.partials) buffers.w = offset(buffers.w, whole.w[0] * whole.SampleBytes(whole.w));
     first = false;
   }
@@ -228,9 +267,10 @@ auto BindConv() {
       .template Ctx<ffi::DeviceOrdinal>()  // a stream that is being recorded does not tell
       .template Arg<ffi::AnyBuffer>()  // x, or y
       .template Arg<ffi::AnyBuffer>()  // w, or y
-      .RemainingArgs()                 // a bias, or none
+      .RemainingArgs()                 // scale and shift of a prologue, a bias; or none of them
       .template Ret<ffi::AnyBuffer>()  // y, x or w
       .template Ret<ffi::AnyBuffer>()  // workspace
+      .RemainingRets()                 // sums, or none
       .template Attr<std::string_view>("which")
       .template Attr<std::string_view>("epilogue")
       .template Attr<bool>("channels_last")

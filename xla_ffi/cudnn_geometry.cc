@@ -35,6 +35,7 @@ ConvEpilogue ConvEpilogueOf(const std::string& name) {
   if (name.empty()) return {};
   if (name == "bias") return {true, false};
   if (name == "bias and relu") return {true, true};
+  if (name == "sums") return {false, false, true};
   Refuse("there is no epilogue \"" + name + "\"");
 }
 
@@ -52,8 +53,11 @@ void ConvGeometry::Check() const {
       if (dim <= 0) Refuse("a dimension of " + std::to_string(dim));
     }
   }
-  if (pass != ConvPass::kForward && epilogue.bias) {
+  if (pass != ConvPass::kForward && (epilogue.bias || epilogue.sums)) {
     Refuse("only a forward pass has an epilogue");
+  }
+  if (pass == ConvPass::kBackwardData && prologue) {
+    Refuse("a gradient to x has no prologue: it does not read x");
   }
   if (x[0] != y[0]) Refuse("x and y have different batches");
   if (w[0] != y[1]) Refuse("w and y have different output channels");
@@ -87,6 +91,7 @@ ConvGeometry ConvGeometry::WithChannels(std::int64_t channels) const {
   if (ItemSize() != 2) Refuse("channels are padded in bf16 and f16 alone");
   if (!channels_last) Refuse("channels are padded where they are last alone");
   if (x[1] != w[1]) Refuse("channels are padded without groups alone");
+  if (prologue) Refuse("channels are padded without a prologue alone");
   if (channels <= x[1]) {
     Refuse("x has " + std::to_string(x[1]) + " channels, to be padded to " +
            std::to_string(channels));
@@ -133,8 +138,8 @@ bool ConvGeometry::CanAccumulate() const {
 
 void ConvGeometry::AppendTo(Dims& key) const {
   key.insert(key.end(), {static_cast<std::int64_t>(pass), static_cast<std::int64_t>(dtype),
-                         channels_last, epilogue.bias, epilogue.relu, accumulate,
-                         static_cast<std::int64_t>(x.size())});
+                         channels_last, prologue, epilogue.bias, epilogue.relu, epilogue.sums,
+                         accumulate, static_cast<std::int64_t>(x.size())});
   for (const Dims* each : {&x, &w, &y, &strides, &padding_low, &padding_high, &dilation}) {
     key.insert(key.end(), each->begin(), each->end());
   }

@@ -19,13 +19,14 @@ ConvPass ConvPassOf(const std::string& name);
 cudnnDataType_t ConvTypeOf(const std::string& dtype);
 
 // What a forward pass does to its result before it writes it, in this order. cuDNN has no kernels
-// for a ReLU without a bias.
+// for a ReLU without a bias, and none for sums with either.
 struct ConvEpilogue {
   bool bias = false;  // adds one value for each channel
   bool relu = false;
+  bool sums = false;  // writes sums of y and of its squares, too, for each channel, in float32
 };
 
-// "", "bias" or "bias and relu"
+// "", "bias", "bias and relu" or "sums"
 ConvEpilogue ConvEpilogueOf(const std::string& name);
 
 struct ConvGeometry {
@@ -34,6 +35,9 @@ struct ConvGeometry {
   bool channels_last = true;
   Dims x, w, y;  // of one call; w: K, C of one group, space
   Dims strides, padding_low, padding_high, dilation;
+  // What is convolved is ReLU(x * scale + shift), of one value each for each channel: computed in
+  // float32, rounded to the type of x, and then padded with zeros.
+  bool prologue = false;
   ConvEpilogue epilogue;
   bool accumulate = false;  // the result is added to what is there
 
@@ -64,6 +68,10 @@ struct ConvBuffers {
   void* y = nullptr;
   void* workspace = nullptr;
   void* bias = nullptr;  // if the epilogue has one
+  void* scale = nullptr;  // of the prologue
+  void* shift = nullptr;
+  void* sums = nullptr;  // of the epilogue
+  void* squares = nullptr;
 };
 
 }  // namespace vmem

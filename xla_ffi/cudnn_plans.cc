@@ -30,31 +30,36 @@ struct Graph {
   const Descriptor& Keep(Descriptor part) { return parts.emplace_back(std::move(part)); }
 };
 
-// `unit` is what slices of the tensor begin at multiples of, in bytes.
 Descriptor MakeTensor(std::int64_t id, const ConvGeometry& geometry, const Dims& dims,
-                      std::int64_t unit) {
+                      cudnnDataType_t dtype, std::int64_t alignment, bool is_virtual) {
   Descriptor tensor(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-  tensor.Set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &geometry.dtype);
+  tensor.Set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &dtype);
   tensor.Set(CUDNN_ATTR_TENSOR_DIMENSIONS, dims);
   tensor.Set(CUDNN_ATTR_TENSOR_STRIDES, geometry.StridesOf(dims));
   tensor.Set(CUDNN_ATTR_TENSOR_UNIQUE_ID, id);
-  tensor.Set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, std::gcd(kAlignment, unit));
+  tensor.Set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, alignment);
+  tensor.Set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, 1, &is_virtual);
   tensor.Finalize();
   return tensor;
 }
 
-// One between two operations, of the shape of y, that is never in memory.
-Descriptor MakeVirtual(std::int64_t id, const ConvGeometry& geometry, cudnnDataType_t dtype) {
-  const bool is_virtual = true;
-  Descriptor tensor(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-  tensor.Set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &dtype);
-  tensor.Set(CUDNN_ATTR_TENSOR_DIMENSIONS, geometry.y);
-  tensor.Set(CUDNN_ATTR_TENSOR_STRIDES, geometry.StridesOf(geometry.y));
-  tensor.Set(CUDNN_ATTR_TENSOR_UNIQUE_ID, id);
-  tensor.Set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, kAlignment);
-  tensor.Set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, 1, &is_virtual);
-  tensor.Finalize();
-  return tensor;
+// `unit` is what slices of the tensor begin at multiples of, in bytes.
+Descriptor MakeTensor(std::int64_t id, const ConvGeometry& geometry, const Dims& dims,
+                      std::int64_t unit) {
+  return MakeTensor(id, geometry, dims, geometry.dtype, std::gcd(kAlignment, unit), false);
+}
+
+// One between two operations, that is never in memory.
+Descriptor MakeVirtual(std::int64_t id, const ConvGeometry& geometry, const Dims& dims,
+                       cudnnDataType_t dtype) {
+  return MakeTensor(id, geometry, dims, dtype, kAlignment, true);
+}
+
+// One value for each of `channels`, of a tensor of as many dimensions as y.
+Dims ChannelsOf(const ConvGeometry& geometry, std::int64_t channels) {
+  Dims one(geometry.y.size(), 1);
+  one[1] = channels;
+  return one;
 }
 
 struct OperationNames {
@@ -125,6 +130,43 @@ Descriptor MakePointwise(cudnnPointwiseMode_t mode, cudnnDataType_t computed_in,
   return operation;
 }
 
+// ReLU(x * scale + shift), in float32: what is convolved in place of x. The engines for it round that
+// to the type of x themselves, and have scale and shift in that type alone. (cuDNN 9.28 has such
+// engines with float32 between the operations, and none with scale and shift in float32.)
+const Descriptor& AddPrologue(const ConvGeometry& g, const Descriptor& x, Graph& made) {
+  const Dims one = ChannelsOf(g, g.x[1]);
+  const auto nbytes = static_cast<std::int64_t>(g.ItemSize()) * g.x[1];
+  constexpr cudnnDataType_t kIn = CUDNN_DATA_FLOAT;
+  const Descriptor& scale = made.Keep(MakeTensor(kIdOfScale, g, one, nbytes));
+  const Descriptor& shift = made.Keep(MakeTensor(kIdOfShift, g, one, nbytes));
+  const Descriptor& scaled = made.Keep(MakeVirtual('m', g, g.x, kIn));
+  const Descriptor& shifted = made.Keep(MakeVirtual('n', g, g.x, kIn));
+  const Descriptor& convolved = made.Keep(MakeVirtual('r', g, g.x, kIn));
+  made.operations.push_back(MakePointwise(CUDNN_POINTWISE_MUL, kIn, x, &scale, scaled, made));
+  made.operations.push_back(MakePointwise(CUDNN_POINTWISE_ADD, kIn, scaled, &shift, shifted, made));
+  made.operations.push_back(
+      MakePointwise(CUDNN_POINTWISE_RELU_FWD, kIn, shifted, nullptr, convolved, made));
+  return convolved;
+}
+
+// Sums of `y` and of its squares, in float32. By the graph they are those of y as it is stored.
+void AddSums(const ConvGeometry& g, const Descriptor& y, Graph& made) {
+  constexpr cudnnDataType_t kIn = CUDNN_DATA_FLOAT;
+  const cudnnGenStatsMode_t mode = CUDNN_GENSTATS_SUM_SQSUM;
+  const Dims one = ChannelsOf(g, g.y[1]);
+  const std::int64_t alignment = std::gcd(kAlignment, g.y[1] * std::int64_t{sizeof(float)});
+  const Descriptor& sums = made.Keep(MakeTensor(kIdOfSums, g, one, kIn, alignment, false));
+  const Descriptor& squares = made.Keep(MakeTensor(kIdOfSquares, g, one, kIn, alignment, false));
+  Descriptor operation(CUDNN_BACKEND_OPERATION_GEN_STATS_DESCRIPTOR);
+  operation.Set(CUDNN_ATTR_OPERATION_GENSTATS_MODE, CUDNN_TYPE_GENSTATS_MODE, 1, &mode);
+  operation.Set(CUDNN_ATTR_OPERATION_GENSTATS_MATH_PREC, CUDNN_TYPE_DATA_TYPE, 1, &kIn);
+  operation.Set(CUDNN_ATTR_OPERATION_GENSTATS_XDESC, y);
+  operation.Set(CUDNN_ATTR_OPERATION_GENSTATS_SUMDESC, sums);
+  operation.Set(CUDNN_ATTR_OPERATION_GENSTATS_SQSUMDESC, squares);
+  operation.Finalize();
+  made.operations.push_back(std::move(operation));
+}
+
 Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
   const ConvGeometry g = given.Widened();
   const bool twice = g.dtype == CUDNN_DATA_DOUBLE;
@@ -132,12 +174,13 @@ Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
   const cudnnConvolutionMode_t mode = CUDNN_CROSS_CORRELATION;
 
   Graph made;
-  made.parts.reserve(16);  // so that references to them hold
+  made.parts.reserve(32);  // so that references to them hold
   const Descriptor& x = made.Keep(MakeTensor(kIdOfX, g, g.x, g.SampleBytes(g.x)));
   const Descriptor& w = made.Keep(MakeTensor(kIdOfW, g, g.w, g.w[0] * g.SampleBytes(g.w)));
   const Descriptor& y = made.Keep(MakeTensor(kIdOfY, g, g.y, g.SampleBytes(g.y)));
-  const auto [bias, relu] = g.epilogue;
-  const Descriptor& convolved = bias ? made.Keep(MakeVirtual('c', g, computed_in)) : y;
+  const auto [bias, relu, sums] = g.epilogue;
+  const Descriptor& operand = g.prologue ? AddPrologue(g, x, made) : x;
+  const Descriptor& convolved = bias ? made.Keep(MakeVirtual('c', g, g.y, computed_in)) : y;
 
   const Descriptor& convolution =
       made.Keep(Descriptor(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR));
@@ -153,7 +196,7 @@ Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
 
   const OperationNames& names = NamesOf(g.pass);
   Descriptor operation(names.operation);
-  operation.Set(names.x, x);
+  operation.Set(names.x, operand);
   operation.Set(names.w, w);
   operation.Set(names.y, convolved);
   operation.Set(names.convolution, convolution);
@@ -165,11 +208,10 @@ Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
   operation.Finalize();
   made.operations.push_back(std::move(operation));
   if (bias) {
-    Dims one(g.y.size(), 1);
-    one[1] = g.y[1];
+    const Dims one = ChannelsOf(g, g.y[1]);
     const auto nbytes = static_cast<std::int64_t>(g.ItemSize()) * g.y[1];
     const Descriptor& b = made.Keep(MakeTensor(kIdOfBias, g, one, nbytes));
-    const Descriptor& added = relu ? made.Keep(MakeVirtual('a', g, computed_in)) : y;
+    const Descriptor& added = relu ? made.Keep(MakeVirtual('a', g, g.y, computed_in)) : y;
     made.operations.push_back(
         MakePointwise(CUDNN_POINTWISE_ADD, computed_in, convolved, &b, added, made));
     if (relu) {
@@ -177,6 +219,7 @@ Graph MakeGraph(const ConvGeometry& given, const ConvDevice& device) {
           MakePointwise(CUDNN_POINTWISE_RELU_FWD, computed_in, added, nullptr, y, made));
     }
   }
+  if (sums) AddSums(g, y, made);
 
   made.graph = Descriptor(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
   made.graph.Set(CUDNN_ATTR_OPERATIONGRAPH_OPS, made.operations);

@@ -60,5 +60,9 @@ constexpr std::int64_t kIdOfX = 'x';
 constexpr std::int64_t kIdOfW = 'w';
 constexpr std::int64_t kIdOfY = 'y';
 constexpr std::int64_t kIdOfBias = 'b';
+constexpr std::int64_t kIdOfScale = 's';
+constexpr std::int64_t kIdOfShift = 't';
+constexpr std::int64_t kIdOfSums = 'u';
+constexpr std::int64_t kIdOfSquares = 'v';
 
 }  // namespace vmem

@@ -59,12 +59,20 @@ std::shared_ptr<const Plan> CudnnLease::PlanFor(const ConvPadding& padding, cons
 void CudnnLease::Run(const Plan& plan, const ConvPadding& padding, const ConvBuffers& buffers,
                      cudaStream_t stream) {
   const ConvBuffers inside = padding.Inside(buffers);
-  const bool bias = inside.bias != nullptr;
-  const void* pointers[] = {inside.x, inside.w, inside.y, inside.bias};
-  Dims ids{kIdOfX, kIdOfW, kIdOfY};
-  if (bias) ids.push_back(kIdOfBias);
+  const std::pair<std::int64_t, void*> named[] = {
+      {kIdOfX, inside.x},         {kIdOfW, inside.w},         {kIdOfY, inside.y},
+      {kIdOfBias, inside.bias},   {kIdOfScale, inside.scale}, {kIdOfShift, inside.shift},
+      {kIdOfSums, inside.sums},   {kIdOfSquares, inside.squares}};
+  Dims ids;
+  std::vector<void*> pointers;
+  for (const auto& [id, pointer] : named) {
+    if (pointer == nullptr) continue;  // a tensor that the graph does not have
+    ids.push_back(id);
+    pointers.push_back(pointer);
+  }
   Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
-  pack.Set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, bias ? 4 : 3, pointers);
+  pack.Set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR,
+           static_cast<std::int64_t>(pointers.size()), pointers.data());
   pack.Set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, ids);
   pack.Set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &inside.workspace);
   pack.Finalize();

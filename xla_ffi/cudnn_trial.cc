@@ -39,6 +39,8 @@ ConvSums SumsOf(const ConvGeometry& g, const ConvBuffers& buffers) {
   std::copy(g.strides.begin(), g.strides.end(), sums.strides);
   std::copy(g.padding_low.begin(), g.padding_low.end(), sums.padding);
   std::copy(g.dilation.begin(), g.dilation.end(), sums.dilation);
+  sums.scale = g.prologue ? buffers.scale : nullptr;
+  sums.shift = g.prologue ? buffers.shift : nullptr;
   sums.bias = g.epilogue.bias ? buffers.bias : nullptr;
   sums.relu = g.epilogue.relu;
   return sums;
@@ -158,6 +160,28 @@ double ConvTrial::Off(double times) {
   return most == 0 ? 0 : most / std::sqrt(squares / static_cast<double>(drawn.size()));
 }
 
+double ConvTrial::SumsOff() {
+  std::mt19937_64 random(0);
+  std::uniform_int_distribution<std::int64_t> draw(0, given_.y[1] - 1);
+  const Pinned<std::int64_t> channels(kPlaces);
+  const Pinned<double> found(4 * kPlaces);
+  std::generate_n(channels.get(), kPlaces, [&] { return draw(random); });
+  const ConvBuffers& set = sets_[0];
+  const ChannelSums given{TensorOf(given_, given_.y, set.y), static_cast<const float*>(set.sums),
+                          static_cast<const float*>(set.squares)};
+  AddChannelsOf(stream_, given_.dtype, given, channels.get(), kPlaces, found.get());
+  VMEM_CHECK_CUDA(cudaStreamSynchronize(stream_));
+  double most = 0;
+  for (std::size_t i = 0; i < kPlaces; ++i) {
+    const double* each = found.get() + 4 * i;
+    const double off = std::max(std::abs(each[1] - each[0]) / std::sqrt(each[2]),
+                                std::abs(each[3] - each[2]) / each[2]);
+    const bool is_nan = std::isnan(each[1] + each[3]);
+    most = is_nan ? std::numeric_limits<double>::infinity() : std::max(most, off);
+  }
+  return most;
+}
+
 double ConvTrial::Deviation() {
   if (!kAddsProducts) return std::numeric_limits<double>::quiet_NaN();
   CudaBackend::DeviceGuard guard(device_);
@@ -165,9 +189,14 @@ double ConvTrial::Deviation() {
   const auto nbytes = static_cast<std::size_t>(dims[0] * given_.SampleBytes(dims));
   // all ones are nan in every type
   VMEM_CHECK_CUDA(cudaMemsetAsync(ResultOf(given_, sets_[0]), 0xFF, nbytes, stream_));
+  const bool sums = given_.epilogue.sums;
+  for (void* vector : {sets_[0].sums, sets_[0].squares}) {
+    const std::size_t size = given_.y[1] * sizeof(float);
+    if (sums) VMEM_CHECK_CUDA(cudaMemsetAsync(vector, 0xFF, size, stream_));
+  }
   CudnnLease lease(device_);
   lease.Run(plan_, padding_, sets_[0], stream_);
-  const double off = Off(1);
+  const double off = sums ? std::max(Off(1), SumsOff()) : Off(1);
   if (!given_.CanAccumulate()) return off;
   const ConvPadding padding(given_.WithBatch(given_.x[0], true), way_.channels);
   const Plan adding =

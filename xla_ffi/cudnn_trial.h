@@ -36,6 +36,9 @@ class ConvTrial {
  private:
   // The most by which the values of the first set are off what they should be, `times` the sums.
   double Off(double times);
+  // The most by which the sums of the epilogue are off those of the y that was written, in units of
+  // the square root of the sum of squares, and of that sum.
+  double SumsOff();
 
   ConvGeometry given_;
   ConvWay way_;

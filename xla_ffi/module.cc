@@ -1,14 +1,12 @@
 // The only nanobind file: names to functions and structs, no logic. Devices are pairs (platform,
 // ordinal).
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -132,8 +130,9 @@ nb::dict Capsules(const Targets& targets) {
 ConvGeometry GeometryOf(const std::string& which, const std::string& epilogue,
                         const std::string& dtype, bool channels_last,
                         const std::tuple<Dims, Dims, Dims>& shapes,
-                        const std::tuple<Dims, Dims, Dims, Dims>& window) {
+                        const std::tuple<Dims, Dims, Dims, Dims>& window, bool prologue) {
   ConvGeometry geometry;
+  geometry.prologue = prologue;
   geometry.pass = ConvPassOf(which);
   geometry.epilogue = ConvEpilogueOf(epilogue);
   geometry.dtype = ConvTypeOf(dtype);
@@ -154,10 +153,10 @@ std::vector<PlanInfo> ConvPlans(const std::string& which, const std::string& epi
                                 const std::tuple<Dims, Dims, Dims, Dims>& window,
                                 const std::variant<int, std::string>& device,
                                 const std::vector<std::int64_t>& banned, bool compiling,
-                                std::int64_t channels) {
+                                std::int64_t channels, bool prologue) {
   if (channels != 0 && !kCopiesChannels) return {};
-  const ConvPadding padding(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
-                            channels);
+  const ConvPadding padding(
+      GeometryOf(which, epilogue, dtype, channels_last, shapes, window, prologue), channels);
   const ConvGeometry& geometry = padding.geometry();
   std::vector<PlanInfo> plans =
       device.index() == 0
@@ -167,20 +166,24 @@ std::vector<PlanInfo> ConvPlans(const std::string& which, const std::string& epi
   return plans;
 }
 
-// Constructs a trial in `self`. `sets` are the addresses of x, w, y, the workspace and the bias (0:
-// none), each; what is computed is overwritten.
+// Constructs a trial in `self`. `sets` are the addresses of x, w, y, the workspace, the bias, scale
+// and shift of the prologue, and sums of y and of its squares, each; 0 for those that there are not,
+// and the last may be left out. What is computed is overwritten.
 void InitTrial(ConvTrial* self, const std::string& which, const std::string& epilogue,
                const std::string& dtype, bool channels_last,
                const std::tuple<Dims, Dims, Dims>& shapes,
                const std::tuple<Dims, Dims, Dims, Dims>& window, int device, std::int64_t engine,
                std::int64_t channels, const Knobs& knobs,
-               const std::vector<std::array<std::uintptr_t, 5>>& sets, std::int64_t workspace) {
+               const std::vector<std::vector<std::uintptr_t>>& sets, std::int64_t workspace,
+               bool prologue) {
   auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
   std::vector<ConvBuffers> buffers;
-  for (const auto& [x, w, y, scratch, bias] : sets) {
-    buffers.push_back({at(x), at(w), at(y), at(scratch), at(bias)});
+  for (std::vector<std::uintptr_t> set : sets) {
+    set.resize(9);
+    buffers.push_back({at(set[0]), at(set[1]), at(set[2]), at(set[3]), at(set[4]), at(set[5]),
+                       at(set[6]), at(set[7]), at(set[8])});
   }
-  new (self) ConvTrial(GeometryOf(which, epilogue, dtype, channels_last, shapes, window),
+  new (self) ConvTrial(GeometryOf(which, epilogue, dtype, channels_last, shapes, window, prologue),
                        {engine, channels, knobs}, device, std::move(buffers), workspace);
 }
 #endif
@@ -347,11 +350,12 @@ NB_MODULE(_xla_ffi, m) {
 #ifdef VMEM_JAX_CUDNN
   m.def("cudnn_open", &OpenCudnn, "path"_a, unlocked);
   m.def("conv_plans", &ConvPlans, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
-        "shapes"_a, "window"_a, "device"_a, "banned"_a, "compiling"_a, "channels"_a, unlocked);
+        "shapes"_a, "window"_a, "device"_a, "banned"_a, "compiling"_a, "channels"_a,
+        "prologue"_a = false, unlocked);
   nb::class_<ConvTrial>(m, "ConvTrial")
       .def("__init__", &InitTrial, "which"_a, "epilogue"_a, "dtype"_a, "channels_last"_a,
            "shapes"_a, "window"_a, "device"_a, "engine"_a, "channels"_a, "knobs"_a, "sets"_a,
-           "workspace"_a, unlocked)
+           "workspace"_a, "prologue"_a = false, unlocked)
       .def("run", &ConvTrial::Run, "times"_a, unlocked)
       .def("deviation", &ConvTrial::Deviation, unlocked);
 #endif

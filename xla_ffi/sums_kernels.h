@@ -45,6 +45,16 @@ __device__ double At(const SumTensor& tensor, const std::int64_t* at) {
   return Real(static_cast<const Value*>(tensor.data)[offset]);
 }
 
+// What is convolved at `at`.
+template <class Value>
+__device__ double OperandAt(const ConvSums& sums, const std::int64_t* at) {
+  const double x = At<Value>(sums.x, at);
+  if (sums.scale == nullptr) return x;
+  const double scaled = x * Real(static_cast<const Value*>(sums.scale)[at[1]]);
+  const double shifted = scaled + Real(static_cast<const Value*>(sums.shift)[at[1]]);
+  return shifted < 0 ? 0 : shifted;
+}
+
 __device__ inline const SumTensor& ResultOf(const ConvSums& sums) {
   return sums.computed == ConvSums::kY ? sums.y : sums.computed == ConvSums::kX ? sums.x : sums.w;
 }
@@ -74,9 +84,9 @@ __device__ double Product(const ConvSums& sums, const std::int64_t* out, const s
     if (at < 0 || at >= sums.x.dims[2 + i]) return 0;
     in[2 + i] = at;
   }
-  if (sums.computed == ConvSums::kY) return At<Value>(sums.x, in) * At<Value>(sums.w, tap);
+  if (sums.computed == ConvSums::kY) return OperandAt<Value>(sums, in) * At<Value>(sums.w, tap);
   if (sums.computed == ConvSums::kX) return At<Value>(sums.y, out) * At<Value>(sums.w, tap);
-  return At<Value>(sums.x, in) * At<Value>(sums.y, out);
+  return OperandAt<Value>(sums, in) * At<Value>(sums.y, out);
 }
 
 // How many products there are for one value of the result, some of them outside of it.
@@ -145,6 +155,44 @@ __global__ void __launch_bounds__(kSumThreads)
   if (sums.relu && sum < 0) sum = 0;
   found[2 * blockIdx.x] = sum;
   found[2 * blockIdx.x + 1] = At<Value>(result, at);
+}
+
+// A block for each of `channels`: `found` is the sum that must be there and that is there, and the
+// same of squares.
+template <class Value>
+__global__ void __launch_bounds__(kSumThreads)
+    AddChannels(ChannelSums given, const std::int64_t* channels, double* found) {
+  __shared__ double partial[2 * kSumThreads];
+  const std::int64_t channel = channels[blockIdx.x];
+  std::int64_t dims[kMostDims];
+  std::int64_t terms = 1;
+  for (int i = 0; i < kMostDims; ++i) {
+    dims[i] = i == 1 ? 1 : given.y.dims[i];
+    terms *= dims[i];
+  }
+  double sum = 0;
+  double squares = 0;
+  for (std::int64_t term = threadIdx.x; term < terms; term += kSumThreads) {
+    std::int64_t at[kMostDims];
+    Split(term, dims, kMostDims, at);
+    at[1] = channel;
+    const double value = At<Value>(given.y, at);
+    sum += value;
+    squares += value * value;
+  }
+  partial[2 * threadIdx.x] = sum;
+  partial[2 * threadIdx.x + 1] = squares;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (unsigned i = 1; i < kSumThreads; ++i) {
+    sum += partial[2 * i];
+    squares += partial[2 * i + 1];
+  }
+  double* here = found + 4 * blockIdx.x;
+  here[0] = sum;
+  here[1] = Real(given.sums[channel]);
+  here[2] = squares;
+  here[3] = Real(given.squares[channel]);
 }
 
 }  // namespace vmem

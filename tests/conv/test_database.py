@@ -63,6 +63,7 @@ def test_every_field_is_part_of_the_key(database):
         "groups": 4,
         "channels_last": True,
         "epilogue": Epilogue.BIAS_RELU,
+        "prologue": True,
     }
     assert other.keys() == {f.name for f in dataclasses.fields(Convolution)}
     base = dataclasses.replace(FORWARD, strict=False)

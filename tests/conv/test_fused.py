@@ -32,7 +32,7 @@ from vmem_jax.core.plan import keep_plan
 from vmem_jax.core.validate import violations
 from vmem_jax.transfer import extension
 
-NONE, BIAS, BOTH = Epilogue
+NONE, BIAS, BOTH, _ = Epilogue
 K = 6
 
 

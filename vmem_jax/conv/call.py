@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from vmem_jax.conv.slices import layouts, roles, with_epilogue
-from vmem_jax.core.convolution import XLA, Configuration, Convolution, Pass
+from vmem_jax.core.convolution import XLA, Configuration, Convolution, Epilogue, Pass
 from vmem_jax.transfer import extension
 
 TARGET = extension.PREFIX + "micro_conv"
@@ -31,6 +31,30 @@ def by_cudnn(
 
     With the epilogue of `convolution`, if it has one, but of bare micro-batches; `bias` is then of
     shape (K,), or none.
+
+    Raises:
+      As `all_by_cudnn`.
+    """
+    [result] = all_by_cudnn(
+        lhs, rhs, *bias, convolution=convolution, configuration=configuration, target=target
+    )
+    if bias and configuration.bare_samples:
+        return _completed(convolution, configuration, result, *bias)
+    return result
+
+
+def all_by_cudnn(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *vectors: jax.Array,
+    convolution: Convolution,
+    configuration: Configuration,
+    target: str = TARGET,
+) -> list[jax.Array]:
+    """The result of the call, and both of its sums, if its epilogue is those.
+
+    Args:
+      vectors: scale and bias of the prologue, (C,) each, if there is one; then a bias (K,), likewise.
 
     The workspace is a result of the call, so that the compiler counts it. Gradients to w in 16 bits
     come one for each micro-batch and are added in float32 here: cuDNN has no kernel from such
@@ -57,11 +81,16 @@ def by_cudnn(
         jax.ShapeDtypeStruct(shape, lhs.dtype),
         jax.ShapeDtypeStruct((configuration.workspace,), "uint8"),
     )
+    if convolution.epilogue == Epilogue.SUMS:
+        each = (len(configuration.micros), 2, convolution.features_out)
+        results = (*results, jax.ShapeDtypeStruct(each, "float32"))
     call = jax.ffi.ffi_call(target, results)
-    result, _ = call(lhs, rhs, *bias, **attributes(convolution, configuration, partials))
-    if bias and configuration.bare_samples:
-        return _completed(convolution, configuration, result, *bias)
-    return result.astype(jnp.float32).sum(0).astype(lhs.dtype) if partials else result
+    made: Sequence[jax.Array] = call(
+        lhs, rhs, *vectors, **attributes(convolution, configuration, partials)
+    )
+    result, _, *sums = made
+    result = result.astype(jnp.float32).sum(0).astype(lhs.dtype) if partials else result
+    return [result, *(total for each in sums for total in each.sum(0))]
 
 
 def _completed(
@@ -96,20 +125,22 @@ def attributes(c: Convolution, configuration: Configuration, partials: bool) -> 
     }
 
 
-def lower(primitive: Any, in_slices: Callable[..., jax.Array]) -> None:
+def lower(
+    primitive: Any, in_slices: Callable[..., Any], by_engines: Callable[..., Any] = by_cudnn
+) -> None:
     """Lowers `primitive`, of a convolution by a configuration, to this call on an NVIDIA GPU.
 
     Elsewhere, and where all micro-batches are XLA's own, it is `in_slices`: on a CPU those of
     cuDNN's engines run, too.
     """
 
-    def on_cuda(*operands: jax.Array, **params: Any) -> jax.Array:
+    def on_cuda(*operands: jax.Array, **params: Any) -> Any:
         engines = {m.engine for m in params["configuration"].micros}
-        return (in_slices if engines == {XLA} else by_cudnn)(*operands, **params)
+        return (in_slices if engines == {XLA} else by_engines)(*operands, **params)
 
     primitive.def_impl(
         lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
     )
-    lowered = functools.partial(mlir.lower_fun, multiple_results=False)
+    lowered = functools.partial(mlir.lower_fun, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, lowered(in_slices))
     mlir.register_lowering(primitive, lowered(on_cuda), platform="cuda")

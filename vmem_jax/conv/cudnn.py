@@ -112,7 +112,12 @@ def plans(
         )
         for channels in (0, *convolution.paddings)
         for plan in module.conv_plans(
-            *arguments, device=where, banned=banned, compiling=compiling, channels=channels
+            *arguments,
+            device=where,
+            banned=banned,
+            compiling=compiling,
+            channels=channels,
+            **_prologue(convolution),
         )
     )
 
@@ -182,6 +187,7 @@ def _trial(
         knobs=list(algorithm.knobs),
         sets=scratch.sets(convolution, algorithm.workspace, most),
         workspace=max(algorithm.workspace, 1),
+        **_prologue(convolution),
     )
 
 
@@ -246,6 +252,10 @@ def _arguments(c: Convolution) -> tuple[Any, ...]:
     shapes = (c.x_shape, c.w_shape, c.y_shape)
     window = (c.strides, low, high, c.dilation)
     return str(c.which), str(c.epilogue), c.dtype, c.channels_last, shapes, window
+
+
+def _prologue(c: Convolution) -> dict[str, bool]:
+    return {"prologue": True} if c.prologue else {}
 
 
 def _ordinal(device: jax.Device) -> int:

@@ -60,7 +60,7 @@ class Database(Kept[Entries]):
     def to_json(self, value: Entries) -> dict[str, Any]:
         entries = [
             {
-                "convolution": dataclasses.asdict(convolution),
+                "convolution": _convolution_to(convolution),
                 "complete": entry.complete,
                 "micros": [_micro_to(m) for m in _sorted(entry.micros)],
             }
@@ -107,6 +107,14 @@ def _micro_from(batch: int, fields: Any) -> Micro:
     return Micro(batch, engine, knobs, workspace, seconds, _whole(fields["channels"], 0))
 
 
+def _convolution_to(convolution: Convolution) -> dict[str, Any]:
+    """Its fields; without a prologue as they were written before there was one."""
+    fields = dataclasses.asdict(convolution)
+    if not convolution.prologue:
+        del fields["prologue"]
+    return fields
+
+
 def _convolution_from(fields: Any) -> Convolution:
     found = Convolution(
         which=Pass(fields["which"]),
@@ -123,9 +131,10 @@ def _convolution_from(fields: Any) -> Convolution:
         groups=_whole(fields["groups"], 1),
         channels_last=bool(fields["channels_last"]),
         epilogue=Epilogue(fields["epilogue"]),
+        prologue=bool(fields.get("prologue", False)),
     )
     dimensions = {len(n) for n in (found.size, found.kernel, found.strides, found.padding)}
-    if fields.keys() != dataclasses.asdict(found).keys() or dimensions != {len(found.dilation)}:
+    if fields.keys() != _convolution_to(found).keys() or dimensions != {len(found.dilation)}:
         raise ValueError(f"{fields!r} is no convolution")
     return found
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from vmem_jax.conv.slices import layouts, roles
-from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.convolution import Convolution, Epilogue
 
 _ALIGNMENT = 256
 """Elements that memory for operands begins at multiples of: more than cuDNN asks of any buffer."""
@@ -17,8 +17,9 @@ _CACHES = 256 << 20
 """Bytes that no GPU's cache holds: an H200's has 50 MB, a B200's 126. A micro-batch that finds its
 operands there runs faster than one in a step."""
 
-Addresses = tuple[int, int, int, int, int]
-"""Of x, w, y, the workspace and the bias; 0 where there is none."""
+Addresses = tuple[int, ...]
+"""Of x, w, y, the workspace and the bias; for a convolution that has any of them also of scale and
+bias of the prologue, and of both sums. 0 where there is none."""
 
 
 class Scratch:
@@ -38,7 +39,7 @@ class Scratch:
 
         Each begins where a second micro-batch's would, one sample behind what is aligned (w: one w):
         cuDNN has engines that fail there. The result's are bytes to write. The workspace is the same
-        in all; the bias is what begins w.
+        in all; the bias is what begins w, and scale and bias of a prologue are what begins x.
         """
         shapes, itemsize = layouts(convolution), jnp.dtype(convolution.dtype).itemsize
         *operands, result = roles(convolution.which)
@@ -47,15 +48,24 @@ class Scratch:
         count = min(most, -(-_CACHES // (sum(sizes.values()) * itemsize)))
         first, second = operands
         read, made = sizes[first] + sizes[second], sizes[result] * itemsize
+        sums = convolution.epilogue == Epilogue.SUMS
+        one = 4 * _rounded(convolution.features_out, _ALIGNMENT) * sums  # bytes, of float32
+        each = made + 2 * one
         values = self._drawn(count * read, convolution.dtype).unsafe_buffer_pointer()
-        written = self._written(count * made + workspace).unsafe_buffer_pointer()
+        written = self._written(count * each + workspace).unsafe_buffer_pointer()
         found = []
         for i in range(count):
-            at = {first: values + i * read * itemsize, result: written + i * made}
+            at = {first: values + i * read * itemsize, result: written + i * each}
             at[second] = at[first] + sizes[first] * itemsize
             at = {role: address + behind[role] * itemsize for role, address in at.items()}
-            bias = at["w"] if convolution.epilogue else 0
-            found.append((at["x"], at["w"], at["y"], written + count * made, bias))
+            bias = at["w"] if convolution.epilogue and not sums else 0
+            more: list[int] = []
+            if convolution.prologue or sums:
+                scale = at["x"] if convolution.prologue else 0
+                shift = scale and scale + convolution.features_in * itemsize
+                total = (written + i * each + made) * sums
+                more = [scale, shift, total, total and total + one]
+            found.append((at["x"], at["w"], at["y"], written + count * each, bias, *more))
         return found
 
     def _drawn(self, count: int, dtype: str) -> jax.Array:

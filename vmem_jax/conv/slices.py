@@ -66,6 +66,23 @@ def with_epilogue(convolution: Convolution, y: jax.Array, bias: jax.Array) -> ja
     return jnp.maximum(y, 0) if convolution.epilogue == Epilogue.BIAS_RELU else y
 
 
+def with_prologue(
+    convolution: Convolution, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """`x` after the prologue of `convolution`, which it has; `scale` and `bias` are (C,)."""
+    spread = () if convolution.channels_last else (1,) * len(convolution.size)
+    wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    scale, bias = (wide(vector).reshape(-1, *spread) for vector in (scale, bias))
+    return jnp.maximum(wide(x) * scale + bias, 0).astype(x.dtype)
+
+
+def sums_of(convolution: Convolution, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of `y` and of its squares, each (K,) in float32: what `Epilogue.SUMS` gives."""
+    axes = tuple(range(y.ndim - 1)) if convolution.channels_last else (0, *range(2, y.ndim))
+    y = y.astype(jnp.float32)
+    return y.sum(axes), jnp.square(y).sum(axes)
+
+
 def in_slices(
     lhs: jax.Array,
     rhs: jax.Array,

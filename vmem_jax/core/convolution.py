@@ -27,11 +27,13 @@ class Epilogue(enum.StrEnum):
 
     BIAS: adds one value for each channel.
     BIAS_RELU: adds it, and takes the maximum with zero. (cuDNN has nothing for that alone.)
+    SUMS: leaves it, and adds up for each channel y, as it is stored, and its squares, in float32.
     """
 
     NONE = ""
     BIAS = "bias"
     BIAS_RELU = "bias and relu"
+    SUMS = "sums"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ class Convolution:
       groups: of channels; C for a depthwise convolution.
       channels_last: the layout in memory, NHWC (w: KHWC) where true, NCHW (w: KCHW) where false.
       epilogue: the fused epilogue of a forward pass.
+      prologue: whether what is convolved is ReLU(x · scale + bias), with one value of each a channel:
+        computed in float32, rounded to `dtype`, then padded. Of a forward pass, or a gradient to w.
 
     Raises:
-      ValueError: `strict` with another dtype than float32.
+      ValueError: `strict` with another dtype than float32, or a gradient to x with a prologue.
     """
 
     which: Pass
@@ -75,8 +79,11 @@ class Convolution:
     groups: int = 1
     channels_last: bool = True
     epilogue: Epilogue = Epilogue.NONE
+    prologue: bool = False
 
     def __post_init__(self) -> None:
+        if self.prologue and self.which == Pass.BACKWARD_DATA:
+            raise ValueError("a gradient to x does not read x, so it has no prologue.")
         if self.strict and self.dtype != "float32":
             raise ValueError(
                 f"`strict` is said of float32 alone. Got a convolution in {self.dtype}."
@@ -167,6 +174,7 @@ class Convolution:
         if self.groups != 1:
             text += f", {self.groups} groups"
         text += "" if self.channels_last else ", channels first"
+        text += ", behind scale, bias and relu" if self.prologue else ""
         return f"{text}, then {self.epilogue}" if self.epilogue else text
 
     @property
@@ -178,6 +186,8 @@ class Convolution:
         """
         narrow = self.dtype in ("bfloat16", "float16")
         if not (narrow and self.channels_last and self.groups == 1 and self.features_in % 8):
+            return ()
+        if self.prologue:
             return ()
         multiples = {-(-self.features_in // unit) * unit for unit in (4, 8)}
         return tuple(sorted(multiples - {self.features_in}))

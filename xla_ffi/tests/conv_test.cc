@@ -82,6 +82,13 @@ void AddProductsOf(cudaStream_t, cudnnDataType_t dtype, const ConvSums& sums,
   HostBlock::the_block->Launch(static_cast<unsigned>(count), [&] { kernel(sums, places, found); });
 }
 
+void AddChannelsOf(cudaStream_t, cudnnDataType_t dtype, const ChannelSums& given,
+                   const std::int64_t* channels, std::size_t count, double* found) {
+  auto* kernel = dtype == CUDNN_DATA_BFLOAT16 ? AddChannels<Bf16> : AddChannels<float>;
+  HostBlock::the_block->Launch(static_cast<unsigned>(count),
+                               [&] { kernel(given, channels, found); });
+}
+
 namespace {
 
 // -- XLA, as far as it is called
@@ -151,6 +158,7 @@ struct Attributes {
   bool partials = false;
   std::string epilogue{};
   std::vector<Array> more{};  // operands
+  Array* sums = nullptr;      // one more result, or none
 };
 
 // Calls a handler as XLA does. Returns its error, or "".
@@ -162,7 +170,7 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
   api.XLA_FFI_Stream_Get = GetStream;
   api.XLA_FFI_DeviceOrdinal_Get = GetDevice;
 
-  std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}, {}};
+  std::vector<char> memory[] = {Pack(first), Pack(second), {}, {}, {}, {}, {}, {}};
   memory[2].assign(Count(result.dims) * SizeOf(result.dtype), 0x7F);  // what was there before
   memory[3].assign(workspace, static_cast<char>(0xFF));  // NaNs
   std::int64_t bytes = static_cast<std::int64_t>(workspace);
@@ -177,15 +185,24 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
                               buffer(2, result.dtype, result.dims),
                               buffer(3, XLA_FFI_DataType_U8, bytes_dims)};
   XLA_FFI_ArgType arg_types[] = {XLA_FFI_ArgType_BUFFER, XLA_FFI_ArgType_BUFFER,
+                                 XLA_FFI_ArgType_BUFFER, XLA_FFI_ArgType_BUFFER,
                                  XLA_FFI_ArgType_BUFFER};
-  XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER, XLA_FFI_RetType_BUFFER};
-  XLA_FFI_Buffer bias{};
-  if (!attributes.more.empty()) {
-    memory[4] = Pack(attributes.more[0]);
-    bias = buffer(4, attributes.more[0].dtype, attributes.more[0].dims);
+  XLA_FFI_RetType ret_types[] = {XLA_FFI_RetType_BUFFER, XLA_FFI_RetType_BUFFER,
+                                 XLA_FFI_RetType_BUFFER};
+  XLA_FFI_Buffer more[3] = {};
+  EXPECT(attributes.more.size() <= 3);
+  for (std::size_t i = 0; i < attributes.more.size(); ++i) {
+    const Array& each = attributes.more[i];
+    memory[4 + i] = Pack(each);
+    more[i] = buffer(static_cast<int>(4 + i), each.dtype, each.dims);
   }
-  void* args[] = {&buffers[0], &buffers[1], &bias};
-  void* rets[] = {&buffers[2], &buffers[3]};
+  void* args[] = {&buffers[0], &buffers[1], &more[0], &more[1], &more[2]};
+  XLA_FFI_Buffer sums{};
+  if (attributes.sums != nullptr) {
+    memory[7].assign(Count(attributes.sums->dims) * SizeOf(attributes.sums->dtype), 0x7F);
+    sums = buffer(7, attributes.sums->dtype, attributes.sums->dims);
+  }
+  void* rets[] = {&buffers[2], &buffers[3], &sums};
 
   // by name, in order
   std::map<std::string, std::pair<XLA_FFI_AttrType, void*>> named;
@@ -225,13 +242,15 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const A
   frame.stage = stage;
   const auto count = static_cast<std::int64_t>(2 + attributes.more.size());
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, count, arg_types, args};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 2, ret_types, rets};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, attributes.sums == nullptr ? 2 : 3, ret_types,
+                rets};
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<std::int64_t>(types.size()),
                  types.data(), name_pointers.data(), values.data()};
   auto* error = reinterpret_cast<std::string*>(handler(&frame));
   const std::string message = error == nullptr ? "" : *error;
   delete error;
   Unpack(memory[2], result);
+  if (attributes.sums != nullptr) Unpack(memory[7], *attributes.sums);
   return message;
 }
 
@@ -389,6 +408,74 @@ void TestEpilogues() {
   }
 }
 
+// x with ReLU(x * scale + shift) of each channel.
+Array Normalised(const Array& x, const Array& scale, const Array& shift, bool channels_last) {
+  Array made = x;
+  const std::size_t channels = Count(scale.dims);
+  const std::size_t inner = channels_last ? 1 : Count(x.dims) / x.dims[0] / channels;
+  for (std::size_t i = 0; i < made.values.size(); ++i) {
+    const std::size_t channel = i / inner % channels;
+    made.values[i] = std::max(made.values[i] * scale.values[channel] + shift.values[channel], 0.0);
+  }
+  return made;
+}
+
+// With a prologue a call gives what it gives without one of x after it, whose padding is zero; and
+// sums are those of each micro-batch.
+void TestPrologues(XLA_FFI_DataType dtype) {
+  for (const Layer& layer : Layers()) {
+    const bool last = layer.attributes.channels_last;
+    const std::int64_t channels = last ? layer.x.back() : layer.x[1];
+    const Array x = Random(dtype, layer.x);
+    const Array w = Random(dtype, layer.w);
+    const Array dy = Random(dtype, layer.y);
+    const Array scale = Random(dtype, {channels});
+    const Array shift = Random(dtype, {channels});
+    const Array made = Normalised(x, scale, shift, last);
+    for (const Dims& micros : {kUndivided, kDivided}) {
+      const std::int64_t parts = micros == kUndivided ? 1 : 3;
+      Attributes plain = layer.attributes;
+      plain.micros = micros;
+      plain.which = "forward";
+      Attributes carrying = plain;
+      carrying.more = {scale, shift};
+      Array expected{dtype, layer.y, {}};
+      Array y{dtype, layer.y, {}};
+      EXPECT(Run(made, w, expected, kWorkspace, plain) == "");
+      EXPECT(Run(x, w, y, kWorkspace, carrying) == "");
+      EXPECT(y.values == expected.values);
+
+      Array sums{XLA_FFI_DataType_F32, {parts, 2, layer.w[0]}, {}};
+      carrying.epilogue = "sums";
+      carrying.sums = &sums;
+      EXPECT(Run(x, w, y, kWorkspace, carrying) == "");
+      EXPECT(y.values == expected.values);
+      std::vector<double> wanted(sums.values.size(), 0.0);
+      const std::size_t inner = last ? 1 : Count(layer.y) / layer.y[0] / layer.w[0];
+      for (std::size_t i = 0; i < y.values.size(); ++i) {
+        const std::size_t sample = i / (y.values.size() / kBatch);
+        const std::size_t part = parts == 1 ? 0 : sample < 2 ? 0 : sample < 3 ? 1 : 2;
+        const std::size_t at = part * 2 * layer.w[0] + i / inner % layer.w[0];
+        wanted[at] += y.values[i];
+        wanted[at + layer.w[0]] += y.values[i] * y.values[i];
+      }
+      EXPECT(sums.values == wanted);
+
+      plain.which = carrying.which = "backward filter";
+      plain.partials = carrying.partials = dtype == XLA_FFI_DataType_BF16;
+      carrying.epilogue = "";
+      carrying.sums = nullptr;
+      Dims dims = layer.w;
+      if (plain.partials) dims.insert(dims.begin(), parts);
+      Array dw{dtype, dims, {}};
+      Array with{dtype, dims, {}};
+      EXPECT(Run(made, dy, dw, kWorkspace, plain) == "");
+      EXPECT(Run(x, dy, with, kWorkspace, carrying) == "");
+      EXPECT(with.values == dw.values);
+    }
+  }
+}
+
 // Bytes of the copies of x and w with so many channels, each a multiple of 256.
 std::size_t PaddingBytes(const Layer& layer, std::int64_t samples, std::int64_t channels) {
   auto up = [](std::size_t values) { return (2 * values + 255) / 256 * 256; };
@@ -516,6 +603,48 @@ void TestDeviation(XLA_FFI_DataType dtype, const std::vector<Layer>& layers) {
   }
 }
 
+// A prologue belongs to what a result is held against, and so do the sums, whose padding is zero.
+void TestDeviationOfPrologues() {
+  const Layer layer = Layers()[0];
+  for (const char* which : {"forward", "backward filter"}) {
+    ConvGeometry geometry;
+    geometry.pass = ConvPassOf(which);
+    geometry.prologue = true;
+    geometry.epilogue.sums = geometry.pass == ConvPass::kForward;
+    std::vector<char> memory[5];
+    Dims* shapes[] = {&geometry.x, &geometry.w, &geometry.y};
+    const Dims* given[] = {&layer.x, &layer.w, &layer.y};
+    for (int i = 0; i < 3; ++i) {
+      *shapes[i] = *given[i];
+      std::rotate(shapes[i]->begin() + 1, shapes[i]->end() - 1, shapes[i]->end());
+      memory[i] = Pack(Random(XLA_FFI_DataType_F32, *given[i]));
+    }
+    for (int i = 3; i < 5; ++i) memory[i] = Pack(Random(XLA_FFI_DataType_F32, {layer.x.back()}));
+    const Attributes& window = layer.attributes;
+    std::tie(geometry.strides, geometry.padding_low, geometry.padding_high, geometry.dilation) =
+        std::tie(window.strides, window.padding_low, window.padding_high, window.dilation);
+    geometry.Check();
+    std::vector<char> workspace(50 * kBatch);
+    std::vector<float> sums(2 * layer.w[0]);
+    auto deviation = [&](std::int64_t engine, bool prologue) {
+      ConvGeometry asked = geometry;
+      asked.prologue = prologue;
+      ConvBuffers set{memory[0].data(), memory[1].data(), memory[2].data(), workspace.data()};
+      if (prologue) set.scale = memory[3].data();
+      if (prologue) set.shift = memory[4].data();
+      if (geometry.epilogue.sums) set.sums = sums.data();
+      if (geometry.epilogue.sums) set.squares = sums.data() + layer.w[0];
+      const auto nbytes = static_cast<std::int64_t>(workspace.size());
+      return ConvTrial(asked, {engine, 0, {}}, 0, {set}, nbytes).Deviation();
+    };
+    EXPECT(deviation(1, true) < 0.01);
+    EXPECT(deviation(1, false) < 0.01);
+    EXPECT(deviation(3, true) > 0.1);
+    EXPECT(std::isinf(deviation(4, true)));
+    EXPECT((deviation(5, true) > 0.1) == geometry.epilogue.sums);
+  }
+}
+
 // Devices are shared by executions, so several threads ask for one handle and the same plans.
 void TestThreads() {
   std::vector<std::thread> threads;
@@ -579,6 +708,30 @@ void TestMisuse() {
           a.which = "backward data";
           a.epilogue = "bias";
         }));
+  const Array vector = Random(kFloat, {4});
+  Array sums{kFloat, {3, 2, 3}, {}};
+  fails("2 more operands, and 1", with([&](auto& a) {
+          a.epilogue = "bias";
+          a.more = {vector, vector};
+        }));
+  fails("the scale is one value", with([&](auto& a) { a.more = {x, vector}; }));
+  fails("the shift is one value", with([&](auto& a) { a.more = {vector, x}; }));
+  fails("does not read x", with([&](auto& a) {
+          a.which = "backward data";
+          a.more = {vector, vector};
+        }));
+  fails("0 more results, and 1", with([](auto& a) { a.epilogue = "sums"; }));
+  fails("1 more results, and 0", with([&](auto& a) { a.sums = &sums; }));
+  fails("a bias alone", with([&](auto& a) {
+          a.epilogue = "sums";
+          a.sums = &sums;
+          a.micros = kMixed;
+        }));
+  Array short_sums{kFloat, {2, 2, 3}, {}};
+  fails("for each micro-batch and channel", with([&](auto& a) {
+          a.epilogue = "sums";
+          a.sums = &short_sums;
+        }));
 
   fails("in bf16 and f16 alone", with([](auto& a) { a.micros = {6, 0, 8, 0, 0}; }));
   const Array narrow_x = Random(XLA_FFI_DataType_BF16, layer.x);
@@ -614,10 +767,14 @@ int main(int, char** argv) {
   vmem::TestOneOutput();
   vmem::TestEpilogues();
   vmem::TestPaddedChannels();
+  vmem::TestPrologues(XLA_FFI_DataType_F32);
+  vmem::TestPrologues(XLA_FFI_DataType_F64);
+  vmem::TestPrologues(XLA_FFI_DataType_BF16);
   vmem::TestTrial();
   vmem::TestDeviation(XLA_FFI_DataType_F32, vmem::Layers());
   vmem::TestDeviation(XLA_FFI_DataType_F64, {vmem::Layers()[0]});
   vmem::TestDeviation(XLA_FFI_DataType_BF16, {vmem::Layers()[0]});
+  vmem::TestDeviationOfPrologues();
   vmem::TestPasses(XLA_FFI_DataType_F32);
   vmem::TestPasses(XLA_FFI_DataType_F64);
   vmem::TestPasses(XLA_FFI_DataType_BF16);

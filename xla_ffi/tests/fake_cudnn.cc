@@ -1,9 +1,9 @@
 // A cuDNN for conv_test: the part of the backend API that the convolution call uses, on the CPU.
 // What it computes follows from the descriptors that it was given, so that they are tested, too.
 //
-// It has kEngines engines; each wants a workspace of its own size, and writes all of it. The last two
-// are wrong, as some of cuDNN's are: kShifting pads one more before x than it was told, and kIdle
-// computes nothing.
+// It has kEngines engines; each wants a workspace of its own size, and writes all of it. The last
+// three are wrong, as some of cuDNN's are: kShifting pads one more before x than it was told, kIdle
+// computes nothing, and kForgetful leaves the first sample out of its sums.
 #include <cudnn.h>
 
 #include <cstdint>
@@ -15,9 +15,10 @@
 
 namespace {
 
-constexpr std::int64_t kEngines = 5;
+constexpr std::int64_t kEngines = 6;
 constexpr std::int64_t kShifting = 3;
 constexpr std::int64_t kIdle = 4;
+constexpr std::int64_t kForgetful = 5;
 
 struct Object;
 struct Value {
@@ -148,8 +149,28 @@ const Object& GraphOf(const Object& plan) {
   return EngineOf(plan).Child(CUDNN_ATTR_ENGINE_OPERATION_GRAPH);
 }
 
+// The operations of a graph: those by element before its convolution, it, and what follows it.
+struct Operations {
+  std::vector<const Object*> before, behind;
+  const Object* convolution = nullptr;
+};
+
+Operations OperationsOf(const Object& graph) {
+  Operations found;
+  for (const auto& operation : graph.values.at(CUDNN_ATTR_OPERATIONGRAPH_OPS).objects) {
+    const bool pointwise = operation->type == CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR;
+    const bool stats = operation->type == CUDNN_BACKEND_OPERATION_GEN_STATS_DESCRIPTOR;
+    if (!pointwise && !stats) {
+      found.convolution = operation.get();
+    } else {
+      (found.convolution == nullptr ? found.before : found.behind).push_back(operation.get());
+    }
+  }
+  return found;
+}
+
 std::int64_t WorkspaceOf(const Object& plan) {
-  const Object& operation = GraphOf(plan).Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
+  const Object& operation = *OperationsOf(GraphOf(plan)).convolution;
   const Object& x = operation.Child(NamesOf(operation.type).x);
   const auto engine = EngineOf(plan).One<std::int64_t>(CUDNN_ATTR_ENGINE_GLOBAL_INDEX);
   return engine * 10 * x.All<std::int64_t>(CUDNN_ATTR_TENSOR_DIMENSIONS).at(0);
@@ -172,26 +193,48 @@ Tensor TensorOf(const Object& descriptor, const Object& pack) {
   return aligned ? tensor : Tensor{};
 }
 
-// What follows the convolution: each operation by element, on the sum for one output channel.
-double Finished(const Object& graph, const Object& pack, std::int64_t channel, double value) {
-  const auto& operations = graph.values.at(CUDNN_ATTR_OPERATIONGRAPH_OPS).objects;
-  for (std::size_t i = 1; i < operations.size(); ++i) {
-    const Object& operation = *operations[i];
+// Each of some operations by element, on a value of one channel.
+double Applied(const std::vector<const Object*>& operations, const Object& pack,
+               std::int64_t channel, double value) {
+  for (const Object* each : operations) {
+    const Object& operation = *each;
+    if (operation.type != CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR) continue;
     const auto mode = operation.Child(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR)
                           .One<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE);
-    if (mode == CUDNN_POINTWISE_ADD) {
-      const Tensor b = TensorOf(operation.Child(CUDNN_ATTR_OPERATION_POINTWISE_BDESC), pack);
-      value += b.Read(channel * b.strides[1]);
-    } else {
+    if (mode == CUDNN_POINTWISE_RELU_FWD) {
       value = value > 0 ? value : 0;
+      continue;
     }
+    const Tensor b = TensorOf(operation.Child(CUDNN_ATTR_OPERATION_POINTWISE_BDESC), pack);
+    const double other = b.Read(channel * b.strides[1]);
+    value = mode == CUDNN_POINTWISE_MUL ? value * other : value + other;
   }
   return value;
 }
 
+// Sums of y and of its squares for each channel, from this sample on.
+void AddStatistics(const Object& operation, const Object& pack, const Tensor& y,
+                   std::int64_t first) {
+  const Tensor sums = TensorOf(operation.Child(CUDNN_ATTR_OPERATION_GENSTATS_SUMDESC), pack);
+  const Tensor squares = TensorOf(operation.Child(CUDNN_ATTR_OPERATION_GENSTATS_SQSUMDESC), pack);
+  for (std::int64_t channel = 0; channel < y.dims[1]; ++channel) {
+    double sum = 0;
+    double square = 0;
+    ForEach(y.dims, [&](const auto& at) {
+      if (at[1] != channel || at[0] < first) return;
+      const double value = y.Read(y.Offset(at));
+      sum += value;
+      square += value * value;
+    });
+    sums.Write(channel * sums.strides[1], sum);
+    squares.Write(channel * squares.strides[1], square);
+  }
+}
+
 void Convolve(const Object& graph, const Object& pack, const Tensor& x, const Tensor& w,
               const Tensor& y, std::int64_t shift) {
-  const Object& operation = graph.Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
+  const Operations operations = OperationsOf(graph);
+  const Object& operation = *operations.convolution;
   const Names names = NamesOf(operation.type);
   const Object& convolution = operation.Child(names.convolution);
   const auto strides = convolution.All<std::int64_t>(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES);
@@ -217,14 +260,18 @@ void Convolve(const Object& graph, const Object& pack, const Tensor& x, const Te
       const std::int64_t xi = x.Offset(in);
       const std::int64_t wi = w.Offset(tap);
       const std::int64_t yi = y.Offset(out);
-      if (forward) sums[yi] += x.Read(xi) * w.Read(wi);
-      if (data) sums[xi] += y.Read(yi) * w.Read(wi);
-      if (!forward && !data) sums[wi] += x.Read(xi) * y.Read(yi);
+      if (data) {
+        sums[xi] += y.Read(yi) * w.Read(wi);
+        return;
+      }
+      const double operand = Applied(operations.before, pack, in[1], x.Read(xi));
+      if (forward) sums[yi] += operand * w.Read(wi);
+      if (!forward) sums[wi] += operand * y.Read(yi);
     });
   });
   ForEach(result.dims, [&](const auto& at) {
     const std::int64_t offset = result.Offset(at);
-    const double sum = Finished(graph, pack, at[1], sums[offset]);
+    const double sum = Applied(operations.behind, pack, at[1], sums[offset]);
     result.Write(offset, beta == 0 ? sum : sum + beta * result.Read(offset));
   });
 }
@@ -298,17 +345,33 @@ FAKE cudnnStatus_t cudnnBackendExecute(cudnnHandle_t, cudnnBackendDescriptor_t r
   const Object& plan = ObjectOf(raw);
   const Object& pack = ObjectOf(raw_pack);
   const Object& graph = GraphOf(plan);
-  const Object& operation = graph.Child(CUDNN_ATTR_OPERATIONGRAPH_OPS);
-  const Object& last = *graph.values.at(CUDNN_ATTR_OPERATIONGRAPH_OPS).objects.back();
+  const Operations operations = OperationsOf(graph);
+  const Object& operation = *operations.convolution;
   const Names names = NamesOf(operation.type);
-  const Tensor x = TensorOf(operation.Child(names.x), pack);
+  const Object* statistics = nullptr;
+  const Object* y_descriptor = &operation.Child(names.y);
+  for (const Object* each : operations.behind) {
+    if (each->type == CUDNN_BACKEND_OPERATION_GEN_STATS_DESCRIPTOR) {
+      statistics = each;
+      if (&each->Child(CUDNN_ATTR_OPERATION_GENSTATS_XDESC) != y_descriptor) {
+        return CUDNN_STATUS_BAD_PARAM;
+      }
+    } else {
+      y_descriptor = &each->Child(CUDNN_ATTR_OPERATION_POINTWISE_YDESC);
+    }
+  }
+  const Object& x_descriptor =
+      operations.before.empty()
+          ? operation.Child(names.x)
+          : operations.before[0]->Child(CUDNN_ATTR_OPERATION_POINTWISE_XDESC);
+  const Tensor x = TensorOf(x_descriptor, pack);
   const Tensor w = TensorOf(operation.Child(names.w), pack);
-  const bool alone = &last == &operation;
-  const Tensor y =
-      TensorOf(last.Child(alone ? names.y : CUDNN_ATTR_OPERATION_POINTWISE_YDESC), pack);
+  const Tensor y = TensorOf(*y_descriptor, pack);
   if (x.data == nullptr || w.data == nullptr || y.data == nullptr) return CUDNN_STATUS_BAD_PARAM;
   std::memset(pack.One<char*>(CUDNN_ATTR_VARIANT_PACK_WORKSPACE), 0xFF, WorkspaceOf(plan));
   const auto engine = EngineOf(plan).One<std::int64_t>(CUDNN_ATTR_ENGINE_GLOBAL_INDEX);
-  if (engine != kIdle) Convolve(graph, pack, x, w, y, engine == kShifting ? 1 : 0);
+  if (engine == kIdle) return CUDNN_STATUS_SUCCESS;
+  Convolve(graph, pack, x, w, y, engine == kShifting ? 1 : 0);
+  if (statistics != nullptr) AddStatistics(*statistics, pack, y, engine == kForgetful ? 1 : 0);
   return CUDNN_STATUS_SUCCESS;
 }
