@@ -1,4 +1,4 @@
-"""Convolutions that normalise their operand and add up their result: values, keys, cuDNN's engines."""
+"""Convolutions that normalise their operand and add up their result: values, keys and engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ built = pytest.mark.skipif(
     extension.load().CUDNN_BUILT is None, reason="the extension was built without cuDNN's headers"
 )
 K = 6
-LAYER = dataclasses.replace(convolution(8), features_in=4, features_out=K, dtype="float16", strict=False)
+LAYER = dataclasses.replace(
+    convolution(8), features_in=4, features_out=K, dtype="float16", strict=False
+)
 SHAPES = {
     "1×1": ((256, 64), 1, 1),
     "3×3": ((64, 64), 3, 1),
@@ -188,4 +190,4 @@ def test_the_call_understands_what_it_is_given(which):
         *a, convolution=c, configuration=configuration, target="test_prologue"
     )
     with pytest.raises(Exception, match=r"bad operands at: 0\)\s.*\s.*platform stream"):
-        jax.jit(call)(*drawn(c))
+        jax.block_until_ready(jax.jit(call)(*drawn(c)))

@@ -62,3 +62,20 @@ def test_sets_are_apart_and_fill_the_cache(which, batch, count, monkeypatch):
     assert all(w == bias for _, w, _, _, bias in scratch.sets(biased, 1000, 4))
     assert np.std(values) > 0.9 and jnp.unique(values[:100]).size > 90
     assert scratch.sets(c, 10, 4)[0][0] == found[0][0]  # nothing new is taken for less
+
+
+def test_scale_bias_and_sums_have_memory_of_their_own():
+    c = dataclasses.replace(
+        convolution(1), features_in=8, features_out=6, epilogue=Epilogue.SUMS, prologue=True
+    )
+    found = Scratch(jax.devices("cpu")[0]).sets(c, 1000, 4)
+    assert len(found) == 4
+    taken = [(found[0][3], found[0][3] + 1000)]
+    for x, _, y, _, bias, scale, shift, sums, squares in found:
+        assert bias == 0 and x <= scale and shift - scale == 8 * 4
+        taken += [(y, y + 4 * math.prod(c.y_shape)), (sums, sums + 24), (squares, squares + 24)]
+    taken.sort()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
+    backward = dataclasses.replace(c, which=Pass.BACKWARD_FILTER, epilogue=Epilogue.NONE)
+    [*_, scale, shift, sums, squares] = Scratch(jax.devices("cpu")[0]).sets(backward, 0, 1)[0]
+    assert shift - scale == 8 * 4 and sums == squares == 0

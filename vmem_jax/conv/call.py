@@ -77,13 +77,13 @@ def all_by_cudnn(
     partials = convolution.which == Pass.BACKWARD_FILTER and lhs.dtype.itemsize == 2
     if partials:
         shape = (len(configuration.micros), *shape)
-    results = (
+    results = [
         jax.ShapeDtypeStruct(shape, lhs.dtype),
         jax.ShapeDtypeStruct((configuration.workspace,), "uint8"),
-    )
+    ]
     if convolution.epilogue == Epilogue.SUMS:
         each = (len(configuration.micros), 2, convolution.features_out)
-        results = (*results, jax.ShapeDtypeStruct(each, "float32"))
+        results.append(jax.ShapeDtypeStruct(each, "float32"))
     call = jax.ffi.ffi_call(target, results)
     made: Sequence[jax.Array] = call(
         lhs, rhs, *vectors, **attributes(convolution, configuration, partials)
