@@ -14,11 +14,13 @@ from test_moves import CHAIN, ORDER, costs_of
 from test_offload import FAST, built, same
 
 import vmem_jax
-from vmem_jax.api import tune
+from vmem_jax import jax_compat as compat
+from vmem_jax.api import rivals, tune
+from vmem_jax.compiler import compile
 from vmem_jax.core.costs import Source
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
-from vmem_jax.core.tuning import Tuning, agree
+from vmem_jax.core.tuning import Timed, Tuning, agree
 from vmem_jax.policy import AbstractPolicy, Auto
 
 STEPS = len(CHAIN.steps)
@@ -74,10 +76,14 @@ def test_nonsense_is_refused():
 
 
 def test_tuning_is_told_in_one_line():
-    assert str(Tuning(58.9e-3, 61.2e-3)) == "measured 61.20 ms, predicted 58.90 ms (-4%)"
-    text = str(Tuning(1.0, 2.0, 1.5, 1.75))
-    assert "planned again: measured 1750.00 ms, predicted 1500.00 ms, kept" in text
-    assert "not kept" in str(Tuning(1.0, 2.0, 1.5, 2.25))
+    first = Timed("auto", 58.9e-3, 61.2e-3)
+    line = "auto: measured 61.20 ms, predicted 58.90 ms (-4%), kept"
+    assert str(Tuning(first)) == line and Tuning(first).kept is first
+    faster, failed = Timed("bits", 1.0, 0.05), Timed("parts", 1.0, None, "no room")
+    tuning = Tuning(first, (faster, failed), "no other plan")
+    assert tuning.kept is faster
+    assert str(tuning).startswith("auto: measured 61.20 ms, predicted 58.90 ms (-4%); bits: ")
+    assert str(tuning).endswith(", kept; parts: no room; no other plan")
 
 
 # -- jit(tune=True)
@@ -155,7 +161,7 @@ def test_a_good_prediction_is_measured_and_left_alone(monkeypatch):
     results = calls(budgeted, EACH + 3)
     assert clock.timed == tune.TIMED and len(policy.made) == made
     explanation = budgeted.explain(params(), batch())
-    assert explanation.tuning.measured == pytest.approx(1.04 * plan.predicted_seconds)
+    assert explanation.tuning.first.measured == pytest.approx(1.04 * plan.predicted_seconds)
     assert "(-4%)" in explanation.summary() and explanation.plan == plan
     assert all(same(r, results[0]) for r in results)
     assert budgeted._last is not None  # the usual, short way from here on
@@ -169,12 +175,13 @@ def test_a_bad_prediction_is_planned_again_once_and_the_faster_stays(monkeypatch
     results = calls(budgeted, 4 * EACH)
     assert clock.timed == 2 * tune.TIMED  # once more, and never again
     explanation = budgeted.explain(params(), batch())
-    assert explanation.plan.order != first.order and explanation.tuning.swapped
-    assert explanation.tuning.measured == pytest.approx(wrong)
-    assert explanation.tuning.other_measured == pytest.approx(right)
+    [other] = explanation.tuning.others
+    assert explanation.plan.order != first.order and explanation.tuning.kept is other
+    assert explanation.tuning.first.measured == pytest.approx(wrong)
+    assert other.measured == pytest.approx(right)
     assert explanation.plan == budgeted.plan(params(), batch())
     assert explanation.compiled_need <= explanation.budget
-    assert "kept" in explanation.summary() and "not kept" not in explanation.summary()
+    assert "kept" in explanation.summary()
     for result in results:
         assert_close(result, results[0])
     assert_close(results[-1], jax.jit(step)(params(), batch()))
@@ -188,8 +195,8 @@ def test_the_slower_is_not_kept(monkeypatch):
     calls(budgeted, 3 * EACH)
     assert clock.timed == 2 * tune.TIMED
     explanation = budgeted.explain(params(), batch())
-    assert explanation.plan == first and not explanation.tuning.swapped
-    assert "not kept" in explanation.summary()
+    assert explanation.plan == first and explanation.tuning.kept is explanation.tuning.first
+    assert len(explanation.tuning.others) == 1
 
 
 def test_a_plan_that_is_no_better_is_not_compiled(monkeypatch):
@@ -202,7 +209,7 @@ def test_a_plan_that_is_no_better_is_not_compiled(monkeypatch):
     calls(budgeted, 2 * EACH)
     assert clock.timed == tune.TIMED and compiled == []
     tuning = budgeted._entry_for((params(), batch()), {}, None).tuning
-    assert tuning.other_measured is None and "no other plan" in tuning.note
+    assert not tuning.others and "no other plan" in tuning.note
 
 
 def test_errors_of_tuning_do_not_reach_training(monkeypatch):
@@ -228,15 +235,17 @@ def test_another_plan_that_fails_gives_way_to_the_first(monkeypatch):
     Clock(monkeypatch, 2 * first.predicted_seconds)
     results = calls(budgeted, EACH)
     tuner = budgeted._entry_for((params(), batch()), {}, None).tuner
-    assert tuner._running.plan != first
+    assert tuner._running.attempt.plan != first
 
     def broken(*args):
         raise MemoryError("no room")
 
-    tuner._running = dataclasses.replace(tuner._running, compiled=broken)
+    other = dataclasses.replace(tuner._running.attempt, compiled=broken)
+    tuner._running = tuner._running._replace(attempt=other)
     assert same(calls(budgeted, 1)[0], results[0])
     explanation = budgeted.explain(params(), batch())
-    assert explanation.plan == first and "no room" in explanation.tuning.note
+    [failed] = explanation.tuning.others
+    assert explanation.plan == first and failed.measured is None and "no room" in failed.note
 
 
 def test_an_error_of_the_step_itself_is_the_users(monkeypatch):
@@ -247,7 +256,9 @@ def test_an_error_of_the_step_itself_is_the_users(monkeypatch):
         raise MemoryError("no room")
 
     entry = budgeted._entry_for((params(), batch()), {}, None)
-    entry.tuner._running = dataclasses.replace(entry.best, compiled=broken)
+    tuner = entry.tuner
+    other = dataclasses.replace(entry.best, compiled=broken)
+    tuner._running = tuner._running._replace(attempt=other)
     with pytest.raises(MemoryError, match="no room"):
         budgeted(params(), batch())
 
@@ -297,7 +308,7 @@ def test_the_host_memory_of_the_slower_plan_is_given_back(monkeypatch):
     assert first.transfers
     arena = weakref.ref(budgeted.lower(params(), batch()).compile().arena)
     # by the clock it is slow, and so are its guessed steps: recomputing is not predicted to be better
-    monkeypatch.setattr(tune, "agree", lambda program, costs, plan, seconds: slow_link(costs))
+    monkeypatch.setattr(rivals, "agree", lambda program, costs, plan, seconds: slow_link(costs))
     wrong, right = 2 * first.predicted_seconds, first.predicted_seconds
     Clock(monkeypatch, *[wrong] * tune.TIMED, *[right] * tune.TIMED)
     results = calls(budgeted, 2 * EACH + 1)
@@ -311,3 +322,122 @@ def slow_link(costs):
     link = dataclasses.replace(costs.link, out=1e6, into=1e6, both=1e6)
     seconds = tuple(1.5 * s for s in costs.seconds)
     return dataclasses.replace(costs, link=link, seconds=seconds)
+
+
+# -- rivals: what the search left, and other kernels
+
+
+def test_what_the_search_left_is_timed_and_the_fastest_stays(monkeypatch):
+    budgeted = tuned("auto")
+    first = budgeted.plan(params(), batch())
+    assert first.sub_batches == 2
+    right = first.predicted_seconds
+    clock = Clock(monkeypatch, *[right] * tune.TIMED, *[0.9 * right] * tune.TIMED)
+    results = calls(budgeted, 4 * EACH)
+    explanation = budgeted.explain(params(), batch())
+    [other] = explanation.tuning.others  # a third is predicted to be slower by more than the error
+    assert other.what == "auto" and explanation.tuning.kept is other
+    assert explanation.plan.sub_batches == 1 and explanation.compiled_need <= explanation.budget
+    assert clock.timed == 2 * tune.TIMED and budgeted._entries  # and no more
+    assert all(not entry.rivals for entry in budgeted._entries.values())
+    assert_close(results[-1], jax.jit(step)(params(), batch()))
+
+
+def test_nothing_is_left_to_be_made_unless_asked():
+    budgeted = tuned("auto", tune=False)
+    budgeted(params(), batch())
+    assert all(not entry.rivals for entry in budgeted._entries.values())
+
+
+OTHER = {"xla_cpu_enable_fast_min_max": True}
+
+
+def test_the_fastest_plan_is_timed_with_other_kernels_for_products(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "PRODUCT_OPTIONS", {"cpu": OTHER})
+    budgeted = tuned(Auto(allow=("order", "recompute")))
+    first = budgeted.plan(params(), batch())
+    right = first.predicted_seconds
+    Clock(monkeypatch, *[right] * tune.TIMED, *[0.9 * right] * tune.TIMED)
+    calls(budgeted, 4 * EACH)
+    explanation = budgeted.explain(params(), batch())
+    assert [one.what for one in explanation.tuning.others] == ["xla_cpu_enable_fast_min_max=True"]
+    plan = explanation.plan
+    assert plan.options == (*OTHER.items(),) and plan.order == first.order
+    plan.save(tmp_path / "plan.json")
+
+    given = []
+    compiles = compile.with_ours
+    monkeypatch.setattr(
+        compile, "with_ours", lambda own, *a: given.append(own) or compiles(own, *a)
+    )
+    again = vmem_jax.jit(step, plan=vmem_jax.Plan.load(tmp_path / "plan.json"))
+    assert_close(again(params(), batch()), jax.jit(step)(params(), batch()))
+    assert OTHER in given
+
+
+@pytest.mark.parametrize("how", ["compiler_options", "XLA_FLAGS", "no products"])
+def test_kernels_that_the_user_chose_or_has_not_are_left(how, monkeypatch):
+    monkeypatch.setattr(compat, "PRODUCT_OPTIONS", {"cpu": OTHER})
+    options = {"compiler_options": {**OTHER}} if how == "compiler_options" else {}
+    budgeted = tuned(Auto(allow=("order", "recompute")), **options)
+    first = budgeted.plan(params(), batch())
+    if how == "XLA_FLAGS":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=false")
+    if how == "no products":
+        monkeypatch.setattr(rivals, "_has_products", lambda jaxpr: False)
+    Clock(monkeypatch, first.predicted_seconds)
+    calls(budgeted, 2 * EACH)
+    assert not budgeted.explain(params(), batch()).tuning.others
+
+
+@pytest.mark.gpu_compile
+def test_without_triton_products_are_cublas_calls():
+    def product(w, x):
+        return (jax.nn.gelu(x @ w) @ w.T).sum()
+
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in [(1024, 1024), (512, 1024)]]
+    step = vmem_jax.jit(jax.grad(product), budget="1GiB", policy="exact")
+    made = step.lower(*args).compile(target="h200")
+    plan = dataclasses.replace(made.plan, options=(*compat.PRODUCT_OPTIONS["gpu"].items(),))
+    other = vmem_jax.jit(jax.grad(product), plan=plan).lower(*args).compile(target="h200")
+    assert "__triton" in made.as_text() and "__cublas$" not in made.as_text()
+    assert "__triton" not in other.as_text() and "__cublas$" in other.as_text()
+
+
+# -- corrections
+
+
+def test_what_was_measured_corrects_later_predictions(monkeypatch, tmp_path):
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
+    allow = {"allow": ("order", "recompute"), "machine": None}
+    budgeted = tuned(Auto(), **allow)
+    first = budgeted.plan(params(), batch())
+    Clock(monkeypatch, 3 * first.predicted_seconds)
+    calls(budgeted, 4 * EACH)
+
+    again = tuned(Auto(), tune=False, **allow).plan(params(), batch())
+    assert again.predicted_seconds == pytest.approx(3 * first.predicted_seconds, rel=0.01)
+    smaller = tuned(Auto(), tune=False, budget=0.45, **allow).plan(params(), batch())
+    assert smaller.predicted_seconds > 2.9 * first.predicted_seconds  # whatever the budget
+    ignored = tuned(Auto(), tune=False, profile=False, **allow).plan(params(), batch())
+    assert ignored.predicted_seconds == pytest.approx(first.predicted_seconds)
+
+    # what is measured again is measured against what was predicted before any correction
+    second = tuned(Auto(), **allow)
+    assert second.plan(params(), batch()) == again
+    Clock(monkeypatch, 2 * first.predicted_seconds)
+    calls(second, 4 * EACH)
+    last = tuned(Auto(), tune=False, **allow).plan(params(), batch())
+    assert last.predicted_seconds == pytest.approx(2 * first.predicted_seconds, rel=0.01)
+
+
+def test_forms_that_were_not_timed_are_corrected_by_the_mean(monkeypatch, tmp_path):
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
+    budgeted = tuned("auto", machine=None)
+    first = budgeted.plan(params(), batch())
+    Clock(monkeypatch, 4 * first.predicted_seconds)
+    calls(budgeted, 6 * EACH)
+    plain = tuned("auto", machine=None, tune=False, sub_batches=8, profile=False)
+    later = tuned("auto", machine=None, tune=False, sub_batches=8)
+    ratio = later.plan(params(), batch()).predicted_seconds
+    assert ratio > 2 * plain.plan(params(), batch()).predicted_seconds

@@ -251,6 +251,14 @@ STREAM_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Further compiler options, by platform, for programs with arguments in host memory."""
 
+PRODUCT_OPTIONS: dict[str, dict[str, bool]] = {
+    # XLA:GPU times its own kernels for products by Triton beside cuBLAS's, each product alone, and
+    # takes the faster. In a whole step either may win: without Triton a GPT-2 takes 2 to 8 % longer
+    # and a scanned decoder up to 10 % less (H100, 0.11.2).
+    "gpu": {"xla_gpu_enable_triton_gemm": False},
+}
+"""Compiler options, by platform, for other kernels of products than those of every step."""
+
 LONG_OPTIONS: dict[str, dict[str, str]] = {
     # XLA:GPU's multi-output fusion walks through the graph for each pair of siblings, to see whether
     # one leads to the other: of 35,000 kernels that takes longer than all else (0.11.2).

@@ -13,6 +13,7 @@ from vmem_jax.core.tuning import Tuning
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.search.attempt import Attempt
 from vmem_jax.search.log import SearchLog
+from vmem_jax.search.variant import Variant
 from vmem_jax.tracing.traced import TracedStep
 from vmem_jax.transfer.transport import AbstractTransport
 
@@ -29,6 +30,7 @@ class CompiledStep:
       attempts: every plan that was compiled; the last one runs.
       policy: the policy that made the plan.
       log: the events of the search.
+      rivals: variants that may be as fast, as `Found` has them; none once it is tuned.
       tuner: runs the step while its first calls are timed (`tune=True`).
       tuning: the result of that; None before it is known.
       whole: the step as it was traced, before any technique, and its costs.
@@ -42,6 +44,7 @@ class CompiledStep:
     attempts: tuple[Attempt, ...]
     policy: AbstractPolicy
     log: SearchLog
+    rivals: tuple[Callable[[], Variant], ...] = ()
     tuner: Callable[..., Any] | None = None
     tuning: Tuning | None = None
     whole: tuple[Program, Costs] | None = None

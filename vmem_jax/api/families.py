@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from vmem_jax.api.corrections import corrected
 from vmem_jax.conv.candidates import learner
 from vmem_jax.core.plan import Plan, form_of
 from vmem_jax.policy import AbstractPolicy, Keep
@@ -301,5 +302,6 @@ def _new_variant(
         name += f", {len(program.carried)} convolutions with what stands around them"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
-    variant = Variant(name, program, form.policy, form.costs, compiles, traced)
+    costs = corrected(step, program, form.costs)
+    variant = Variant(name, program, form.policy, costs, compiles, traced)
     return dataclasses.replace(variant, learn=learn) if form.convolves else variant

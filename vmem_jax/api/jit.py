@@ -13,11 +13,13 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.api import corrections
 from vmem_jax.api.cache import with_cache
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.garbage import uncollected
 from vmem_jax.api.oom import note_need
 from vmem_jax.api.planner import plan_step
+from vmem_jax.api.rivals import rivals_of
 from vmem_jax.api.stages import Compiled, Lowered, run
 from vmem_jax.api.sweep import front, point_of
 from vmem_jax.api.tune import tuned
@@ -112,9 +114,11 @@ def jit(
         before (up to 90 s); on a GPU with the extension also cuDNN's plans for the step's
         convolutions (up to 90 s more). `None` times nothing and uses what was measured; `False`
         ignores that too.
-      tune: time some of the first calls for each set of shapes; these wait for their results. If the
-        median differs from the prediction by more than 5 %, plan once more from the measurement,
-        compile and time that plan, and keep the faster one.
+      tune: time some of the first calls for each set of shapes; these wait for their results. Time up
+        to four other plans in the calls after them, and keep the fastest: those whose predictions are
+        within the error of the first one's; one that is planned again from the measurement, if this
+        differs from the prediction by more than 5 %; on a GPU also the fastest with XLA's other
+        kernels for products. What was measured corrects later predictions for this step.
 
     Returns:
       A `BudgetedStep`, called like `fun`.
@@ -387,13 +391,16 @@ class BudgetedStep:
                 entry = dataclasses.replace(plan_step(step), whole=whole)
             caches = self._settings.policy.caches
             if not self._tune or target is not None or inlined:
-                entry = with_cache(entry, caches)
+                entry = with_cache(dataclasses.replace(entry, rivals=()), caches)
             else:
-                compile_plan = functools.partial(step.compile, entry.traced)
-                # two plans are compared without one: their caches would take more than the budget
-                settle = lambda found: self._entries.__setitem__(key, with_cache(found, caches))
-                limit = self._settings.host_budget
-                entry = tuned(self._settings.name, entry, compile_plan, limit, settle)
+
+                def settle(found: CompiledStep, ran: Sequence[tuple[Attempt, float]]) -> None:
+                    corrections.keep(step, ran)
+                    # plans are compared without one: their caches would take more than the budget
+                    self._entries[key] = with_cache(found, caches)
+
+                rivals = functools.partial(rivals_of, step, entry)
+                entry = tuned(self._settings.name, entry, rivals, settle)
             self._entries[key] = entry
         return entry
 

@@ -7,7 +7,7 @@ import functools
 
 from absl import logging
 
-from vmem_jax.api import named_peaks
+from vmem_jax.api import corrections, named_peaks
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.failure import budget_error
 from vmem_jax.api.families import PARTS_DO_NOT, form_for, groups_of, variant_of
@@ -75,7 +75,8 @@ def plan_step(step: StepContext) -> CompiledStep:
         warn_once(settings.name, text)
     policy = best.variant.policy
     origin = dataclasses.replace(best.variant.origin, plain=step.traced.plain)
-    return CompiledStep(origin, budget, plain_need, best.costs, found.attempts, policy, log)
+    made = origin, budget, plain_need, best.costs, found.attempts, policy, log
+    return CompiledStep(*made, rivals=found.rivals)
 
 
 @uncollected()
@@ -102,7 +103,9 @@ def find_plan(
         record = Record()  # predictions are no part of what this process knows
     elif record is None:
         settings = dataclasses.replace(step.settings, name="", budget=None)
-        record = record_of(program, (settings, step.target, step.inlined))
+        # plans that were made before something was timed have other seconds
+        timed = tuple(sorted(corrections.known(step).items()))
+        record = record_of(program, (settings, step.target, step.inlined, timed))
         for plan, need in () if record.all() else named_peaks.known(step):
             record.add(Tried(plan, need))
     groups = groups_of(step, budget, log, record.all())

@@ -1,4 +1,4 @@
-"""tune: times the first calls of a step, and plans it once more where the prediction was off."""
+"""tune: times the first calls of a step, and those of other plans that may be faster."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import dataclasses
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from absl import logging
 
 from vmem_jax.api.entry import CompiledStep
-from vmem_jax.core.costs import Costs
-from vmem_jax.core.plan import Plan
-from vmem_jax.core.planned import simulate_plan
-from vmem_jax.core.tuning import Tuning, agree
-from vmem_jax.policy.base import Infeasible
-from vmem_jax.rewrite.transfers import layout_of
+from vmem_jax.api.rivals import Rival, predicted_seconds
+from vmem_jax.core.tuning import Timed, Tuning
 from vmem_jax.search.attempt import Attempt
-from vmem_jax.search.search import Search
-from vmem_jax.search.variant import Family
 
 WARM_UP = 2
 """Calls before the first that is timed: they pin memory, load libraries, raise clocks."""
@@ -29,45 +23,46 @@ WARM_UP = 2
 TIMED = 3
 """Calls that are timed; the median counts."""
 
-TOLERANCE = 0.05
-"""Of the prediction: a difference up to this is no reason to plan again."""
+MOST_RIVALS = 4
+"""Plans that are timed beside the first one: each takes a compile and five calls."""
 
 _clock = time.perf_counter
+
+Rivals = Callable[[float, Callable[[], Attempt]], Iterator[Rival]]
+"""(measured seconds of the first plan, the fastest plan so far) -> other plans. Each is made when the
+one before was timed."""
+
+Settle = Callable[[CompiledStep, Sequence[tuple[Attempt, float]]], None]
+"""Takes the final entry, and the plans that ran with their measured seconds."""
 
 
 class Tuner:
     """Runs an entry while its first calls are timed, then passes the final entry to `settle`, once.
 
-    A timed call waits for its arguments before and for its results after. At most one other plan is
-    made, and the plan that is measured to be faster stays. Errors of tuning are logged, and the
-    first plan stays.
+    A timed call waits for its arguments before and for its results after. The plan that is measured
+    to be the fastest stays. Errors of tuning are logged, and training goes on.
     """
 
-    def __init__(
-        self,
-        name: str,
-        entry: CompiledStep,
-        replan: Callable[[CompiledStep, Costs], Attempt | None],
-        settle: Callable[[CompiledStep], None],
-    ) -> None:
-        """Args: `replan`, another plan by other costs, or None; `settle`, takes the final entry."""
-        self._name, self._entry, self._replan, self._settle = name, entry, replan, settle
+    def __init__(self, name: str, entry: CompiledStep, rivals: Rivals, settle: Settle) -> None:
+        self._name, self._entry, self._settle = name, entry, settle
+        self._make_rivals = rivals
+        self._rivals: Iterator[Rival] | None = None
         self._lock = threading.Lock()
-        self._running = entry.best
-        self._costs = entry.costs
+        self._running = Rival("the first plan", entry.best)
+        self._ran: list[tuple[Attempt, Timed]] = []
+        self._failed: list[Timed] = []
         self._calls = 0
         self._times: list[float] = []
-        self._first: Tuning | None = None  # of the first plan, while the other one runs
         self._done = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # While another thread's call is timed, this one runs beside it: neither waits for the other.
         if self._done or not self._lock.acquire(blocking=False):
-            return self._running.compiled(*args, **kwargs)
+            return self._running.attempt.compiled(*args, **kwargs)
         try:
             out = self._run(args, kwargs)
             if not self._done and len(self._times) == TIMED:
-                self._conclude()
+                self._conclude(statistics.median(self._times))
             return out
         finally:
             self._lock.release()
@@ -77,112 +72,83 @@ class Tuner:
             return self._timed(args, kwargs)
         except Exception as error:
             arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
-            if self._first is None or any(x.is_deleted() for x in arrays):
+            if not self._ran or any(x.is_deleted() for x in arrays):
                 raise  # the first plan's own, or there is nothing left to run it on
-            self._end(self._first, f"another plan failed: {_line(error)}")
-            return self._running.compiled(*args, **kwargs)
+            running = self._running
+            why = f"it failed: {_line(error)}"
+            self._failed.append(Timed(running.what, predicted_seconds(running.attempt), None, why))
+            self._go_on()
+            return self._fastest().compiled(*args, **kwargs)
 
     def _timed(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._calls += 1
+        compiled = self._running.attempt.compiled
         if self._calls <= WARM_UP:
-            return self._running.compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         jax.block_until_ready((args, kwargs))
         began = _clock()
-        out = jax.block_until_ready(self._running.compiled(*args, **kwargs))
+        out = jax.block_until_ready(compiled(*args, **kwargs))
         self._times.append(_clock() - began)
         return out
 
-    def _conclude(self) -> None:
-        measured = statistics.median(self._times)
+    def _fastest(self) -> Attempt:
+        return min(self._ran, key=lambda one: one[1].measured or 0.0)[0]
+
+    def _conclude(self, measured: float) -> None:
+        """Notes what the running plan takes, and goes on."""
+        what, attempt = self._running
+        timed = Timed(what, predicted_seconds(attempt), measured)
+        logging.info("%s: %s", self._name, timed)
+        self._ran.append((attempt, timed))
+        fastest = self._fastest()  # the others' compiled steps go, and their host memory with them
+        keep = lambda one: one if one is fastest else dataclasses.replace(one, compiled=None)
+        self._ran = [(keep(one), timed) for one, timed in self._ran]
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Runs another plan from the next call on, or ends."""
+        self._calls, self._times = 0, []
         try:
-            if self._first is not None:
-                self._end(dataclasses.replace(self._first, other_measured=measured))
-            else:
-                self._judge(measured)
+            if self._rivals is None:
+                [(_, first)] = self._ran
+                self._rivals = self._make_rivals(first.measured or 0.0, self._fastest)
+            tried = len(self._ran) - 1 + len(self._failed)
+            rival = next(self._rivals, None) if tried < MOST_RIVALS else None
         except Exception as error:  # tuning is a favour: training goes on as it was
             logging.exception("%s: tuning failed", self._name)
-            failed = self._first or Tuning(self._predicted(), measured)
-            self._end(failed, f"planning again failed: {_line(error)}")
-
-    def _predicted(self) -> float:
-        plan = self._entry.best.plan
-        program = self._entry.traced.captured.program
-        return simulate_plan(program, plan, self._entry.costs).seconds
-
-    def _judge(self, measured: float) -> None:
-        """Ends, or goes on with another plan."""
-        tuning = Tuning(self._predicted(), measured)
-        logging.info("%s: %s", self._name, tuning)
-        if abs(measured / tuning.predicted - 1) <= TOLERANCE:
-            self._end(tuning)
+            self._end(f"planning again failed: {_line(error)}")
             return
-        program, plan = self._entry.traced.captured.program, self._entry.best.plan
-        self._costs = agree(program, self._entry.costs, plan, measured)
-        other = self._replan(self._entry, self._costs)
-        if other is None:
-            self._end(tuning, "no other plan is predicted to be faster")
-            return
-        self._first = dataclasses.replace(tuning, other_predicted=other.plan.predicted_seconds)
-        self._running, self._calls, self._times = other, 0, []
+        if rival is None:
+            self._end("" if self._failed or len(self._ran) > 1 else "no other plan may be faster")
+        else:
+            self._running = rival
 
-    def _end(self, tuning: Tuning, note: str = "") -> None:
-        tuning = dataclasses.replace(tuning, note=note)
-        entry = dataclasses.replace(self._entry, tuner=None, tuning=tuning)
-        if tuning.swapped:  # the first plan goes, and its host memory with it
-            others = tuple(a for a in entry.attempts if a is not entry.best)
-            attempts = (*(a for a in others if a is not self._running), self._running)
-            entry = dataclasses.replace(entry, attempts=attempts, costs=self._costs)
-        self._running, self._done = entry.best, True
+    def _end(self, note: str) -> None:
+        [(_, first), *others] = self._ran
+        tuning = Tuning(first, (*(timed for _, timed in others), *self._failed), note)
+        best = self._fastest()
+        attempts = (*(a for a in self._entry.attempts[:-1]), *(a for a, _ in self._ran))
+        traced = dataclasses.replace(best.variant.origin, plain=self._entry.traced.plain)
+        entry = dataclasses.replace(
+            self._entry,
+            traced=traced,
+            costs=best.costs,
+            policy=best.variant.policy,
+            attempts=(*(a for a in attempts if a is not best), best),
+            rivals=(),
+            tuner=None,
+            tuning=tuning,
+        )
+        ran = [(attempt, timed.measured or 0.0) for attempt, timed in self._ran]
+        self._running, self._done, self._rivals = Rival("", best), True, None
         self._entry = entry
         logging.info("%s: %s", self._name, tuning)
-        self._settle(entry)
+        self._settle(entry, ran)
 
 
-def tuned(
-    name: str,
-    entry: CompiledStep,
-    compile_plan: Callable[[Plan], Any],
-    host_budget: int | None,
-    settle: Callable[[CompiledStep], None],
-) -> CompiledStep:
+def tuned(name: str, entry: CompiledStep, rivals: Rivals, settle: Settle) -> CompiledStep:
     """`entry` with a tuner, which passes the entry that replaces it to `settle`."""
-    again = lambda entry, costs: replan(entry, costs, compile_plan, host_budget)
-    return dataclasses.replace(entry, tuner=Tuner(name, entry, again, settle))
-
-
-def replan(
-    entry: CompiledStep,
-    costs: Costs,
-    compile_plan: Callable[[Plan], Any],
-    host_budget: int | None,
-) -> Attempt | None:
-    """A compiled plan by the same policy with `costs`; None unless it differs and is faster.
-
-    Args:
-      compile_plan: for plans that no attempt of `entry` has.
-      host_budget: for the host memory of both plans: while they are compared both have theirs.
-    """
-    program, now = entry.traced.captured.program, entry.best.plan
-    seconds = simulate_plan(program, now, costs).seconds
-    made = {now.schedule: entry.best.compiled}
-    compiles = lambda plan: made.get(plan.schedule) or compile_plan(plan)
-    variant = dataclasses.replace(entry.best.variant, costs=costs, compile_plan=compiles)
-    first = variant.policy.plan(program, costs, entry.budget)
-    if isinstance(first, Infeasible) or first.predicted_seconds >= seconds:
-        return None
-    found = Search(entry.budget).run([[Family((1,), lambda count: variant)]])
-    best = found.best
-    if not found.fits:  # by these costs the policy's plans all end too high
-        return None
-    if best.plan.schedule == now.schedule or best.plan.predicted_seconds >= seconds:
-        return None
-    # the variant must not hold the first plan's compiled step, which goes if this one is faster
-    best = dataclasses.replace(best, variant=entry.best.variant)
-    parked = sum(layout_of(program, p).nbytes for p in (now, best.plan) if p.moves)
-    if host_budget is not None and parked > host_budget:
-        logging.info("two plans would take %d bytes of host memory at once", parked)
-        return None
-    return best
+    return dataclasses.replace(entry, tuner=Tuner(name, entry, rivals, settle))
 
 
 def _line(error: Exception) -> str:

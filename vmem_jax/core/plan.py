@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 15
+FORMAT = 16
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -86,6 +86,7 @@ class Plan:
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
+      options: the compiler's options beside those of every step, as pairs (name, whether it is on).
       compressed, kept, segments, logit_chunks, carried, bits, sub_batch_size: the same fields of
         the program that it was made for.
     """
@@ -108,6 +109,7 @@ class Plan:
     carried: tuple[int, ...] = ()
     bits: bool = False
     sub_batch_size: int | None = None
+    options: tuple[tuple[str, bool], ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -123,7 +125,8 @@ class Plan:
     def schedule(self) -> Hashable:
         """Equal for plans that do the same, whatever they were planned for and measured to take."""
         calls = tuple((s, configuration.calls) for s, configuration in self.divided)
-        return self.program, self.order, self.transfers, self.looped, calls, self.fenced
+        moved = self.transfers, self.looped
+        return self.program, self.order, *moved, calls, self.fenced, self.options
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -150,6 +153,7 @@ class Plan:
         moved += f", in segments of {', '.join(every)} iterations" if every else ""
         moved += f", logits in {self.logit_chunks} chunks" if self.logit_chunks > 1 else ""
         moved += ", masks in bits" if self.bits else ""
+        moved += "".join(f", {name}={value}" for name, value in self.options)
         count = len(self.carried)
         moved += f", {count} convolutions with what stands around them" if count else ""
         return (
@@ -228,6 +232,8 @@ class Plan:
             "bits": isinstance(values["bits"], bool),
             "sub_batch_size": values["sub_batch_size"] is None
             or (_is_int(values["sub_batch_size"]) and values["sub_batch_size"] > 0),
+            "options": isinstance(values["options"], list)
+            and all(map(_is_option, values["options"])),
             "compressed": _are_integers(values["compressed"], 2),
             "kept": values["kept"] is None or _are_lists_of_integers(values["kept"]),
             "segments": values["segments"] is None
@@ -249,6 +255,7 @@ class Plan:
         parts["kept"] = None if kept is None else tuple(map(tuple, kept))
         divided = lambda every, stacked: (tuple(every), tuple(stacked))
         parts["segments"] = None if segments is None else tuple(divided(*own) for own in segments)
+        parts["options"] = tuple((name, value) for name, value in values["options"])
         return cls(**{**values, **parts, "convolutions": convolutions})
 
     @classmethod
@@ -274,6 +281,12 @@ def _are_lists_of_integers(saved: Any) -> bool:
     return isinstance(saved, list) and all(
         isinstance(each, list) and all(map(_is_int, each)) for each in saved
     )
+
+
+def _is_option(saved: Any) -> bool:
+    """Whether `saved` is the name of an option, and whether it is on."""
+    types = [type(each) for each in saved] if isinstance(saved, list) else []
+    return types == [str, bool]
 
 
 def _is_divided(saved: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection
 
 from vmem_jax.core.costs import Costs, Source
@@ -16,39 +17,61 @@ _HALVINGS = 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
-    """The result of timing the first calls of a step: medians of the seconds of one call.
+class Timed:
+    """A plan of which some calls were timed.
 
     Attributes:
-      predicted: the prediction for the first plan.
-      measured: the measurement of the first plan.
-      other_predicted: the prediction for the plan made from the measurement; None if there is none.
-      other_measured: the measurement of that plan; None if it did not run.
-      note: why there was no other plan, or what happened to it, for people.
+      what: the name of the plan, for people.
+      predicted: seconds of one call by prediction.
+      measured: the median of the measured seconds; None if it did not run.
+      note: why it did not run, for people.
     """
 
+    what: str
     predicted: float
-    measured: float
-    other_predicted: float | None = None
-    other_measured: float | None = None
+    measured: float | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.measured is None:
+            return f"{self.what}: {self.note}"
+        return (
+            f"{self.what}: measured {self.measured * 1e3:.2f} ms, predicted "
+            f"{self.predicted * 1e3:.2f} ms ({self.predicted / max(self.measured, 1e-12) - 1:+.0%})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The result of timing the first calls of a step.
+
+    Attributes:
+      first: the plan that the search chose.
+      others: the plans that were timed beside it.
+      note: why no further plan was timed, for people.
+    """
+
+    first: Timed
+    others: tuple[Timed, ...] = ()
     note: str = ""
 
     @property
-    def swapped(self) -> bool:
-        """Whether the other plan replaces the first one: it was measured to be faster."""
-        return self.other_measured is not None and self.other_measured < self.measured
+    def kept(self) -> Timed:
+        """The plan that was measured to be fastest; of several the earliest."""
+        return min(self._all, key=lambda one: math.inf if one.measured is None else one.measured)
 
     def __str__(self) -> str:
-        text = (
-            f"measured {self.measured * 1e3:.2f} ms, predicted {self.predicted * 1e3:.2f} ms "
-            f"({self.predicted / max(self.measured, 1e-12) - 1:+.0%})"
-        )
-        if self.other_measured is not None and self.other_predicted is not None:
-            text += (
-                f"; planned again: measured {self.other_measured * 1e3:.2f} ms, predicted "
-                f"{self.other_predicted * 1e3:.2f} ms, {'kept' if self.swapped else 'not kept'}"
-            )
-        return f"{text}; {self.note}" if self.note else text
+        lines = [f"{one}, kept" if one is self.kept else f"{one}" for one in self._all]
+        return "; ".join([*lines, *([self.note] if self.note else [])])
+
+    @property
+    def _all(self) -> tuple[Timed, ...]:
+        return self.first, *self.others
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """`costs` with the seconds of every step times `factor`; copies stay."""
+    return _scaled(costs, costs.sources, range(len(costs.seconds)), factor)
 
 
 def agree(program: Program, costs: Costs, plan: Plan, seconds: float) -> Costs:
@@ -69,10 +92,10 @@ def agree(program: Program, costs: Costs, plan: Plan, seconds: float) -> Costs:
     sources = costs.sources or (Source.ROOFLINE,) * len(every)
     guessed = [s for s in every if sources[s] in (Source.CALIBRATED, Source.ROOFLINE)]
     for steps in (guessed, every):
-        scaled = functools.partial(_scaled, costs, sources, steps)
-        factor = _solve(scaled, total, seconds)
+        times = functools.partial(_scaled, costs, sources, steps)
+        factor = _solve(times, total, seconds)
         if factor is not None:
-            return scaled(factor)
+            return times(factor)
     ratio = seconds / predicted
     link = costs.link and dataclasses.replace(
         costs.link,

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vmem_jax.core.costs import Costs
@@ -78,11 +78,14 @@ class Found:
       best: the attempt to run; if nothing fits, the one with the smallest need.
       fits: whether `best` is within the budget.
       attempts: all attempts, `best` last; only `best` keeps its compiled step.
+      rivals: variants whose plans may be faster than `best`, but not by the tolerance; those that may
+        be fastest first. Calling one makes it.
     """
 
     best: Attempt
     fits: bool
     attempts: tuple[Attempt, ...]
+    rivals: tuple[Callable[[], Variant], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,10 @@ class Candidate:
         """Bytes that its plans are predicted to need at least, whatever is known of it."""
         return self.family.least(self.count)
 
+    def made(self) -> Variant:
+        """Its variant, which is made if it was not."""
+        return self.family.make(self.count) if self.variant is None else self.variant
+
     @property
     def is_proved(self) -> bool:
         """Whether its plan was compiled by an earlier search, so that its need is known."""

@@ -66,6 +66,7 @@ class Search:
       opened: the variants that were queued, as family and number of sub-batches.
       lacks: for each time that a policy was asked, what the step lacks for it to do more.
       reasons: why candidates were dropped.
+      rivals: candidates that can be faster than the incumbent, but not by the tolerance.
       best: the incumbent.
     """
 
@@ -82,6 +83,7 @@ class Search:
     waiting: list[Candidate] = dataclasses.field(default_factory=list)
     lacks: list[str] = dataclasses.field(default_factory=list)
     reasons: list[VmemError] = dataclasses.field(default_factory=list)
+    rivals: list[Candidate] = dataclasses.field(default_factory=list)
     attempts: dict[Attempt, Candidate] = dataclasses.field(default_factory=dict)
     known: list[Attempt] = dataclasses.field(default_factory=list)
     opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
@@ -142,7 +144,8 @@ class Search:
     def _found(self, best: Attempt) -> Found:
         """`best`, and the others without their compiled steps, which hold memory."""
         others = (dataclasses.replace(a, compiled=None) for a in self.attempts if a is not best)
-        return Found(best, self._fits(best), (*others, best))
+        makes = tuple(one.made for one in self.rivals)
+        return Found(best, self._fits(best), (*others, best), makes)
 
     @property
     def _limit(self) -> float:
@@ -205,6 +208,8 @@ class Search:
         if self.best is not None:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
+                if candidate.family.splitting is not Splitting.FEWEST:
+                    self.rivals.append(candidate)
                 if candidate.variant is not None:
                     why = "what fits is as fast"
                     self.log.add(What.PRUNED, candidate.variant.name, candidate.seconds, why=why)

@@ -55,11 +55,14 @@ class StepContext:
     ) -> None:
         self.settings, self.traced, self.leaves = settings, traced, leaves
         self.target, self.inlined = target, inlined
+        self.whole = self
         self._known: dict[str, Any] = {}
 
     def of(self, traced: TracedStep) -> StepContext:
-        """The same for another form of the step."""
-        return StepContext(self.settings, traced, self.leaves, self.target, self.inlined)
+        """The same for another form of the step, whose `whole` stays the step as it was traced."""
+        form = StepContext(self.settings, traced, self.leaves, self.target, self.inlined)
+        form.whole = self.whole
+        return form
 
     def cached(self, key: str, make: Callable[[], T]) -> T:
         """What `make` returns, made once for this step."""
@@ -150,7 +153,8 @@ class StepContext:
           CompileError: XLA refuses the rewritten program.
         """
         if not plan.fenced:
-            return self.plain
+            own = self.traced.plain
+            return self._compile(self.traced, own, plan, True) if plan.options else self.plain
         mover, store, captured = None, None, traced.captured
         if parks(captured.program, plan):
             layout, limit = layout_of(captured.program, plan), self.settings.host_budget
@@ -161,7 +165,7 @@ class StepContext:
         if captured.program.compressed:
             store = Store(sites(captured))
         jaxpr = rewrite(captured, plan, mover, 0 if store is None else store.id)
-        compiled = self._compile(traced, jaxpr)
+        compiled = self._compile(traced, jaxpr, plan)
         if mover is None and store is None:
             return compiled
         return Moving(compiled, mover, store, [] if self.target else self.devices)
@@ -170,10 +174,12 @@ class StepContext:
         self,
         traced: TracedStep,
         jaxpr: ClosedJaxpr,
+        plan: Plan | None = None,
         is_plain: bool = False,
         sized: bool = False,
     ) -> Any:
         settings = self.settings
+        own = () if plan is None else plan.options
         with doing(f"compiling {'plain jit' if is_plain else 'a plan'} of {settings.name}"):
             return compile_jaxpr(
                 traced,
@@ -181,7 +187,7 @@ class StepContext:
                 self.target,
                 name=settings.name,
                 sig=settings.signature,
-                options=settings.compiler_options,
+                options={**dict(own), **settings.compiler_options},
                 streams=not is_plain,
                 sized=sized,
             )
