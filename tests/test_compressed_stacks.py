@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from built import needs_cuda
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
@@ -181,7 +182,7 @@ def test_what_turns_dense_overflows_and_is_right(tmp_path):
 
 @pytest.mark.gpu_compile
 def test_a_card_that_is_not_there_needs_less_by_what_its_stack_does():
-    pytest.importorskip("jax_plugins.xla_cuda13")
+    needs_cuda()
     x = jax.ShapeDtypeStruct((16384, 256), jnp.bfloat16)
     weights = (256, 1024), (1024, 256)
     w = tuple(jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16) for shape in weights)

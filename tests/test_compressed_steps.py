@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from built import needs_cuda
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from steps import CASES, normal
@@ -355,7 +356,7 @@ def test_it_is_not_planned_unless_it_is_named():
 
 @pytest.mark.gpu_compile
 def test_it_fits_a_card_that_is_not_there():
-    pytest.importorskip("jax_plugins.xla_cuda13")
+    needs_cuda()
     step, (weights, x) = STEPS["relu"]
     args = weights, jax.ShapeDtypeStruct((1 << 18, 64), x.dtype)
     options = {"allow": MEANS, "density": 0.5, "donate_argnums": 0}

@@ -21,6 +21,7 @@ import decisions  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import records  # noqa: E402
+from built import needs_cuda  # noqa: E402
 from decision_cases import CASES  # noqa: E402
 from decision_rows import Decision, Tolerances, changes  # noqa: E402
 from processes import run_script  # noqa: E402
@@ -28,7 +29,6 @@ from processes import run_script  # noqa: E402
 import vmem_jax  # noqa: E402
 from vmem_jax.core.convolution import Configuration, Micro  # noqa: E402
 from vmem_jax.core.plan import Plan, Transfer  # noqa: E402
-from vmem_jax.transfer.extension import describe  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "decisions_h200.jsonl"
 SMALL = {case.name for case in CASES if case.small}
@@ -224,8 +224,8 @@ def test_nothing_got_worse(name, tmp_path):
     if (here := records.versions()["jaxlib"]) != there:
         pytest.skip(f"the rows are of jaxlib {there}, and this is {here}")
     moves = before[name].transfers or before[name].outcome != "ok"  # errors say what helps
-    if moves and " and CUDA" not in describe():
-        pytest.skip("the row moves values by the extension, which was built without CUDA")
+    if moves:
+        needs_cuda()
     command = [sys.executable, ROOT / "benchmarks" / "decisions.py", f"--only=^{re.escape(name)}$"]
     subprocess.run([*command, f"--out={tmp_path / 'rows.jsonl'}"], check=True, timeout=300)
     after = decision_rows.read(tmp_path / "rows.jsonl")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transfer_cases as cases
+from built import needs_cuda
 from helpers import FAST
 from jax import lax
 from processes import in_subprocess
@@ -428,12 +429,7 @@ def test_every_device_moves_the_slices_of_its_own_shards():
 def test_the_need_of_a_described_card_falls_and_the_bodies_are_in_order():
     import re
 
-    from vmem_jax.devices.targets import target
-    from vmem_jax.transfer import extension
-
-    target("h200").device()
-    if "CUDA" not in extension.load().targets():
-        pytest.skip("the extension was built without CUDA")
+    needs_cuda()
     w, _ = jax.eval_shape(arguments)
     args = w, jax.ShapeDtypeStruct((1 << 15, WIDTH), jnp.float32)
     fast = dataclasses.replace(CARDS["h200"].machine, link_out=1e13, link_in=1e13, link_both=2e13)

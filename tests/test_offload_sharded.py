@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from built import needs_cuda
 from processes import in_subprocess
 
 from vmem_jax.transfer.extension import describe
@@ -246,12 +247,7 @@ def test_devices_of_other_processes_are_refused_with_the_reason():
 @pytest.mark.gpu_compile
 def test_the_need_of_described_cards_falls():
     """Four H200s that are not there: each moves a quarter, and no buffer is copied for it."""
-    from vmem_jax.devices.targets import target
-    from vmem_jax.transfer import extension
-
-    target("h200").devices(4)
-    if "CUDA" not in extension.load().targets():
-        pytest.skip("the extension was built without CUDA")
+    needs_cuda()
     out = in_subprocess(
         STEP
         + """
