@@ -55,6 +55,15 @@ def test_too_little_to_tell_an_error(samples):
     assert calibrate(samples).error is None
 
 
+def test_what_is_timed_alone_is_transposed_besides():
+    p = program([("dot_general", False)] * 2)
+    steps = tuple(dataclasses.replace(step, transposed=4000) for step in p.steps)
+    roofline, behind = analytic(p, MACHINE).seconds, 4000 / MACHINE.bandwidth
+    timings = {"a": Timing(3 * roofline[0], Source.MEASURED)}
+    costs = costs_from(dataclasses.replace(p, steps=steps), MACHINE, ("a", ""), [], timings)
+    assert costs.seconds == pytest.approx([3 * seconds + behind for seconds in roofline])
+
+
 def test_costs_say_where_each_number_comes_from():
     p = program([("conv_general_dilated", False)] * 2 + [("add", True), ("dot_general", False)])
     roofline = analytic(p, MACHINE).seconds

@@ -332,7 +332,7 @@ def _captured(
             own += hosted_nbytes(v.aval) // shards.count(v)
         buffers.append(Buffer(own, kinds[b], label, movable, depth))
 
-    made = StepMaker(eqns, kernels, index, shards, given.platform)
+    made = StepMaker(eqns, kernels, index, shards, given.platform, is_body)
     bodies = [_body(eqns[kernel.root], shards, given.platform) for kernel in kernels]
     steps = [
         made.step(kernel, phase, *((None, 0) if body is None else (body.program, copied)))

@@ -94,11 +94,14 @@ class Machine:
             moving *= _UNALIGNED_PASS
         elif not step.aligned and step.op == "dot_general":
             rate /= _UNALIGNED_PRODUCT
-            moving = max(moving, _UNALIGNED_BYTE * step.nbytes / self.flops[""])
+            by_byte = self.flops[""] * step.efficiency / _UNALIGNED_BYTE
+            moving = max(moving, step.nbytes / by_byte)
         elif not step.aligned:
             rate /= _UNALIGNED
         once = max(step.flops / rate, moving) + self.launch
-        return step.times * (once + step.sent / self.between)
+        behind = step.transposed / self.bandwidth
+        behind *= 1.0 if step.transposed_aligned else _UNALIGNED_PASS
+        return step.times * (once + behind + step.sent / self.between)
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""

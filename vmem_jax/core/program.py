@@ -101,6 +101,8 @@ class Step:
       sent: bytes that the device sends to others to gather operands and to add up partial results.
       compared: buffers that a library kernel's epilogue writes and a comparison reads, as for the
         mask of a clamp. A barrier separates the two.
+      transposed: bytes that passes of their own move behind it, to transpose what it makes.
+      transposed_aligned: whether their rows are whole vectors.
       tied: buffers that it reads, and compares with what it computes from them. A barrier over them
         stands in front of it, so that both operands come from one version.
     """
@@ -132,6 +134,8 @@ class Step:
     tied: tuple[int, ...] = ()
     fetched: int = 0
     returned: int = 0
+    transposed: int = 0
+    transposed_aligned: bool = True
 
     @property
     def is_boundary(self) -> bool:

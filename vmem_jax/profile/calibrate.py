@@ -115,7 +115,11 @@ def costs_from(
     """
     times = [step.times for step in program.steps]
     once = lambda seconds: [s / n for s, n in zip(seconds, times, strict=True)]
-    roofline = once(analytic(program, machine).seconds)
+    # what is timed alone is not transposed for others
+    bare = [dataclasses.replace(step, transposed=0) for step in program.steps]
+    roofline = once([machine.seconds(step) for step in bare])
+    whole = once(analytic(program, machine).seconds)
+    behind = [max(0.0, n - less) for n, less in zip(whole, roofline, strict=True)]
     kinds = [class_of(step) for step in program.steps]
     heavy = {s: timings[key] for s, key in enumerate(alone) if key in timings}
     samples: dict[str, tuple[StepClass, float, float]] = {}
@@ -135,12 +139,12 @@ def costs_from(
     calibration = calibrate(list(samples.values()))
     rest = Source.CALIBRATED if samples else Source.ROOFLINE
     seconds = [
-        roofline[s] * calibration.factors.get(kind, calibration.default)
+        roofline[s] * calibration.factors.get(kind, calibration.default) + behind[s]
         for s, kind in enumerate(kinds)
     ]
     sources = [rest] * len(seconds)
     for s, timing in heavy.items():
-        seconds[s], sources[s] = timing.seconds, timing.source
+        seconds[s], sources[s] = timing.seconds + behind[s], timing.source
     for steps, timing, _ in timed:
         for s in steps:
             seconds[s], sources[s] = shared[s], timing.source

@@ -1,0 +1,116 @@
+"""Values that XLA transposes in passes of their own, for the batched products of attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vmem_jax.capture import capture
+from vmem_jax.core.cards import CARDS
+
+SAMPLES, TOKENS, HEADS, SIZE = 64, 197, 16, 64
+WIDTH = HEADS * SIZE
+ONE = SAMPLES * TOKENS * WIDTH * 2  # bytes of queries, keys or values
+
+
+def of(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def steps(call, *shapes, platform="gpu"):
+    return capture(jax.jit(call).trace(*shapes).jaxpr, platform=platform).program.steps
+
+
+def transposed(call, *shapes, platform="gpu"):
+    """Bytes by the operation that makes what is transposed."""
+    found = steps(call, *shapes, platform=platform)
+    return {step.op: step.transposed for step in found if step.transposed}
+
+
+def attended(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("nqhd,nkhd->nhqk", q, k).astype("float32"))
+    return jnp.einsum("nhqk,nkhd->nqhd", weights.astype(v.dtype), v)
+
+
+def attention(x, qkv, out):
+    heads = (x @ qkv).reshape(*x.shape[:2], 3, HEADS, SIZE)
+    q, k, v = jnp.unstack(heads, axis=2)
+    return attended(q, k, v).reshape(x.shape) @ out
+
+
+GIVEN = of(SAMPLES, TOKENS, WIDTH), of(WIDTH, 3 * WIDTH), of(WIDTH, WIDTH)
+
+
+def test_heads_are_transposed_between_products():
+    found = transposed(attention, *GIVEN)
+    assert sum(found.values()) == 2 * 4 * ONE  # queries, keys, values; what is attended
+    assert found["dot_general"] == 2 * ONE
+
+
+def test_gradients_to_heads_are_transposed_before_they_are_put_together():
+    loss = lambda *args: attention(*args).astype("float32").sum()
+    found = steps(jax.grad(loss, (0, 1, 2)), *GIVEN)
+    # four forwards, and backwards the cotangent and three gradients
+    assert sum(step.transposed for step in found) == 2 * 8 * ONE
+
+
+def test_a_chain_transposes_where_it_computes():
+    scaled = lambda x: x * jnp.bfloat16(0.125)
+
+    def call(x, qkv, out):
+        heads = (x @ qkv).reshape(*x.shape[:2], 3, HEADS, SIZE)
+        q, k, v = map(scaled, jnp.unstack(heads, axis=2))
+        return scaled(attended(q, k, v)).reshape(x.shape) @ out
+
+    assert transposed(call, *GIVEN) == {}
+
+
+def test_what_a_batch_leads_or_parts_is_read_as_it_lies():
+    def call(x, y):  # the batch first, and between rows and columns
+        first = jnp.einsum("bij,bjk->bik", x @ x, y @ y)
+        return jnp.einsum("ibj,jbk->bik", y @ y, x @ x), first
+
+    assert transposed(call, of(128, 128, 128), of(128, 128, 128)) == {}
+
+
+def test_cpu_has_no_such_passes():
+    assert transposed(attention, *GIVEN, platform="cpu") == {}
+
+
+@pytest.mark.parametrize("tokens", [196, 197, 200])
+def test_rows_that_are_no_vectors_take_longer(tokens):
+    given = of(SAMPLES, tokens, WIDTH), *GIVEN[1:]
+    [cut] = [s for s in steps(attention, *given) if s.transposed and s.op != "dot_general"][:1]
+    assert cut.transposed_aligned == (tokens % 8 == 0)
+    machine = CARDS["h200"].machine
+    taken = machine.seconds(cut) - cut.nbytes / machine.bandwidth - machine.launch
+    once = cut.transposed / machine.bandwidth
+    assert taken == pytest.approx(once if tokens % 8 == 0 else 1.35 * once)
+
+
+# microseconds on an H200 (JAX 0.11.2), of kernels in the steps of ViT-L and GPT-2
+CUT = 51.5 + 3 * 13.1  # queries, keys and values are transposed, then copied
+SCORES = {(64, 197, False): 82.5, (64, 197, True): 62.4, (8, 1024, False): 77.0}
+
+
+def test_cutting_heads_out_takes_what_the_card_took():
+    cut = [s for s in steps(attention, *GIVEN) if s.transposed and s.op != "dot_general"]
+    taken = sum(map(CARDS["h200"].machine.seconds, cut))
+    assert 1e6 * taken == pytest.approx(CUT, rel=0.1)
+
+
+@pytest.mark.parametrize(("samples", "tokens", "scanned"), SCORES)
+def test_scores_take_what_the_card_took(samples, tokens, scanned):
+    """Unaligned heads that no loop carries are laid out otherwise, and are slower."""
+
+    def call(x, qkv, out):
+        if not scanned:
+            return attention(x, qkv, out)
+        return jax.lax.scan(lambda x, _: (attention(x, qkv, out), None), x, None, length=2)[0]
+
+    found = steps(call, of(samples, tokens, WIDTH), *GIVEN[1:])
+    found = found if not scanned else next(step.body for step in found if step.body)
+    scores = next(step for step in found if step.batched)
+    taken = 1e6 * CARDS["h200"].machine.seconds(scores)
+    assert taken == pytest.approx(SCORES[samples, tokens, scanned], rel=0.1)
