@@ -410,7 +410,7 @@ def test_a_checkpointed_layer_in_a_loop_computes_what_it_holds():
     loss = lambda w, x: lax.scan(layer, x, w)[0].sum()
     closed = jax.jit(jax.grad(loss)).trace(jnp.ones((4, 64, 64)), jnp.ones((8, 64))).jaxpr
     forward, backward = [s.flops for s in capture(closed).program.steps if s.op == "scan"]
-    product, tanh = 2 * 8 * 64 * 64, 55 * 8 * 64
+    product, tanh = 2 * 8 * 64 * 64, 62 * 8 * 64
     assert forward == pytest.approx(4 * (product + tanh), rel=0.01)
     assert backward == pytest.approx(4 * (3 * product + tanh), rel=0.1)
 

@@ -29,7 +29,7 @@ KINDS = {
     "convolution": (0.12, 0.75),
     "depthwise": (0.15, 0.5),
     "add": (0.1, 0.25),
-    "gelu": (0.15, 0.25),
+    "gelu": (0.06, 0.08),
     "heads": (0.05, 0.05),
     "transpose": (0.05, 0.05),
     "rotary": (0.05, 0.05),
@@ -90,9 +90,14 @@ def network(name, batch):
     return work.step, shapes, 1e3 * statistics.median(row["step_seconds"])
 
 
-def transformer(name, batch, **options):
-    given = MODELS[name]("plain", batch, scanned=False, **options)
-    [row] = [r for r in rows("training_steps_h200") if (r["model"], r["way"]) == (name, "exact")]
+def trained(name, batch, way="1.0", **options):
+    """By the last row of that way."""
+    given = MODELS[name]("plain", batch, **options)
+    *_, row = [
+        r
+        for r in rows("training_steps_h200")
+        if (r["model"], r["way"], r["batch"], r["scanned"]) == (name, way, batch, False)
+    ]
     shapes = (jax.eval_shape(made, jax.random.key(0)) for made in (given.init, given.batch))
     return given.step, tuple(shapes), row["ms"]
 
@@ -102,7 +107,9 @@ STEPS = {
     "resnet152": lambda: network("resnet152", 128),
     "vgg16": lambda: network("vgg16", 256),
     "vgg116": lambda: network("vgg116", 32),
-    "vit": lambda: transformer("vit_dropout", 128, layers=6),
+    "vit": lambda: trained("vit_dropout", 128, "exact", scanned=False, layers=6),
+    "vit in 64 images": lambda: trained("vit", 64, scanned=False),
+    "unet": lambda: trained("unet", 16),
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture import columns
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
-from vmem_jax.capture.draws import draws_words
+from vmem_jax.capture.draws import draws_words, packing
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.primitives import (
@@ -74,7 +76,8 @@ class StepMaker:
         self.eqns, self.index, self.shards, self.is_body = eqns, index, shards, is_body
         self.collectives = Collectives(eqns, shards)
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.transposed = transposed(eqns) if platform != "cpu" else {}
+        self.is_gpu = platform != "cpu"
+        self.transposed = transposed(eqns) if self.is_gpu else {}
         libraries = libraries_of(platform)
         # the library returns what it makes in a tuple, whatever is fused behind, and so does a copy
         # from host memory, and a reduction that writes a masked cotangent (`capture.masks`): XLA
@@ -158,6 +161,9 @@ class StepMaker:
             # XLA adds it in a kernel of its own, which is timed with this one
             apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
         fetched, returned = _over_the_link(root, body)
+        computed = packing(own) + sum(flops(eqn) // shards.work(eqn) for eqn in own)
+        elements = sum(size(v) // _itemsize(v.aval) for v in values)
+        summed = columns.operations(own, elements) if self.is_gpu else 0
         turned = [v for v in kernel.writes if v in self.transposed]
         return Step(
             reads=reads,
@@ -166,7 +172,7 @@ class StepMaker:
             op=next((eqn for eqn in own if draws_words(eqn)), root).primitive.name,
             phase=phase,
             fusible=fusible,
-            flops=sum(flops(eqn) // shards.work(eqn) for eqn in own),
+            flops=max(computed, summed),
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
             efficiency=efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0),
@@ -196,6 +202,10 @@ class StepMaker:
         if self.is_body or not _is_batched(root) or aligned(root):
             return False
         return any(v in self.transposed for v in (*kernel.reads, *kernel.writes))
+
+
+def _itemsize(aval: Any) -> int:
+    return int(getattr(getattr(aval, "dtype", None), "itemsize", 4))
 
 
 def _is_batched(eqn: compat.JaxprEqn) -> bool:

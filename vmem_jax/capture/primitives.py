@@ -153,7 +153,7 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
 }
 
 _OPERATIONS = {
-    **dict.fromkeys("tanh erf erfc erf_inv".split(), 55),
+    **dict.fromkeys("tanh erf erfc erf_inv".split(), 62),
     **dict.fromkeys("exp exp2 expm1 log log1p logistic sin cos pow".split(), 20),
     **dict.fromkeys("div sqrt rsqrt".split(), 8),
 }
