@@ -14,7 +14,8 @@ All ways run in one process and take turns, block by block, on one donated state
 median, the least and the most milliseconds a step of a way over its blocks, what the compiler says
 it needs, and what was predicted; a way that cannot be made has its error. The loss after each way's
 first step from the same state is in its row, too. With --traces=DIRECTORY two steps of each way run
-under JAX's profiler: DIRECTORY gets the instructions of each, and the microseconds of each kernel.
+under JAX's profiler: DIRECTORY gets the instructions of each, the microseconds of each kernel, and
+those in which any runs.
 With `--target=h200` all is compiled for that card, and nothing runs.
 
 Several of these may run at once with the same `--lock=FILE`: they compile together, and each times
