@@ -20,6 +20,7 @@ import measured
 import plots
 import records
 from absl import app
+from card_page import card_page, cards
 from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
 from endurance_rows import endurance
@@ -237,7 +238,8 @@ def pages() -> dict[str, str]:
         texts[name] = filled(prose[name], measured.table)
     order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
-    texts["rows/benchmarks.md"] = OF_BENCHMARKS + measured.every_row() + endurance()
+    of_cards = "".join(map(card_page, cards()))
+    texts["rows/benchmarks.md"] = OF_BENCHMARKS + of_cards + measured.every_row() + endurance()
     return texts
 
 
