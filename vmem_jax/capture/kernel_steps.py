@@ -22,6 +22,7 @@ from vmem_jax.capture.primitives import (
     nbytes,
     workspace,
 )
+from vmem_jax.capture.row_major import uncast_gradients
 from vmem_jax.capture.shards import Shards
 from vmem_jax.capture.ties import COMPARISONS
 from vmem_jax.capture.traffic import touched_nbytes
@@ -96,6 +97,7 @@ class StepMaker:
         }
         # of a library's clamp and a mask of it XLA would compare what the clamp is given: the library
         # returns that, and the clamp's result and the mask are written behind it; a barrier keeps it
+        self.row_major = uncast_gradients(eqns)
         masks = [eqn for eqn in eqns if eqn.primitive.name in COMPARISONS]
         self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
 
@@ -193,6 +195,7 @@ class StepMaker:
             sent=self.collectives.sent(root, phase),
             fetched=fetched,
             returned=returned,
+            row_major=not self.row_major.isdisjoint(kernel.writes),
             batched=_is_batched(root),
         )
 

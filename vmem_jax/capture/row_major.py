@@ -14,16 +14,15 @@ at the ends. So what one small kernel likes lays out much more:
   and 17.5 GiB for 20.6, with the layout stated.
 
 Stated to be row-major, a gradient is transposed in the kernel that reads it first, and a part of a
-value is, where it is cut out. Only gradients that are cast for their update are: where a convolution
-reads the very weights, XLA keeps them in cuDNN's order alone, and row-major ones would be there
-beside them from the forward pass on.
+value is, where it is cut out. A plan may take the statement back where a convolution reads the very
+weights, and these would be there beside their copies in cuDNN's order (`core.row_major`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,14 +77,13 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     computed: set[Var] = set()  # by a product, or of what one made
     gradients: set[Var] = set()
     wholes: set[Var] = set()
-    casts = (eqn.invars for eqn in opened.eqns if eqn.primitive.name == "convert_element_type")
-    cast = {a for [a] in casts if isinstance(a, Var)}
+    results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
     for eqn in opened.eqns:
         if class_of(eqn) is Class.HEAVY or not computed.isdisjoint(
             a for a in eqn.invars if isinstance(a, Var)
         ):
             computed.update(eqn.outvars)
-        is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] in cast
+        is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
         eqn = eqn.replace(invars=[*map(read, eqn.invars)])
         eqns.append(eqn)
@@ -102,6 +100,15 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     outs = [*map(read, opened.outvars)]
     parts = opened.constvars, compat.constants(flat), opened.invars, outs, eqns
     return compat.close(*parts, like=flat), Spread(frozenset(gradients), frozenset(wholes))
+
+
+def uncast_gradients(eqns: Sequence[JaxprEqn]) -> frozenset[Var]:
+    """The gradients to kernels that `eqns` state to be row-major and do not cast."""
+    of = lambda name: (eqn for eqn in eqns if eqn.primitive.name == name)
+    cast = {a for eqn in of("convert_element_type") for a in eqn.invars if isinstance(a, Var)}
+    stated = {eqn.invars[0] for eqn in of("layout_constraint") if eqn.outvars[0] not in cast}
+    made = (eqn for eqn in of("conv_general_dilated") if eqn.outvars[0] in stated)
+    return frozenset(eqn.outvars[0] for eqn in made if _is_kernel_gradient(eqn))
 
 
 def _laid_out(x: jax.Array) -> jax.Array:

@@ -7,7 +7,8 @@ into it at the end of the step: to the copies of other filters, and to whatever 
 
 A filter of one element in space is read itself backwards, where it is what it is forwards but for
 its channels. And of a filter as large as what it makes XLA takes the gradient for a convolution
-forwards, to which it adds the filter itself. In sub-batches the filters and their copies are kept for
+forwards, to which it adds the filter itself. The update reads the filter itself, too, where the
+gradient is stated to be row-major (`core.row_major`). In sub-batches the filters and their copies are kept for
 all of them: XLA moves what does not change out of the loop.
 """
 
@@ -17,7 +18,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from vmem_jax.core.packing import Interval
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.row_major import updated_as_they_are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ def transposed_filters(
     first: dict[int, int] = {}  # position of the first convolution that reads it
     last: dict[int, int] = {}
     reversed_: dict[int, tuple[int, ...]] = {}  # by the filter
-    ambiguous: set[int] = set()
+    themselves = {*updated_as_they_are(program)}  # that their updates read
     flat: set[int] = set()
     for position, s in enumerate(order):
         step = program.steps[s]
@@ -55,7 +57,7 @@ def transposed_filters(
             for b in step.reads:
                 first.setdefault(b, position)
             if (convolution := step.convolution) is not None:
-                ambiguous.update(step.reads if convolution.is_ambiguous else ())
+                themselves.update(step.reads if convolution.is_ambiguous else ())
                 flat.update(() if convolution.is_spatial else step.reads)
         elif step.op == "rev" and len(step.reads) == len(step.writes) == 1:
             [r], [w] = step.reads, step.writes
@@ -70,11 +72,15 @@ def transposed_filters(
         nbytes = program.buffers[r].nbytes
         if loop and loop[0] < since < loop[1]:
             since, until = loop
-        elif r not in ambiguous:  # the update reads the copy
+        elif r not in themselves:  # the update reads the copy
             until = max(until, last[r])
+            while as_run and until < end and program.steps[order[until + 1]].phase is Phase.UPDATE:
+                until += 1  # what is updated is transposed behind all updates that can run
             unread = (backwards if r in flat else since) + 1
             if r in program.overwritten_by and unread <= end:
                 until = max(until, unread) if as_run else end
                 slot = Interval(nbytes, unread, until)
+        elif r in flat:
+            until = since
         found.append(Filter(copies, Interval(nbytes, since, until), slot))
     return found

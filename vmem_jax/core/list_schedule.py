@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from vmem_jax.core.convolution import Pass
 from vmem_jax.core.params import PARAMS
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
+from vmem_jax.core.row_major import updated_as_they_are
 from vmem_jax.core.schedule import Do, Event, actions
 
 _POINTER = 8
@@ -90,6 +91,7 @@ class _Graph:
         self.barriers: dict[int, tuple[int, ...]] = {}
         self.scalars: set[int] = set()
         self.copies: dict[int, int] = {}  # filter -> what is transposed of it
+        self.themselves = updated_as_they_are(program)
         self.latest: list[tuple[int, int, Step]] = []  # (instruction, tuple, step) to merge with
         for b in program.inputs:
             self.value[b] = self._value(program.buffers[b].nbytes, b)
@@ -116,7 +118,7 @@ class _Graph:
         kernel = _Kernel(step, [self.value[r] for r in reads], [])
         taken = reads
         if step.phase is Phase.UPDATE:  # which reads the transposed filter
-            taken = [self.copies.get(r, r) for r in reads]
+            taken = [r if r in self.themselves else self.copies.get(r, r) for r in reads]
         operands = [self.node[r] for r in taken]
         uses = [self.value[r] for r in taken]
         padded = self._padded(s, step)

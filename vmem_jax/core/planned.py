@@ -15,7 +15,9 @@ from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.list_schedule import is_listed, listed
 from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.plan import Plan, Transfer
+from vmem_jax.core.params import PARAMS
 from vmem_jax.core.program import Program
+from vmem_jax.core.row_major import left_to_xla, may_be_left
 from vmem_jax.core.schedule import schedule
 from vmem_jax.core.simulate import Timeline, simulate
 
@@ -46,8 +48,30 @@ def predicted_need(program: Program, plan: Plan) -> int:
     A plan without fences runs in XLA's own order, so only its live bytes are known. `program` is the
     program that the plan was made from.
     """
+    return _need_and_layouts(program, plan)[0]
+
+
+def states_row_major(program: Program, plan: Plan) -> bool:
+    """Whether `plan` states the layouts that it may leave to XLA (`core.row_major`), with which its
+    updates are faster: unless it needs more with them."""
+    return _need_and_layouts(program, plan)[1]
+
+
+def _need_and_layouts(program: Program, plan: Plan) -> tuple[int, bool]:
+    """`predicted_need` and `states_row_major` of `plan`."""
     if not plan.fenced:
-        return plan.predicted_peak
+        return plan.predicted_peak, True
+    stated = _heap_of(program, plan)
+    optional = [w for step in program.steps if may_be_left(step) for w in step.writes]
+    tolerated = PARAMS.row_major_part * stated
+    if sum(program.buffers[b].nbytes for b in optional) <= tolerated:
+        return stated, True  # no more than these are there twice
+    left = _heap_of(left_to_xla(program), plan)
+    return (left, False) if left < stated - tolerated else (stated, True)
+
+
+def _heap_of(program: Program, plan: Plan) -> int:
+    """Bytes of XLA's heap by `plan`, residents included."""
     # barriers are derived from the program as it was captured, as `rewrite` has them
     events = schedule(program, plan.order, plan.transfers, looped=plan.looped)
     changed = planned_program(program, plan)

@@ -105,6 +105,8 @@ class Step:
       transposed_aligned: whether their rows are whole vectors.
       tied: buffers that it reads, and compares with what it computes from them. A barrier over them
         stands in front of it, so that both operands come from one version.
+      row_major: whether it makes the gradient to a kernel of a convolution, which is
+        stated to be row-major and read as it is, not in a wider type (`core.row_major`).
     """
 
     reads: tuple[int, ...]
@@ -136,6 +138,7 @@ class Step:
     returned: int = 0
     transposed: int = 0
     transposed_aligned: bool = True
+    row_major: bool = False
 
     @property
     def is_boundary(self) -> bool:

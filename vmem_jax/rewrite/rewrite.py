@@ -17,7 +17,9 @@ from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import states_row_major
 from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END
+from vmem_jax.core.row_major import may_be_left
 from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.loops import Loops
@@ -102,6 +104,10 @@ class _Rewriter:
         self.maker = {v: eqn for eqn in self.opened.eqns for v in eqn.outvars}
         self.numbers: dict[int, Var] = {}  # equation that fills an array -> its number
         self.outside: dict[Var, Var] = {}  # as `current`, where the sub-batches begin
+        self.left: set[Var] = set()  # gradients whose layouts are left to XLA
+        if not body and not states_row_major(self.program, plan):
+            steps = filter(may_be_left, self.program.steps)
+            self.left = {self.variables[b] for step in steps for b in step.writes}
         self.events = schedule(
             self.program,
             plan.order,
@@ -177,6 +183,9 @@ class _Rewriter:
                 continue
             if eqn.outvars and all(v in local for v in eqn.outvars):
                 continue  # a view of what the step reads, read itself
+            if eqn.primitive.name == "layout_constraint" and not self.left.isdisjoint(eqn.invars):
+                local[eqn.outvars[0]] = read(eqn.invars[0])
+                continue
             inputs = list(eqn.invars)
             if fused is not None and i == together[-1]:
                 inputs = [*self.opened.eqns[together[0]].invars, fused.bias]
