@@ -207,6 +207,24 @@ def test_a_filter_that_is_read_itself_keeps_its_place():
     ]
 
 
+def test_a_filter_whose_gradient_is_row_major_keeps_its_place_beside_its_copy():
+    program = trained(5, kernel=(3, 3))
+    gradients = {step.reads[1] for step in program.steps if {*step.writes} & {*program.outputs}}
+    steps = [
+        dataclasses.replace(step, row_major=not gradients.isdisjoint(step.writes))
+        for step in program.steps
+    ]
+    stated = dataclasses.replace(program, steps=tuple(steps))
+    assert any(step.row_major for step in stated.steps)
+    updates = [
+        dataclasses.replace(step, fusible=not {*program.outputs}.isdisjoint(step.writes))
+        for step in stated.steps
+    ]
+    found = copies(dataclasses.replace(stated, steps=tuple(updates)))
+    assert [i.first for i in found] == [*range(5)]  # and each goes with the last that reads it
+    assert [program.steps[i.last].op for i in found] == ["conv_general_dilated"] * 5
+
+
 def test_the_filters_of_sub_batches_are_transposed_before_the_loop():
     conv = "conv_general_dilated"
     b = Builder()

@@ -18,6 +18,10 @@ from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.row_major import as_spread, with_row_major
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import analytic
+from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.row_major import left_to_xla, may_be_left
+from vmem_jax.policy import Exact
+from vmem_jax.rewrite import rewrite
 
 MACHINE = CARDS["h200"].machine
 
@@ -42,6 +46,11 @@ def convolving(layout, **options):
     return step
 
 
+def convolved(w, x):
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"))
+    return jnp.sin(y)
+
+
 def classifying(x, w, head, tokens=1):
     """A step on the first tokens of each sample behind a product."""
 
@@ -59,7 +68,12 @@ ONE_GROUP_A_CHANNEL = convolving(("NHWC", "HWIO", "NHWC"), feature_group_count=8
 # name -> (step, arguments, gradients and wholes that are stated)
 CASES = {
     "kernel": (NHWC, (KERNEL, KERNEL, IMAGES), (1, 0)),
-    "kernel that is not cast": (NHWC, (KERNEL, KERNEL, shaped(2, 6, 6, 8)), (0, 0)),
+    "kernel that is not cast": (NHWC, (KERNEL, KERNEL, shaped(2, 6, 6, 8)), (1, 0)),
+    "gradient that is a result": (
+        lambda w, x: jax.grad(lambda w: convolved(w, x).sum())(w),
+        (KERNEL, shaped(2, 6, 6, 8)),
+        (0, 0),
+    ),
     "kernel as cuDNN makes it": (
         convolving(("NHWC", "OHWI", "NHWC")),
         (shaped(16, 3, 3, 8), shaped(16, 3, 3, 8), IMAGES),
@@ -87,6 +101,45 @@ def test_what_xla_would_spread_is_stated_and_values_are_the_same(name):
     tolerance = 2**-7 if IMAGES in shapes else 0
     for mine, its in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance)
+
+
+def deep(ws, x):
+    """Four layers with a kernel each, updated as they are read."""
+
+    def loss(ws):
+        y = x
+        for w in ws:
+            y = convolved(w, y)
+        return y.sum()
+
+    return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "taps, size, batch, stated",
+    [
+        pytest.param(3, 16, 1, 0, id="kernels are most of it"),
+        pytest.param(3, 16, 512, 4, id="kernels are little of it"),
+        pytest.param(1, 16, 1, 4, id="one tap"),
+        pytest.param(7, 7, 1, 4, id="as large as its images"),
+    ],
+)
+def test_a_plan_states_layouts_unless_it_needs_more_memory_so(taps, size, batch, stated):
+    args = [shaped(taps, taps, 64, 64)] * 4, shaped(batch, size, size, 64)
+    donated = [True] * 4 + [False]
+    found = capture(jax.make_jaxpr(deep)(*args), donated=donated, platform="gpu")
+    plan = Exact().plan(found.program, analytic(found.program, MACHINE), None)
+    assert str(found.flat).count("layout_constraint") == 4
+    assert str(rewrite(found, plan)).count("layout_constraint") == stated
+    left = predicted_need(left_to_xla(found.program), plan)
+    assert predicted_need(found.program, plan) == left or stated
+
+
+@pytest.mark.parametrize("dtype, optional", [(jnp.float32, 1), (jnp.bfloat16, 0)])
+def test_what_is_cast_is_stated_in_every_plan(dtype, optional):
+    args = KERNEL, KERNEL, shaped(2, 6, 6, 8, dtype=dtype)
+    steps = capture(jax.make_jaxpr(NHWC)(*args), platform="gpu").program.steps
+    assert sum(may_be_left(step) for step in steps) == optional
 
 
 def priced(fun, shapes):

@@ -12,6 +12,8 @@ from flax import nnx
 from steps import CASES
 
 import vmem_jax
+from vmem_jax.core import planned
+from vmem_jax.core.params import CoreParams
 from vmem_jax.errors import show_nbytes
 from vmem_jax.models import job
 
@@ -92,6 +94,10 @@ def trained(filters, x, y=0.0):
     return jax.tree.map(lambda w, gradient: w - 0.1 * gradient, filters, jax.grad(loss)(filters))
 
 
+def nbytes(arrays):
+    return sum(a.size * a.dtype.itemsize for a in arrays)
+
+
 def single(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
@@ -104,6 +110,26 @@ def test_the_heap_of_many_filters_is_predicted(kernel):
     jitted = vmem_jax.jit(trained, budget="100GiB", policy="exact", donate_argnums=0)
     [attempt] = jitted.lower(filters, x, x).compile(target="h200").attempts
     assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.05)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_row_major_gradients_are_predicted(kernel, monkeypatch):
+    """Filters of 3x3 need 512 MiB so for 394, which is why a plan leaves them to XLA; those of 1x1
+    need 14 MiB less."""
+    monkeypatch.setattr(planned, "PARAMS", CoreParams(row_major_part=10))
+    filters, x = [single(kernel, kernel, 512, 512)] * 16, single(32, 14, 14, 512)
+    jitted = vmem_jax.jit(trained, budget="100GiB", policy="exact", donate_argnums=0)
+    [attempt] = jitted.lower(filters, x, x).compile(target="h200").attempts
+    assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.01)
+
+
+def test_filters_as_large_as_their_images_are_updated_without_a_copy():
+    """XLA would convolve forwards for the gradient, and add a transposed copy of the filter there."""
+    filters, x = [single(7, 7, 256, 1024)], single(8, 7, 7, 256)
+    jitted = vmem_jax.jit(trained, budget="100GiB", policy="exact", donate_argnums=0)
+    [attempt] = jitted.lower(filters, x).compile(target="h200").attempts
+    assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.03)
+    assert attempt.need < 3.2 * nbytes(filters)
 
 
 def test_the_filters_of_sub_batches_are_predicted():

@@ -22,8 +22,8 @@ class CoreParams:
       early_steps: steps in front of what waits for nothing that are looked at for a value that it
         can wait for.
       siblings: elementwise steps before another one that may be one kernel with it.
-      row_major_part: of what a plan needs; it takes no more than that for layouts that make its
-        updates faster.
+      row_major_part: of what a plan needs; for so much more it still states layouts, which make
+        its updates faster.
       corrected_times: the factor, or its inverse, beyond which it is not the times of these steps
         that a measured step shows to be wrong.
     """

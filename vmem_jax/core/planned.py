@@ -14,8 +14,8 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.list_schedule import is_listed, listed
 from vmem_jax.core.looped import costs_with_looped, with_looped
-from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.params import PARAMS
+from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.row_major import left_to_xla, may_be_left
 from vmem_jax.core.schedule import schedule
@@ -61,25 +61,22 @@ def _need_and_layouts(program: Program, plan: Plan) -> tuple[int, bool]:
     """`predicted_need` and `states_row_major` of `plan`."""
     if not plan.fenced:
         return plan.predicted_peak, True
-    stated = _heap_of(program, plan)
+    # barriers are derived from the program as it was captured, as `rewrite` has them
+    order: Sequence[int] = plan.order
+    transfers = plan.transfers
+    events = schedule(program, plan.order, transfers, looped=plan.looped)
+    changed = planned_program(program, plan)
+    as_run = is_listed(program) and not transfers and not plan.looped
+    if as_run:
+        changed, events = listed(changed, events, [s for s, _ in plan.convolutions])
+        order, transfers = range(len(changed.steps)), ()
+    stated = heap_nbytes(changed, order, transfers, events, as_run)
     optional = [w for step in program.steps if may_be_left(step) for w in step.writes]
     tolerated = PARAMS.row_major_part * stated
     if sum(program.buffers[b].nbytes for b in optional) <= tolerated:
         return stated, True  # no more than these are there twice
-    left = _heap_of(left_to_xla(program), plan)
+    left = heap_nbytes(left_to_xla(changed), order, transfers, events, as_run)
     return (left, False) if left < stated - tolerated else (stated, True)
-
-
-def _heap_of(program: Program, plan: Plan) -> int:
-    """Bytes of XLA's heap by `plan`, residents included."""
-    # barriers are derived from the program as it was captured, as `rewrite` has them
-    events = schedule(program, plan.order, plan.transfers, looped=plan.looped)
-    changed = planned_program(program, plan)
-    if is_listed(program) and not plan.transfers and not plan.looped:
-        own = [s for s, _ in plan.convolutions]
-        changed, events = listed(changed, events, own)
-        return heap_nbytes(changed, range(len(changed.steps)), events=events, as_run=True)
-    return heap_nbytes(changed, plan.order, plan.transfers, events)
 
 
 def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:

@@ -105,8 +105,8 @@ class Step:
       transposed_aligned: whether their rows are whole vectors.
       tied: buffers that it reads, and compares with what it computes from them. A barrier over them
         stands in front of it, so that both operands come from one version.
-      row_major: whether it makes the gradient to a kernel of a convolution, which is
-        stated to be row-major and read as it is, not in a wider type (`core.row_major`).
+      row_major: whether it makes the gradient to a kernel of a convolution that is stated to be
+        row-major, and not cast (`core.row_major`).
     """
 
     reads: tuple[int, ...]
