@@ -19,7 +19,7 @@ from vmem_jax.capture.row_major import as_spread, with_row_major
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.planned import predicted_need
-from vmem_jax.core.row_major import left_to_xla, may_be_left
+from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
 from vmem_jax.policy import Exact
 from vmem_jax.rewrite import rewrite
 

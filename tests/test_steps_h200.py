@@ -129,7 +129,7 @@ def test_filters_as_large_as_their_images_are_updated_without_a_copy():
     jitted = vmem_jax.jit(trained, budget="100GiB", policy="exact", donate_argnums=0)
     [attempt] = jitted.lower(filters, x).compile(target="h200").attempts
     assert attempt.predicted_need == pytest.approx(attempt.need, rel=0.03)
-    assert attempt.need < 3.2 * nbytes(filters)
+    assert attempt.need < 2.2 * nbytes(filters)  # the filter and its copy for the layer
 
 
 def test_the_filters_of_sub_batches_are_predicted():

@@ -15,7 +15,7 @@ at the ends. So what one small kernel likes lays out much more:
 
 Stated to be row-major, a gradient is transposed in the kernel that reads it first, and a part of a
 value is, where it is cut out. A plan may take the statement back where a convolution reads the very
-weights, and these would be there beside their copies in cuDNN's order (`core.row_major`).
+weights, and these would be there beside their copies in cuDNN's order (`core.stated_layouts`).
 """
 
 from __future__ import annotations

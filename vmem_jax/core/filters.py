@@ -8,8 +8,8 @@ into it at the end of the step: to the copies of other filters, and to whatever 
 A filter of one element in space is read itself backwards, where it is what it is forwards but for
 its channels. And of a filter as large as what it makes XLA takes the gradient for a convolution
 forwards, to which it adds the filter itself. The update reads the filter itself, too, where the
-gradient is stated to be row-major (`core.row_major`). In sub-batches the filters and their copies are
-kept for all of them: XLA moves what does not change out of the loop.
+gradient is stated to be row-major (`core.stated_layouts`). In sub-batches the filters and their
+copies are kept for all of them: XLA moves what does not change out of the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from vmem_jax.core.packing import Interval
 from vmem_jax.core.program import Phase, Program
-from vmem_jax.core.row_major import updated_as_they_are
+from vmem_jax.core.stated_layouts import updated_as_they_are
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from vmem_jax.core.convolution import Pass
 from vmem_jax.core.params import PARAMS
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
-from vmem_jax.core.row_major import updated_as_they_are
 from vmem_jax.core.schedule import Do, Event, actions
+from vmem_jax.core.stated_layouts import updated_as_they_are
 
 _POINTER = 8
 """Bytes of one entry of a tuple."""

@@ -17,9 +17,9 @@ from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.row_major import left_to_xla, may_be_left
 from vmem_jax.core.schedule import schedule
 from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
 
 Convolutions = Iterable[tuple[int, Configuration]]
 """Steps, and the configurations that run in place of XLA's own convolutions."""
@@ -52,8 +52,8 @@ def predicted_need(program: Program, plan: Plan) -> int:
 
 
 def states_row_major(program: Program, plan: Plan) -> bool:
-    """Whether `plan` states the layouts that it may leave to XLA (`core.row_major`), with which its
-    updates are faster: unless it needs more with them."""
+    """Whether `plan` states the layouts that it may leave to XLA (`core.stated_layouts`): its updates
+    are faster so, and it does unless it needs more memory for that."""
     return _need_and_layouts(program, plan)[1]
 
 

@@ -106,7 +106,7 @@ class Step:
       tied: buffers that it reads, and compares with what it computes from them. A barrier over them
         stands in front of it, so that both operands come from one version.
       row_major: whether it makes the gradient to a kernel of a convolution that is stated to be
-        row-major, and not cast (`core.row_major`).
+        row-major, and not cast (`core.stated_layouts`).
     """
 
     reads: tuple[int, ...]

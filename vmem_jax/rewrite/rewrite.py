@@ -19,8 +19,8 @@ from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import states_row_major
 from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END
-from vmem_jax.core.row_major import may_be_left
 from vmem_jax.core.schedule import Do, schedule
+from vmem_jax.core.stated_layouts import may_be_left
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.sub_batches import looped

@@ -1,4 +1,4 @@
-"""row_major: gradients to kernels of convolutions whose layout a plan may state, or leave to XLA.
+"""stated_layouts: gradients to kernels whose layouts a plan states, or leaves to XLA.
 
 Stated to be row-major, such a gradient is transposed in the kernel of the update, which reads the
 weights as they are and writes over them. But the weights then stay beside the copies that cuDNN reads
