@@ -85,6 +85,13 @@ def without_statistics(x, layers):
     return x + y
 
 
+def two_ways(x, layers):
+    """Two products read one gradient to their sum."""
+    (first, *_), (second, *_), (third, *_) = layers
+    y = jax.nn.relu(conv(x, first))
+    return conv(y, third) + conv(jax.nn.relu(conv(y, second)), third)
+
+
 def without_relu(x, layers):
     y = x
     for kernel, scale, bias in layers:
@@ -251,6 +258,15 @@ NORMALISED = [
     *[END] * 3,
 ]
 CHAIN = ["forward, 1 rows, stores, 2 sums", *["forward, 1 rows, 2 sums"] * 3, *[END] * 3]
+ROW = [
+    *("forward, 1 rows, stores", "forward, 1 rows", "forward, 1 rows", "forward, 2 rows, stores"),
+    *("forward, 1 rows", "forward, 1 rows", "backward, 2 rows, gradient"),
+    *["backward, 1 rows, gradient"] * 4,
+]
+WAYS = [
+    *("forward, 1 rows, stores", "forward, 1 rows", "forward, 2 rows", "forward, 1 rows"),
+    *("backward, gradient", "backward, 3 rows, gradient", "backward, gradient"),
+]
 CASES = {
     "batch norm": (functools.partial(raw, bottleneck), NORMALISED),
     "Linen": (linen, NORMALISED),
@@ -264,6 +280,8 @@ CASES = {
             *("forward, 1 rows", "backward, 2 rows, gradient", *["backward, 1 rows, gradient"] * 2),
         ],
     ),
+    "products in a row": (functools.partial(raw, without_statistics, kernels=(1, 1, 1)), ROW),
+    "two ways": (functools.partial(raw, two_ways), WAYS),
     "two passes": (  # the second sum needs the first
         functools.partial(raw, in_two_passes),
         [
@@ -320,7 +338,8 @@ def test_its_values_are_as_near_to_float32_as_those_of_the_step(name):
     exact = jax.tree.leaves(jax.jit(CASES[name][0]("float32")[0])(*args))
     off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
     for a, b, value in zip(run(ours), run(flat), exact, strict=True):
-        assert off(a, value) <= 1.1 * off(b, value) + 1e-7
+        # the root mean square of n errors is itself off by some (2 n) ** -0.5
+        assert off(a, value) <= (1.1 + (2 * value.size) ** -0.5) * off(b, value) + 1e-7
 
 
 def test_a_plan_carries_where_allow_names_it(tmp_path):

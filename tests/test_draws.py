@@ -9,7 +9,6 @@ from jax import lax
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.capture.bits import pack_p
 from vmem_jax.core.cards import CARDS
 
 N, WIDTH = 1024, 256
@@ -73,18 +72,9 @@ def test_a_draw_needs_what_is_predicted():
     assert attempt.need == pytest.approx(attempt.predicted_need, rel=0.03)
 
 
-# microseconds on an H200 (JAX 0.11.2), of kernels in steps of GPT-2 and ViT-L
-MASKS = {(8, 16, 1024, 1024): (898, True), (64, 197, 1024): (60.6, False)}
-
-
-@pytest.mark.parametrize("shape", MASKS)
-def test_masks_take_what_the_card_took(shape):
-    taken, packed = MASKS[shape]
-
-    def drawn(key):
-        mask = jax.random.bernoulli(key, 0.9, shape)
-        return pack_p.bind(mask, axis=len(shape) - 2) if packed else mask
-
+def test_a_mask_takes_what_the_card_took():
+    """60.6 microseconds on an H200 (JAX 0.11.2), in a step of ViT-L."""
+    drawn = lambda key: jax.random.bernoulli(key, 0.9, (64, 197, 1024))
     found = capture(jax.jit(drawn).trace(SHAPES[1]).jaxpr, platform="gpu").program
     seconds = sum(map(CARDS["h200"].machine.seconds, found.steps))
-    assert 1e6 * seconds == pytest.approx(taken, rel=0.15)
+    assert 1e6 * seconds == pytest.approx(60.6, rel=0.15)

@@ -108,10 +108,14 @@ class _Finder:
         self.gradients = {i: m for i, m in small.items() if is_gradient(m)}
         self.virtual: set[Var] = set()
         self.claimed: set[Var] = set()  # by the kernels that were found, of what is behind them
+        self.returned: set[Var] = set()  # by these kernels: another one reads it
 
     def found(self) -> Iterable[Carrying]:
-        pairs = {i: self._gradient_of(i) for i in self.products}
-        paired = {pair[0] for pair in pairs.values() if pair is not None}
+        pairs: dict[int, tuple[int, Matched] | None] = {}
+        paired: set[int] = set()
+        for i in self.products:  # one makes a gradient, though two may read what it reads
+            pairs[i] = pair = self._gradient_of(i, paired)
+            paired |= set() if pair is None else {pair[0]}
         operands = {self.eqns[i].invars[0] for i in self.products}
         self.virtual = {x for x in operands if self._is_virtual(x, paired)}
         carried: set[Var] = set()
@@ -120,15 +124,17 @@ class _Finder:
             if made is not None:
                 carried.add(self.eqns[i].invars[0])
                 self.exists.update(made.results)  # and what is before them does not
+                self.returned |= {*made.results, *(made.before.made if made.stores else ())}
                 inner = {v for j in made.behind.equations for v in self.eqns[j].outvars}
                 self.claimed |= inner & self._after({made.raw})
                 yield made
 
-    def _gradient_of(self, i: int) -> tuple[int, Matched] | None:
-        """The gradient to the weight that reads the operand of product `i` as the gradient to y."""
+    def _gradient_of(self, i: int, paired: set[int]) -> tuple[int, Matched] | None:
+        """The gradient to the weight that reads the operand of product `i` as the gradient to y, if
+        it is not in `paired`."""
         dy, result = self.eqns[i].invars[0], self.eqns[i].outvars[0]
         for j in self.readers.get(dy, ()):
-            if j in self.gradients and self.eqns[j].invars[1] is dy:
+            if j in self.gradients and j not in paired and self.eqns[j].invars[1] is dy:
                 if self.eqns[j].invars[0].aval.shape == result.aval.shape:
                     return j, self.gradients[j]
         return None
@@ -158,7 +164,7 @@ class _Finder:
         x, raw = eqn.invars[0], eqn.outvars[0]
         after = self._after({raw})
         before = None
-        if self._is_elementwise(x) and x not in carried | self.outputs:
+        if self._is_elementwise(x) and x not in carried | self.outputs | self.returned:
             before = self._tile([x], x.aval.shape, {}, set())
         if before is None:
             before = Tile((), (x,), (), (x,))
@@ -199,7 +205,9 @@ class _Finder:
             out = self.eqns[r].outvars[0]
             if self.eqns[r].primitive.name not in ELEMENTWISE or out.aval.shape != v.aval.shape:
                 break
-            if out.aval.dtype.itemsize != v.aval.dtype.itemsize or out in self.claimed:
+            if out.aval.dtype.itemsize != v.aval.dtype.itemsize:
+                break
+            if out in self.claimed | self.returned | self.virtual:
                 break
             if self._tile([out], raw.aval.shape, {raw: None}, after) is None:
                 break

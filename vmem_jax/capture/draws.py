@@ -8,8 +8,7 @@ though: what such a kernel makes exists, where a cheap value would be computed a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 from vmem_jax.capture.bits import pack_p
@@ -20,23 +19,11 @@ from vmem_jax.jax_compat import JaxprEqn, Var
 
 _SMALL_NBYTES = 4096
 
-_PACKED = 120
-"""Operations more that a word takes whose bit is packed: one thread draws the eight words of a byte.
-Masks of GPT-2's attention weights take 6.7 ps a word on an H200, and unpacked ones of a ViT 4.7."""
-
 
 def draws_words(eqn: JaxprEqn) -> bool:
     """Whether `eqn` draws random words, each by itself."""
     name = eqn.primitive.name
     return name == "threefry2x32" or (name == "random_bits" and can_slice(eqn))
-
-
-def packing(eqns: Sequence[JaxprEqn]) -> int:
-    """Operations that a kernel of `eqns` takes to pack what it draws, beside those of each."""
-    if not any(map(draws_words, eqns)):
-        return 0
-    packed = (eqn.invars[0].aval.shape for eqn in eqns if eqn.primitive is pack_p)
-    return _PACKED * sum(map(math.prod, packed))
 
 
 def draws(values: Values, outputs: AbstractSet[Var]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from vmem_jax.capture import columns
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
-from vmem_jax.capture.draws import draws_words, packing
+from vmem_jax.capture.draws import draws_words
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.primitives import (
@@ -163,7 +163,7 @@ class StepMaker:
             # XLA adds it in a kernel of its own, which is timed with this one
             apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
         fetched, returned = _over_the_link(root, body)
-        computed = packing(own) + sum(flops(eqn) // shards.work(eqn) for eqn in own)
+        computed = sum(flops(eqn) // shards.work(eqn) for eqn in own)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         summed = columns.operations(own, elements) if self.is_gpu else 0
         turned = [v for v in kernel.writes if v in self.transposed]
