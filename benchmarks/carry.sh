@@ -1,6 +1,6 @@
 #!/bin/sh
-# 1×1 convolutions that carry what stands around them, on one NVIDIA GPU: kernels of ResNet-50's shapes,
-# then its steps with and without the technique.
+# Convolutions that carry what stands around them, on one NVIDIA GPU: kernels of ResNet-50's 1×1 shapes,
+# then its steps with and without the technique. In float16 cuDNN's convolutions are timed first.
 #   sh benchmarks/carry.sh kernels.jsonl steps.jsonl [bfloat16 float16]
 set -e
 cd "$(dirname "$0")/.."
@@ -10,6 +10,9 @@ PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 for dtype in ${*:-bfloat16 float16}; do
   python3 benchmarks/products.py --dtype="$dtype" --out="$kernels"
+  conv=0
+  [ "$dtype" = float16 ] && conv=150
   python3 benchmarks/run.py --model=resnet50 --batch=256 --dtype="$dtype" --budgets=1.0,0.5,0.33 \
-    --policies=auto:order+recompute,auto:order+recompute+carry --nocheckpoint --rounds=5 --out="$steps"
+    --policies=auto:order+recompute,auto:order+recompute+carry --conv=$conv --nocheckpoint --rounds=5 \
+    --out="$steps"
 done

@@ -134,7 +134,9 @@ class Steps:
         if FLAGS.profile:
             measured_costs(capture(jaxpr), jax.devices()[0], seconds=FLAGS.profile)
         if FLAGS.conv:
-            found = profile_on(jax.devices()[0], kernels_of(jaxpr), deadline=FLAGS.conv)
+            carrying = any("carry" in way for way in (*FLAGS.policies, *FLAGS.ways))
+            kernels = kernels_of(jaxpr, carrying)
+            found = profile_on(jax.devices()[0], kernels, deadline=FLAGS.conv)
             logging.info(
                 "%d algorithms timed in %.1f s, %d known, %d hopeless, %d convolutions not all timed",
                 *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),

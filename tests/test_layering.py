@@ -64,6 +64,7 @@ SAME_IDEA = {
     "logits.py",
     "loops.py",
     "machine.py",
+    "normalising.py",
     "order.py",
     "params.py",  # the constants of the room
     "plan.py",

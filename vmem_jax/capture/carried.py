@@ -13,41 +13,18 @@ a sum over all rows. A value that only such kernels read, and masks, does not ex
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import jax
-import numpy as np
-
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.convolutions import Matched, match
-from vmem_jax.capture.fuse import fuse
+from vmem_jax.capture.convolutions import Matched
 from vmem_jax.capture.primitives import ELEMENTWISE
 from vmem_jax.capture.ties import COMPARISONS
+from vmem_jax.capture.tiles import MOST_EQUATIONS, Tile, Tiles
 from vmem_jax.core.convolution import Pass
-from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 DTYPES = ("bfloat16", "float16")
-
-_MOST_EQUATIONS = 100
-"""Behind a product, between it and its sums: a batch norm's backward pass has some ten."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Elementwise equations on tiles of rows.
-
-    Attributes:
-      equations: of the flat jaxpr, indices in order.
-      rows: the values of rows × channels that they read; `vectors` those of one value a channel.
-      made: what is wanted of them.
-    """
-
-    equations: tuple[int, ...]
-    rows: tuple[Var, ...]
-    vectors: tuple[Var, ...]
-    made: tuple[Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,24 +66,13 @@ def find_carrying(flat: ClosedJaxpr) -> tuple[Carrying, ...]:
     return tuple(_Finder(flat).found())
 
 
-class _Finder:
+class _Finder(Tiles):
     def __init__(self, flat: ClosedJaxpr) -> None:
-        opened = compat.open_jaxpr(flat)
-        self.eqns: Sequence[JaxprEqn] = opened.eqns
-        self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for a in {a for a in eqn.invars if isinstance(a, Var)}:
-                self.readers.setdefault(a, []).append(i)
-        self.exists = {v for kernel in fuse(flat) for v in (*kernel.reads, *kernel.writes)}
-        by = {v: eqn for eqn in self.eqns for v in eqn.outvars}
-        matches = {i: match(eqn, by) for i, eqn in enumerate(self.eqns)}
-        small = {i: m for i, m in matches.items() if m is not None and _is_product(m)}
+        super().__init__(flat)
+        small = {i: m for i, m in self.matches.items() if _is_product(m)}
         is_gradient = lambda m: m.convolution.which == Pass.BACKWARD_FILTER
         self.products = {i: m for i, m in small.items() if not is_gradient(m)}
         self.gradients = {i: m for i, m in small.items() if is_gradient(m)}
-        self.virtual: set[Var] = set()
         self.claimed: set[Var] = set()  # by the kernels that were found, of what is behind them
         self.returned: set[Var] = set()  # by these kernels: another one reads it
 
@@ -126,7 +92,7 @@ class _Finder:
                 self.exists.update(made.results)  # and what is before them does not
                 self.returned |= {*made.results, *(made.before.made if made.stores else ())}
                 inner = {v for j in made.behind.equations for v in self.eqns[j].outvars}
-                self.claimed |= inner & self._after({made.raw})
+                self.claimed |= inner & self.after({made.raw})
                 yield made
 
     def _gradient_of(self, i: int, paired: set[int]) -> tuple[int, Matched] | None:
@@ -142,7 +108,7 @@ class _Finder:
     def _is_virtual(self, x: Atom, paired: set[int]) -> bool:
         """Whether `x` is made element by element and read by products, masks and gradients to the
         weight alone, which make it again in their tiles."""
-        if x in self.outputs or not self._is_elementwise(x):
+        if x in self.outputs or not self.is_elementwise(x):
             return False
         eqns = self.eqns
         for r in self.readers[x]:
@@ -153,19 +119,15 @@ class _Finder:
                 return False
         return not _is_backward(eqns[self.maker[x]])  # gradients are stored: their sums are far
 
-    def _is_elementwise(self, v: Atom) -> bool:
-        i = self.maker.get(v) if isinstance(v, Var) else None
-        return i is not None and self.eqns[i].primitive.name in ELEMENTWISE
-
     def _carrying(
         self, i: int, matched: Matched, gradient: tuple[int, Matched] | None, carried: set[Var]
     ) -> Carrying | None:
         eqn = self.eqns[i]
         x, raw = eqn.invars[0], eqn.outvars[0]
-        after = self._after({raw})
+        after = self.after({raw})
         before = None
-        if self._is_elementwise(x) and x not in carried | self.outputs | self.returned:
-            before = self._tile([x], x.aval.shape, {}, set())
+        if self.is_elementwise(x) and x not in carried | self.outputs | self.returned:
+            before = self.tile([x], x.aval.shape, {}, set())
         if before is None:
             before = Tile((), (x,), (), (x,))
         inside = {i} if gradient is None else {i, gradient[0]}
@@ -178,7 +140,7 @@ class _Finder:
         sums = self._sums(raw, after)
         results.append(result)
         wanted += [*results, *(self.eqns[s].invars[0] for s in sums)]
-        behind = self._tile(wanted, raw.aval.shape, {raw: None}, after)
+        behind = self.tile(wanted, raw.aval.shape, {raw: None}, after)
         if behind is None:
             return None
         if not (before.equations or sums or gradient):
@@ -187,15 +149,6 @@ class _Finder:
             i, matched, gradient, before, stores, behind, raw, tuple(results), tuple(sums)
         )
         return made if self._is_free(made) else None
-
-    def _after(self, values: set[Var]) -> set[Var]:
-        """`values`, and all that is made of them."""
-        found = set(values)
-        first = min(self.maker[v] for v in values)
-        for eqn in self.eqns[first:]:
-            if any(isinstance(a, Var) and a in found for a in eqn.invars):
-                found.update(eqn.outvars)
-        return found
 
     def _stored(self, raw: Any, after: set[Var]) -> Any:
         """The last value behind product `raw` that is alone made of it, and no wider."""
@@ -209,7 +162,7 @@ class _Finder:
                 break
             if out in self.claimed | self.returned | self.virtual:
                 break
-            if self._tile([out], raw.aval.shape, {raw: None}, after) is None:
+            if self.tile([out], raw.aval.shape, {raw: None}, after) is None:
                 break
             v = out
         return v
@@ -218,7 +171,7 @@ class _Finder:
         """The sums over all rows that are made of `raw` and of what was there before."""
         found: list[int] = []
         seen, stack = {raw}, [raw]
-        while stack and len(seen) < _MOST_EQUATIONS:
+        while stack and len(seen) < MOST_EQUATIONS:
             for r in self.readers.get(stack.pop(), ()):
                 eqn = self.eqns[r]
                 if eqn.primitive.name == "reduce_sum":
@@ -227,7 +180,7 @@ class _Finder:
                     same = operand.aval.shape == raw.aval.shape
                     exact = operand.aval.dtype.name == "float32"
                     if same and exact and tuple(sorted(eqn.params["axes"])) == axes:
-                        if self._tile([operand], raw.aval.shape, {raw: None}, after) is not None:
+                        if self.tile([operand], raw.aval.shape, {raw: None}, after) is not None:
                             found.append(r)
                 elif eqn.primitive.name in ELEMENTWISE:
                     out = eqn.outvars[0]
@@ -235,50 +188,6 @@ class _Finder:
                         seen.add(out)
                         stack.append(out)
         return sorted(set(found))
-
-    def _tile(
-        self, wanted: Sequence[Any], shape: tuple[int, ...], given: dict[Any, None], after: set[Var]
-    ) -> Tile | None:
-        """The elementwise equations from values that exist, and `given`, to `wanted`; None where
-        there is none, or one of those values is in `after`."""
-        equations: set[int] = set()
-        rows: dict[Var, None] = {}
-        vectors: dict[Var, None] = {}
-        seen: set[Var] = set()
-
-        def visit(a: Any, root: bool) -> bool:
-            if isinstance(a, Literal):
-                return np.ndim(a.val) == 0
-            if a in seen or a in given:
-                return True
-            seen.add(a)
-            if _is_vector(a, shape):
-                vectors[a] = None
-                return a not in after
-            if a.aval.shape != shape:
-                return False
-            i = self.maker.get(a, -1)
-            eqn = None if i < 0 else self.eqns[i]
-            if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
-                [operand, *dynamic] = eqn.invars
-                spread = eqn.params["broadcast_dimensions"]
-                fits = isinstance(operand, Literal) or (
-                    spread[-1:] == (len(shape) - 1,) and _is_vector(operand, shape)
-                )
-                equations.add(i)
-                return not dynamic and fits and visit(operand, False)
-            expands = eqn is not None and eqn.primitive.name in ELEMENTWISE
-            stops = a in self.exists and a not in self.virtual and a not in after and not root
-            if eqn is not None and expands and not stops:
-                equations.add(i)
-                return len(equations) < _MOST_EQUATIONS and all(visit(b, False) for b in eqn.invars)
-            rows[a] = None
-            return a not in after
-
-        roots = {v for v in wanted if v in after or not given or v in self.virtual}
-        if not all(visit(v, v in roots) for v in wanted):
-            return None
-        return Tile(tuple(sorted(equations)), tuple(rows), tuple(vectors), tuple(wanted))
 
     def _is_free(self, made: Carrying) -> bool:
         """Whether all that its kernel reads can be there before all that it returns is read."""
@@ -289,17 +198,10 @@ class _Finder:
             returned.add(made.before.made[0])
         inner = {v for i in made.behind.equations for v in self.eqns[i].outvars}
         inner |= {v for i in made.before.equations for v in self.eqns[i].outvars}
-        after = self._after(returned)
+        after = self.after(returned)
         read = {*made.before.rows, *made.before.vectors, *made.behind.rows, *made.behind.vectors}
         weight = self.eqns[made.product].invars[1]
         return not (after - inner) & {*read, weight} and read.isdisjoint(after)
-
-
-def _is_vector(a: Atom, shape: tuple[int, ...]) -> bool:
-    """Whether `a` has one value for each channel of arrays of `shape`."""
-    own = a.aval.shape
-    floats = jax.numpy.issubdtype(a.aval.dtype, jax.numpy.floating)
-    return floats and own[-1:] == shape[-1:] and math.prod(own) == shape[-1]
 
 
 def _is_product(matched: Matched) -> bool:

@@ -29,12 +29,14 @@ from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.program import BEGIN, END, Phase, Program, Step
+from vmem_jax.core.slowdown import slowdown
 from vmem_jax.jax_compat import Var
 
 _ON_CPU = frozenset(("conv_general_dilated",))
 _ON_GPU = _ON_CPU | {
     "carried_product",
     "dot_general",
+    "normalising_convolution",
     BACKWARD,
     FORWARD,
 }
@@ -177,7 +179,7 @@ class StepMaker:
             flops=max(computed, summed),
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
-            efficiency=efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0),
+            efficiency=self._efficiency(kernel),
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
             workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
@@ -205,6 +207,12 @@ class StepMaker:
         if self.is_body or not _is_batched(root) or aligned(root):
             return False
         return any(v in self.transposed for v in (*kernel.reads, *kernel.writes))
+
+    def _efficiency(self, kernel: Kernel) -> float:
+        root = self.eqns[kernel.root]
+        if root.primitive.name == "normalising_convolution" and self.is_gpu:
+            return 1 / slowdown(root.params["convolution"])
+        return efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0)
 
 
 def _itemsize(aval: Any) -> int:

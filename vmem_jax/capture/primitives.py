@@ -135,6 +135,7 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "conv_general_dilated": _conv_flops,
     "micro_convolution": lambda eqn: eqn.params["convolution"].flops,
     "carried_product": lambda eqn: eqn.params["carried"].flops,
+    "normalising_convolution": lambda eqn: eqn.params["convolution"].flops,
     "dot_general": _dot_flops,
     "reduce_window_max": _window_flops,
     "reduce_window_sum": _window_flops,
@@ -284,7 +285,7 @@ def workspace(eqn: JaxprEqn) -> int:
     Scan stacks its residuals in outputs, which are counted as buffers; what remains is one
     iteration's own values.
     """
-    if eqn.primitive.name == "micro_convolution":
+    if eqn.primitive.name in ("micro_convolution", "normalising_convolution"):
         return eqn.params["configuration"].workspace
     if eqn.primitive.name == "carried_product":
         return eqn.params["carried"].workspace

@@ -7,16 +7,23 @@ from typing import Any
 
 from vmem_jax.capture import capture
 from vmem_jax.capture.convolutions import match
+from vmem_jax.capture.normalising import find_normalising
 from vmem_jax.capture.primitives import inner_jaxprs
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.jax_compat import open_jaxpr
 
 
-def kernels_of(jaxpr: Any) -> list[Convolution]:
-    """The kernels to time for a step: every convolution alone, and with its epilogue."""
-    steps = capture(jaxpr).program.steps
-    fused = [step.convolution for step in steps if step.convolution is not None]
+def kernels_of(jaxpr: Any, carrying: bool = False) -> list[Convolution]:
+    """The kernels to time for a step: every convolution alone, and with its epilogue.
+
+    Args:
+      carrying: also those that normalise their operand, and sum their result.
+    """
+    captured = capture(jaxpr)
+    fused = [s.convolution for s in captured.program.steps if s.convolution is not None]
     every = [*convolutions_of(jaxpr), *(v for c in fused for v in c.variants)]
+    if carrying:
+        every += [each.matched.convolution for each in find_normalising(captured.separate)]
     return list(dict.fromkeys(every))
 
 

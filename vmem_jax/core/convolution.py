@@ -131,6 +131,11 @@ class Convolution:
         return math.prod(self.x_shape) * self._itemsize
 
     @property
+    def y_nbytes(self) -> int:
+        """Bytes of y."""
+        return math.prod(self.y_shape) * self._itemsize
+
+    @property
     def padded_nbytes(self) -> int:
         """Bytes of the copy of x, or of its gradient, that XLA makes around its own call; 0 for none.
 

@@ -29,6 +29,13 @@ _UNALIGNED_PASS = 1.35
 """How much longer passes over unaligned rows take. In a ViT of 197 tokens and in the loss of GPT-2's
 50,257 words they run at 2.4 to 3.5 TB/s on an H200, where others reach 3.9 to 4.3 (bf16)."""
 
+_CONVOLUTIONS = (
+    "conv_general_dilated",
+    "micro_convolution",
+    "carried_product",
+    "normalising_convolution",
+)
+
 LEAST_BUSY = 1.0
 """The least time of a part of a batch, without launches, in units of `Machine.launch`: of a sub-batch
 all its kernels together, of a convolution's micro-batch its one kernel. A smaller part takes longer
@@ -87,9 +94,11 @@ class Machine:
         rate = self.flops.get(step.dtype, self.flops[""]) * step.efficiency
         if step.convolution is not None:
             rate = self._convolution_rate(step.convolution)
-        elif step.op in ("conv_general_dilated", "micro_convolution", "carried_product"):
+        elif step.op in _CONVOLUTIONS:
             rate = self.convolutions.get(step.dtype, rate)
         moving = step.nbytes / self.bandwidth
+        if step.op == "normalising_convolution":  # they are longer whatever bounds them
+            rate, moving = rate * step.efficiency, moving / step.efficiency
         if not step.aligned and step.fusible:
             moving *= _UNALIGNED_PASS
         elif not step.aligned and step.op == "dot_general":

@@ -1,20 +1,28 @@
-"""carry: kernels of 1×1 convolutions compute what stands around them.
+"""carry: kernels of convolutions compute what stands around them.
 
-A normalisation, a ReLU and a residual sum before a convolution, the statistics of the next batch
-norm behind it, and in the backward pass both gradients and the sums of the batch norm before are
-computed in the tiles of one kernel. A normalised value that only such kernels read is not written,
-and not kept. The values are the same but for the order of sums.
+In float16 cuDNN's convolutions normalise their operand and add up their result, with scale and bias
+in float16. Where these are not faster, and in bfloat16, kernels of 1×1 convolutions compute in their
+tiles a normalisation, a ReLU and a residual sum before a convolution, the statistics of the next
+batch norm behind it, and in the backward pass both gradients and the sums of the batch norm before.
+Their values are the same but for the order of sums. A normalised value that only such kernels read is
+not written, and not kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.carried import Carrying, find_carrying
+from vmem_jax.capture.normalising import Normalising, find_normalising
+from vmem_jax.conv.carrying import Way, by_xla, ways
+from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.machine import Machine
 from vmem_jax.rewrite.carried import describe, with_carried
+from vmem_jax.rewrite.normalising import with_normalising
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
 
@@ -32,8 +40,12 @@ class Carry(AbstractTechnique):
             return "policy `keep` leaves the step as it is"
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
-        if not _found(step):
-            return "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work"
+        found = _found(step)
+        if not found.products and not found.normalising:
+            return (
+                "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, "
+                "and no other in float16 beside a batch norm"
+            )
         if not _chosen(step):
             return "no kernel for convolutions of these widths is known to be faster"
         return ""
@@ -47,27 +59,89 @@ def carry_contexts(step: StepContext) -> list[StepContext]:
 
 
 def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
-    """`step` with the chosen of the convolutions that can, as a plan says; itself where there are
-    fewer."""
+    """`step` with the chosen of the convolutions that can, as a plan says; itself where these cannot
+    here."""
     found = _found(step)
-    if not chosen or max(chosen) >= len(found):
+    captured, first = step.traced.captured, len(found.products)
+    if not chosen or max(chosen) >= first + len(found.normalising):
         return step
-    captured = step.traced.captured
-    carrying = captured.rewritten(with_carried(captured.separate, [found[i] for i in chosen]))
+    if max(chosen) < first:
+        flat = with_carried(captured.separate, [found.products[i] for i in chosen])
+    else:
+        every = [found.normalising[i - first] for i in chosen if i >= first]
+        ways = _ways(step)
+        if len(every) < len(chosen) or any(each.matched.convolution not in ways for each in every):
+            return step
+        flat = with_normalising(
+            captured.separate,
+            {each: ways[each.matched.convolution].configuration for each in every},
+        )
+    carrying = captured.rewritten(flat)
     program = dataclasses.replace(carrying.program, carried=tuple(chosen))
     carrying = dataclasses.replace(carrying, program=program)
     return step.of(dataclasses.replace(step.traced, captured=carrying, plain=carrying.flat))
 
 
-def _found(step: StepContext) -> tuple[Carrying, ...]:
-    return step.cached("carrying", lambda: find_carrying(step.traced.captured.separate))
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What a step has, in the order of the indices in a plan: `products`, then `normalising`."""
+
+    products: tuple[Carrying, ...]
+    normalising: tuple[Normalising, ...]
+
+
+def _found(step: StepContext) -> _Found:
+    flat = step.traced.captured.separate
+    return step.cached("carrying", lambda: _Found(find_carrying(flat), find_normalising(flat)))
 
 
 def _chosen(step: StepContext) -> tuple[int, ...]:
-    """The convolutions whose kernels are worth it: on a GPU those of widths for which a kernel is
-    known, elsewhere all, by XLA's passes."""
-    found = _found(step)
-    if step.platform != "gpu":
-        return tuple(range(len(found)))
+    """The convolutions that are worth it: those that cuDNN normalises for in less time than passes
+    take, or else those whose products have a kernel that is known to be faster. Where there is no
+    GPU all, by XLA's passes."""
+    found, on_gpu = _found(step), step.platform == "gpu"
+    if chosen := _worth(found.normalising, _ways(step), step.machine, on_gpu):
+        return tuple(len(found.products) + i for i in chosen)
     eqns = compat.open_jaxpr(step.traced.captured.separate).eqns
-    return tuple(i for i, each in enumerate(found) if describe(each, eqns).tiling is not None)
+    fits = lambda each: not on_gpu or describe(each, eqns).tiling is not None
+    return tuple(i for i, each in enumerate(found.products) if fits(each))
+
+
+def _ways(step: StepContext) -> Mapping[Convolution, Way]:
+    """How each convolution runs that can normalise; those without an engine are left out."""
+    wanted = [each.matched.convolution for each in _found(step).normalising]
+    if step.platform != "gpu":
+        return {c: by_xla(c) for c in wanted}
+    where = step.target or step.devices[0]
+    return step.cached("ways", lambda: ways(wanted, where, step.machine, step.settings.profile))
+
+
+def _worth(
+    found: Sequence[Normalising],
+    known: Mapping[Convolution, Way],
+    machine: Machine,
+    on_gpu: bool,
+) -> list[int]:
+    """Indices of `found`: all of one operand that then need not exist, where they take less time than
+    the passes that they replace, one over their results and two over the operand; and likewise of
+    the others those with sums alone."""
+
+    def gain(every: Sequence[int]) -> float:
+        each = [found[i].matched.convolution for i in every]
+        if any(c not in known for c in each):
+            return -math.inf
+        passed = 2.0 * each[0].x_nbytes if each[0].prologue else 0.0
+        passed += sum(each[n].y_nbytes for n, i in enumerate(every) if found[i].sums)
+        return passed / machine.bandwidth - sum(known[c].more for c in each)
+
+    groups: dict[Any, list[int]] = {}
+    for i, one in enumerate(found):
+        groups.setdefault(i if one.prologue is None else one.prologue.operand, []).append(i)
+    chosen: list[int] = []
+    taken: set[int] = set()  # equations; those with a prologue are found first
+    for every in groups.values():
+        free = taken.isdisjoint(found[i].equation for i in every)
+        if free and (gain(every) > 0 or not on_gpu):
+            chosen += every
+            taken.update(found[i].equation for i in every)
+    return sorted(chosen)

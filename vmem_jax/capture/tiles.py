@@ -1,0 +1,131 @@
+"""tiles: what is computed element by element around convolutions, of values that exist.
+
+Nothing here knows what a batch norm is: a tile is made of values of rows × channels and of one value
+for each channel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.convolutions import match
+from vmem_jax.capture.fuse import fuse
+from vmem_jax.capture.primitives import ELEMENTWISE
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+MOST_EQUATIONS = 100
+"""Behind a convolution, between it and its sums: a batch norm's backward pass has some ten."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Elementwise equations on tiles of rows.
+
+    Attributes:
+      equations: of the flat jaxpr, indices in order.
+      rows: the values of rows × channels that they read; `vectors` those of one value a channel.
+      made: what is wanted of them.
+    """
+
+    equations: tuple[int, ...]
+    rows: tuple[Var, ...]
+    vectors: tuple[Var, ...]
+    made: tuple[Var, ...]
+
+
+class Tiles:
+    """The equations of a flat jaxpr, and the tiles in it.
+
+    Attributes:
+      eqns: the equations; indices are into it.
+      outputs: what the jaxpr returns.
+      maker: the equation of each value; `readers` those that read it.
+      matches: the equations that are convolutions of a library.
+      exists: the values that kernels write. `virtual` are those that no longer are.
+    """
+
+    def __init__(self, flat: ClosedJaxpr) -> None:
+        opened = compat.open_jaxpr(flat)
+        self.eqns: Sequence[JaxprEqn] = opened.eqns
+        self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
+        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for a in {a for a in eqn.invars if isinstance(a, Var)}:
+                self.readers.setdefault(a, []).append(i)
+        self.exists = {v for kernel in fuse(flat) for v in (*kernel.reads, *kernel.writes)}
+        by = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        found = {i: match(eqn, by) for i, eqn in enumerate(self.eqns)}
+        self.matches = {i: m for i, m in found.items() if m is not None}
+        self.virtual: set[Var] = set()
+
+    def is_elementwise(self, v: Atom) -> bool:
+        i = self.maker.get(v) if isinstance(v, Var) else None
+        return i is not None and self.eqns[i].primitive.name in ELEMENTWISE
+
+    def after(self, values: set[Var]) -> set[Var]:
+        """`values`, and all that is made of them."""
+        found = set(values)
+        first = min(self.maker[v] for v in values)
+        for eqn in self.eqns[first:]:
+            if any(isinstance(a, Var) and a in found for a in eqn.invars):
+                found.update(eqn.outvars)
+        return found
+
+    def tile(
+        self, wanted: Sequence[Any], shape: tuple[int, ...], given: dict[Any, None], after: set[Var]
+    ) -> Tile | None:
+        """The elementwise equations from values that exist, and `given`, to `wanted`; None where
+        there is none, or one of those values is in `after`."""
+        equations: set[int] = set()
+        rows: dict[Var, None] = {}
+        vectors: dict[Var, None] = {}
+        seen: set[Var] = set()
+
+        def visit(a: Any, root: bool) -> bool:
+            if isinstance(a, Literal):
+                return np.ndim(a.val) == 0
+            if a in seen or a in given:
+                return True
+            seen.add(a)
+            if is_vector(a, shape):
+                vectors[a] = None
+                return a not in after
+            if a.aval.shape != shape:
+                return False
+            i = self.maker.get(a, -1)
+            eqn = None if i < 0 else self.eqns[i]
+            if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+                [operand, *dynamic] = eqn.invars
+                spread = eqn.params["broadcast_dimensions"]
+                fits = isinstance(operand, Literal) or (
+                    spread[-1:] == (len(shape) - 1,) and is_vector(operand, shape)
+                )
+                equations.add(i)
+                return not dynamic and fits and visit(operand, False)
+            expands = eqn is not None and eqn.primitive.name in ELEMENTWISE
+            stops = a in self.exists and a not in self.virtual and a not in after and not root
+            if eqn is not None and expands and not stops:
+                equations.add(i)
+                return len(equations) < MOST_EQUATIONS and all(visit(b, False) for b in eqn.invars)
+            rows[a] = None
+            return a not in after
+
+        roots = {v for v in wanted if v in after or not given or v in self.virtual}
+        if not all(visit(v, v in roots) for v in wanted):
+            return None
+        return Tile(tuple(sorted(equations)), tuple(rows), tuple(vectors), tuple(wanted))
+
+
+def is_vector(a: Atom, shape: tuple[int, ...]) -> bool:
+    """Whether `a` has one value for each channel of arrays of `shape`."""
+    own = a.aval.shape
+    floats = jax.numpy.issubdtype(a.aval.dtype, jax.numpy.floating)
+    return floats and own[-1:] == shape[-1:] and math.prod(own) == shape[-1]
