@@ -19,6 +19,7 @@ from vmem_jax.capture.normalising import find_normalising
 from vmem_jax.conv import carrying
 from vmem_jax.conv.call import TARGET
 from vmem_jax.conv.carrying import Way, by_xla, ways
+from vmem_jax.conv.layers import kernels_of
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import Epilogue, Micro, Pass
 from vmem_jax.core.plan import Plan
@@ -183,6 +184,15 @@ def test_a_plan_carries_where_allow_names_it(tmp_path):
     exact = jax.tree.leaves(jax.jit(raw(networks.bottleneck, dtype="float32")[0])(*args))
     for a, value in zip(jax.tree.leaves(again(*args)), exact, strict=True):
         np.testing.assert_allclose(a, value, atol=0.01)
+
+
+def test_their_kernels_are_timed_where_that_is_asked_for():
+    step, args = raw(networks.bottleneck)
+    jaxpr = jax.jit(step).trace(*args).jaxpr
+    alone, every = kernels_of(jaxpr), kernels_of(jaxpr, carrying=True)
+    assert every[: len(alone)] == alone
+    found = find_normalising(capture(jaxpr).separate)
+    assert set(every) - set(alone) == {each.matched.convolution for each in found}
 
 
 def test_what_takes_longer_than_the_passes_it_replaces_is_left_alone():

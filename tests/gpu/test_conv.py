@@ -169,7 +169,7 @@ def test_every_plan(name, which, device):
 
 
 @pytest.mark.parametrize("kind", ["float32", "strict", "bfloat16", "float16"])
-@pytest.mark.parametrize("epilogue", [e for e in Epilogue if e])
+@pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.BIAS_RELU])
 @pytest.mark.parametrize("name", ["3x3", "stem", "groups"])
 def test_with_an_epilogue(name, epilogue, kind, device):
     """Every plan of one size, and micro-batches of several, also with one that leaves it out."""
