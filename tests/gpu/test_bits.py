@@ -1,0 +1,26 @@
+"""Masks that wait eight in a byte, on a GPU: the values of plain, in less than bytes need."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import test_packed_masks as masks
+
+import vmem_jax
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = 64, 512, 512
+
+
+@pytest.mark.parametrize(("drop", "scanned"), [(masks.leaky, False), (masks.dropped, True)])
+def test_a_step_has_the_values_of_plain_where_bytes_do_not_fit(drop, scanned):
+    step, args, allow = (
+        masks.step_of(drop, scanned),
+        masks.arguments(*SHAPE),
+        ("order", "recompute"),
+    )
+    budget = vmem_jax.lowest(step, *args, allow=allow).nbytes - 1
+    packed = vmem_jax.jit(step, budget=budget, allow=(*allow, "bits"))
+    masks.assert_equal(packed(*args), jax.jit(step)(*args))
+    assert packed.plan(*args).bits
