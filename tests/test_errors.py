@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from vmem_jax.errors import parse_budget, show_nbytes
         ("1_000B", 1000),
         ("1e3MB", 10**9),
         (2048.0, 2048),
+        (np.int64(2048), 2048),
         ("device", "device"),
         (" Device ", "device"),
         (0.5, 0.5),
