@@ -13,6 +13,6 @@ for dtype in ${*:-bfloat16 float16}; do
   conv=0
   [ "$dtype" = float16 ] && conv=150
   python3 benchmarks/run.py --model=resnet50 --batch=256 --dtype="$dtype" --budgets=1.0,0.5,0.33 \
-    --policies=auto:order+recompute,auto:order+recompute+carry --conv=$conv --nocheckpoint --rounds=5 \
-    --out="$steps"
+    --policies=auto:order+recompute,auto:order+recompute+carry --conv=$conv --conv_sizes=undivided \
+    --nocheckpoint --rounds=5 --out="$steps"
 done

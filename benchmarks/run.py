@@ -33,6 +33,7 @@ from vmem_jax.conv.timings import profile_on
 from vmem_jax.core.cards import TARGETS
 from vmem_jax.errors import show_nbytes
 from vmem_jax.models import Job, job
+from vmem_jax.policy.workspace_reuse import BatchSizes
 from vmem_jax.profile.measured import measured_costs
 
 FLAGS = flags.FLAGS
@@ -66,6 +67,12 @@ flags.DEFINE_bool(
 flags.DEFINE_float("profile", 0.0, "Seconds to time the model's steps in first; 0: as is known.")
 flags.DEFINE_float(
     "conv", 0.0, "Seconds to time cuDNN's plans for the model's convolutions in first."
+)
+flags.DEFINE_enum(
+    "conv_sizes",
+    "powerOfTwo",
+    [*BatchSizes],
+    'Of their micro-batches; "undivided": none.',
 )
 flags.DEFINE_float(
     "density", None, "For auto:offload+compress: of what ReLUs leave; else zeros are counted."
@@ -136,7 +143,8 @@ class Steps:
         if FLAGS.conv:
             carrying = any("carry" in way for way in (*FLAGS.policies, *FLAGS.ways))
             kernels = kernels_of(jaxpr, carrying)
-            found = profile_on(jax.devices()[0], kernels, deadline=FLAGS.conv)
+            sizes = BatchSizes(FLAGS.conv_sizes)
+            found = profile_on(jax.devices()[0], kernels, sizes, FLAGS.conv)
             logging.info(
                 "%d algorithms timed in %.1f s, %d known, %d hopeless, %d convolutions not all timed",
                 *(found.timed, found.seconds, found.reused, found.hopeless, len(found.untimed)),
