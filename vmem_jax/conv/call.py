@@ -53,12 +53,12 @@ def all_by_cudnn(
 ) -> list[jax.Array]:
     """The result of the call, and both of its sums, if its epilogue is those.
 
-    Args:
-      vectors: scale and bias of the prologue, (C,) each, if there is one; then a bias (K,), likewise.
-
     The workspace is a result of the call, so that the compiler counts it. Gradients to w in 16 bits
     come one for each micro-batch and are added in float32 here: cuDNN has no kernel from such
     operands to a float32 result, and its own accumulation would round after each.
+
+    Args:
+      vectors: scale and bias of the prologue, (C,) each, if there is one; then a bias (K,), likewise.
 
     Raises:
       ValueError: a micro-batch is XLA's.
