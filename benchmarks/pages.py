@@ -23,6 +23,7 @@ from absl import app
 from card_page import card_page, cards
 from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
+from convergence_rows import convergence
 from endurance_rows import endurance
 from manifest import Case, Table, show_how
 from papers import unneeded
@@ -239,7 +240,8 @@ def pages() -> dict[str, str]:
     order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
     of_cards = "".join(map(card_page, cards()))
-    texts["rows/benchmarks.md"] = OF_BENCHMARKS + of_cards + measured.every_row() + endurance()
+    runs = endurance() + convergence()
+    texts["rows/benchmarks.md"] = OF_BENCHMARKS + of_cards + measured.every_row() + runs
     return texts
 
 
