@@ -28,7 +28,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from absl import logging
@@ -41,54 +41,13 @@ from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
 from vmem_jax.search.candidate import Candidate
 from vmem_jax.search.estimate import Estimate, estimate, planned, refined
-from vmem_jax.search.log import SearchLog, What
-from vmem_jax.search.params import DEFAULT, SearchParams
+from vmem_jax.search.log import What
+from vmem_jax.search.state import State
 from vmem_jax.search.variant import Family, Variant
 
 
-@dataclasses.dataclass
-class Search:
-    """One search, for one `run`; the fields from `queue` on are its state.
-
-    Attributes:
-      budget: bytes, or None for no limit.
-      untouched: the step as plain jit runs it, if the search may choose that.
-      may_stay: whether the untouched step is as good as any plan that is no faster; if not, it is
-        taken only where nothing else fits.
-      record: plans of this program whose need is known; those that are compiled are added.
-      compiles: which plans are compiled.
-      earlier: what the record had before.
-      queue: (rank, order of arrival, candidate).
-      over: candidates with the lowest plan that is known, which does not fit.
-      waiting: candidates whose variants are not made, since none of their plans can fit.
-      attempts: what was compiled, each with its candidate.
-      known: plans of the record that need more than the budget.
-      opened: the variants that were queued, as family and number of sub-batches.
-      lacks: for each time that a policy was asked, what the step lacks for it to do more.
-      reasons: why candidates were dropped.
-      rivals: candidates that can be faster than the incumbent, but not by the tolerance.
-      best: the incumbent.
-    """
-
-    budget: int | None
-    untouched: Variant | None = None
-    may_stay: bool = False
-    params: SearchParams = DEFAULT
-    log: SearchLog = dataclasses.field(default_factory=SearchLog)
-    record: Record = dataclasses.field(default_factory=Record)
-    compiles: Compiles = Compiles.ALL
-    earlier: Record = dataclasses.field(default_factory=Record)
-    queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
-    over: list[Candidate] = dataclasses.field(default_factory=list)
-    waiting: list[Candidate] = dataclasses.field(default_factory=list)
-    lacks: list[str] = dataclasses.field(default_factory=list)
-    reasons: list[VmemError] = dataclasses.field(default_factory=list)
-    rivals: list[Candidate] = dataclasses.field(default_factory=list)
-    attempts: dict[Attempt, Candidate] = dataclasses.field(default_factory=dict)
-    known: list[Attempt] = dataclasses.field(default_factory=list)
-    opened: list[tuple[Family, int]] = dataclasses.field(default_factory=list)
-    best: Attempt | None = None
-    arrivals: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+class Search(State):
+    """One search, for one `run`."""
 
     def run(self, groups: Sequence[Sequence[Family]]) -> Found:
         """The fastest plan by prediction that compiles to at most `budget` bytes.
@@ -105,25 +64,25 @@ class Search:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
         for group in groups:
             for family in group:
-                self._open(family, family.counts[0], 0.0)
+                self.open(family, family.counts[0], 0.0)
             self._work_off()
             self._try_between()
             if group is not groups[-1]:
-                self._compile_lowest(1, self.params.near * self._limit)
+                self._compile_lowest(1, self.params.near * self.limit)
             if self.best is not None:
-                return self._found(self.best)
+                return self.found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         # nothing else is left to try, so no compile is reserved
         self.params = dataclasses.replace(self.params, reserved_compiles=0)
         self._make_waiting(math.inf)
         lowest = min((one.expected for one in self.over), default=0)
-        if self.may_stay and lowest > self.params.near * self._limit:
+        if self.may_stay and lowest > self.params.near * self.limit:
             self._compile_untouched(lowest / self.params.far)  # it may need far less than others
         self._compile_lowest(self.params.max_compiles)
         if self.best is None:
-            self._compile_untouched(self._least)
-        return self._found(self.best) if self.best is not None else self._none_fits()
+            self._compile_untouched(self.least)
+        return self.found(self.best) if self.best is not None else self._none_fits()
 
     def _none_fits(self) -> Found:
         """The lowest peak that is known, or why there is none."""
@@ -132,74 +91,14 @@ class Search:
                 raise reason
         if self.lacks and all(self.lacks):
             raise LayersError(self.lacks[0])
-        if self._missed:
-            return self._found(min(self._missed, key=lambda attempt: attempt.need))
+        if self.missed:
+            return self.found(min(self.missed, key=lambda attempt: attempt.need))
         assert self.reasons, "every candidate was compiled, or there is a reason"
         raise self.reasons[0]
 
     def _work_off(self) -> None:
         while self.queue:
             self._advance(heapq.heappop(self.queue)[-1])
-
-    def _found(self, best: Attempt) -> Found:
-        """`best`, and the others without their compiled steps, which hold memory."""
-        others = (dataclasses.replace(a, compiled=None) for a in self.attempts if a is not best)
-        makes = tuple(one.made for one in self.rivals)
-        return Found(best, self._fits(best), (*others, best), makes)
-
-    @property
-    def _limit(self) -> float:
-        """Bytes, infinite without a budget."""
-        return math.inf if self.budget is None else self.budget
-
-    @property
-    def _spare(self) -> int:
-        """Compiles that are left; one belongs to the untouched step, which bounds the lowest peak."""
-        kept = self.best is None and self._plain is not None
-        return self.params.max_compiles - len(self.attempts) - kept
-
-    @property
-    def _missed(self) -> list[Attempt]:
-        """What is known to need too much."""
-        return [*(one for one in self.attempts if not self._fits(one)), *self.known]
-
-    @property
-    def _least(self) -> float:
-        """Bytes of the smallest plan that is known to need too much."""
-        return min((one.need for one in self._missed), default=math.inf)
-
-    def _excess_of_others(self, candidate: Candidate) -> int:
-        """The lowest excess of similar variants that need too much, until its own is known."""
-        own = candidate.family
-        found = [
-            a.excess
-            for a, other in self.attempts.items()
-            if own.alike and other.family.alike and own is not other.family and not self._fits(a)
-            if other.count == candidate.count and not candidate.misses
-        ]
-        return min(found, default=0)
-
-    def _fits(self, attempt: Attempt) -> bool:
-        return attempt.need <= self._limit
-
-    def _push(self, candidate: Candidate, **changes: Any) -> None:
-        """Queues a candidate with these fields changed."""
-        candidate = dataclasses.replace(candidate, **changes)
-        heapq.heappush(self.queue, (candidate.rank, next(self.arrivals), candidate))
-
-    def _open(self, family: Family, count: int, seconds: float) -> None:
-        """Queues the variant of `family` in `count` sub-batches, once; its bound is `seconds`."""
-        if (family, count) not in self.opened:
-            self.opened.append((family, count))
-            self._push(Candidate(family, count, seconds=seconds, goal=self.budget))
-
-    def _open_next(self, candidate: Candidate, wanted: Splitting, seconds: float = 0.0) -> None:
-        """Queues the next number of sub-batches of a family that wants the one that is `wanted`; its
-        bound is `seconds`."""
-        family = candidate.family
-        later = [count for count in family.counts if count > candidate.count]
-        if later and family.splitting is wanted:
-            self._open(family, later[0], seconds)
 
     # -- the stages
 
@@ -228,7 +127,7 @@ class Search:
         name = candidate.variant.name if candidate.variant else "variant"
         self.log.add(What.DROPPED, name, why=str(error).split("\n")[0])
         self.reasons.append(error)
-        self._open_next(candidate, Splitting.FEWEST)
+        self.open_next(candidate, Splitting.FEWEST)
 
     def _bound(self, candidate: Candidate) -> None:
         """Makes the variant, and bounds the seconds of its plans."""
@@ -236,22 +135,22 @@ class Search:
         if candidate.waits and self._cannot_fit(candidate):
             self.waiting.append(candidate)
             for wanted in Splitting:
-                self._open_next(candidate, wanted, candidate.seconds)
+                self.open_next(candidate, wanted, candidate.seconds)
             return
         variant = family.make(count)
         bounding = family.bounded_by(count) if family.bounded_by else variant
         free = bounding.lower_bound()  # whatever memory it takes
-        self._open_next(candidate, Splitting.FASTEST, free)
+        self.open_next(candidate, Splitting.FASTEST, free)
         candidate = dataclasses.replace(candidate, variant=variant, seconds=free)
         self._recall(candidate, variant, lambda plan: plan.predicted_seconds)
-        self._push(candidate, seconds=bounding.lower_bound(self.budget))
+        self.push(candidate, seconds=bounding.lower_bound(self.budget))
 
     def _cannot_fit(self, candidate: Candidate) -> bool:
         """Whether its plans are known to need more than the budget before its variant is made, and
         none of so many sub-batches compiled to less before."""
         earlier = (one for one in self.earlier.all() if one.fits(self.budget))
         is_known = any(one.plan.sub_batches == candidate.count for one in earlier)
-        return candidate.least > self._limit and not is_known
+        return candidate.least > self.limit and not is_known
 
     def _plan(self, candidate: Candidate, variant: Variant) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
@@ -263,7 +162,7 @@ class Search:
         if found.fits(candidate.goal) or (candidate.misses and found.fits(self.budget)):
             # nothing reaches the lowered goal, but the heap may lose less with this plan
             self.log.add(What.PLANNED, variant.name, found.seconds, found.need)
-            self._push(candidate)
+            self.push(candidate)
         else:
             self.log.add(What.OVER, variant.name, found.seconds, found.need)
             self._give_up(candidate)
@@ -271,11 +170,11 @@ class Search:
     def _give_up(self, candidate: Candidate) -> None:
         """Sets it aside: its plan is compiled only if nothing is predicted to fit."""
         self.over.append(candidate)
-        self._open_next(candidate, Splitting.FEWEST)
+        self.open_next(candidate, Splitting.FEWEST)
 
     def _compile(self, candidate: Candidate, variant: Variant, one: Estimate) -> None:
         """Compiles its plan. If that needs too much, the candidate returns with a lower goal."""
-        spare, misses = self._spare, candidate.misses
+        spare, misses = self.spare, candidate.misses
         if candidate.is_proved:
             if spare > 0:  # if it does not fit again, its variant has a turn of its own
                 self._attempt(candidate, variant, one)
@@ -283,24 +182,18 @@ class Search:
         spare -= self.params.reserved_compiles if self.best is None else 0
         if not candidate.is_refined and spare > 0:
             better = refined(variant, candidate.goal, one, self.params, self.log)
-            self._push(candidate, estimate=better, seconds=better.seconds, is_refined=True)
+            self.push(candidate, estimate=better, seconds=better.seconds, is_refined=True)
             return
-        known, excess = self._known(variant, one), self._excess_of_others(candidate)
+        known, excess = self.missed_with(variant, one), self.excess_of_others(candidate)
         is_used_up = spare <= 0 or len(misses) >= self.params.compiles_per_variant
         if is_used_up or known in misses:
             self._give_up(candidate)
-        elif known is None and one.need + excess > self._limit:
-            self._push(candidate, estimate=None, goal=int(self._limit) - excess)
+        elif known is None and one.need + excess > self.limit:
+            self.push(candidate, estimate=None, goal=int(self.limit) - excess)
         else:
             attempt = known or self._attempt(candidate, variant, one)
-            if attempt is not None and not self._fits(attempt):
+            if attempt is not None and not self.fits(attempt):
                 self._again(candidate, variant, attempt)
-
-    def _known(self, variant: Variant, one: Estimate) -> Attempt | None:
-        """What missed with this plan for this form of the step, by any policy."""
-        schedule = one.plan.schedule
-        same = (a for a in self._missed if a.variant.origin is variant.origin)
-        return next((a for a in same if a.plan.schedule == schedule), None)
 
     def _again(self, candidate: Candidate, variant: Variant, attempt: Attempt) -> None:
         """Returns a candidate whose plan compiled to too much to the queue: with a lower goal and the
@@ -310,7 +203,7 @@ class Search:
         changed = parks(variant.program, attempt.plan) or attempt.plan.divided
         if changed and not misses and variant.program.sub_batches == 1:
             still = variant.without_transfers
-            self._push(candidate, variant=still, estimate=None, goal=self.budget)
+            self.push(candidate, variant=still, estimate=None, goal=self.budget)
         # subtract the excess over the corrected prediction, and a little more each time, since
         # freeing other values moves the peak
         step = int(len(misses) * self.params.memory_step * self.budget)
@@ -320,7 +213,7 @@ class Search:
             goal = min(goal, candidate.goal - (attempt.need - self.budget))
         variant = dataclasses.replace(variant, costs=attempt.costs)
         misses, again = (*misses, attempt), {"estimate": None, "goal": goal, "is_refined": False}
-        self._push(candidate, variant=variant, misses=misses, **again)
+        self.push(candidate, variant=variant, misses=misses, **again)
 
     def _attempt(self, candidate: Candidate, variant: Variant, one: Estimate) -> Attempt | None:
         """Compiles its plan and logs that; None if it does not compile or run here. It may have been
@@ -341,7 +234,7 @@ class Search:
         plan = dataclasses.replace(one.plan, budget=self.budget)
         attempt = Attempt(variant, plan, compiled, need, one.need, costs)
         self.attempts[attempt] = candidate
-        if not self._fits(attempt):
+        if not self.fits(attempt):
             there = show_nbytes(self.budget or 0)
             why = f"{show_nbytes(one.need)} were predicted, {there} are there"
             self.log.add(What.MISSED, variant.name, one.seconds, need, why)
@@ -354,7 +247,7 @@ class Search:
     def _try_between(self) -> None:
         """Tries numbers of sub-batches between that of the incumbent and the next smaller one that
         was tried, by bisection, as long as its bound leaves enough to gain."""
-        while self.best is not None and self._spare > 0:
+        while self.best is not None and self.spare > 0:
             won = self.attempts[self.best]
             family, count = won.family, won.count
             fewer = max((n for each, n in self.opened if each is family and n < count), default=0)
@@ -366,7 +259,7 @@ class Search:
             enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
             if bound >= (1 - family.must_gain) * enough:
                 return
-            self._open(family, between, bound)
+            self.open(family, between, bound)
             self._work_off()
 
     # -- what is known
@@ -403,7 +296,7 @@ class Search:
                     Attempt(variant, tried.plan, None, need, predicted, variant.costs)
                 )
             elif seconds(tried.plan) < math.inf:
-                self._push(candidate, estimate=tried, seconds=seconds(tried.plan))
+                self.push(candidate, estimate=tried, seconds=seconds(tried.plan))
 
     # -- if nothing is predicted to fit
 
@@ -416,21 +309,23 @@ class Search:
         """
         compiled: list[Attempt] = []
         self._make_waiting(limit)
-        while self.over and self.best is None and self._spare > 0 and len(compiled) < most:
+        while self.over and self.best is None and self.spare > 0 and len(compiled) < most:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
             if candidate.expected > limit:
                 return
             self.over.remove(candidate)
-            if self._known(variant, one) is not None or self._gains_nothing(candidate, compiled):
+            if self.missed_with(variant, one) is not None or self._gains_nothing(
+                candidate, compiled
+            ):
                 continue
             attempt = self._attempt(candidate, variant, one)
-            if attempt is None or self._fits(attempt):
+            if attempt is None or self.fits(attempt):
                 continue
             compiled.append(attempt)
             is_corrected = attempt.costs != variant.costs  # by the compiled step
-            if is_corrected or attempt.need <= self.params.near * self._limit:
+            if is_corrected or attempt.need <= self.params.near * self.limit:
                 self._again(candidate, variant, attempt)
                 self._work_off()
             elif attempt.need > self.params.far * one.need:
@@ -450,7 +345,7 @@ class Search:
         if len(compiled) > 1 and compiled[-1].need >= self.params.same * compiled[-2].need:
             if any(policy == one.variant.policy.name for one in compiled):
                 return True
-        least = min(self._missed, key=lambda one: one.need, default=None)
+        least = min(self.missed, key=lambda one: one.need, default=None)
         return least is not None and (
             candidate.expected > self.params.far * least.measure_for(policy)
         )
@@ -464,14 +359,14 @@ class Search:
             if first.least > min(lowest / self.params.same, limit):
                 return
             self.waiting.remove(first)
-            self._push(first, waits=False)
+            self.push(first, waits=False)
             self._work_off()
 
     def _lowest_over(self) -> Candidate:
         """The candidate with the lowest expected need; of several that are expected to fit and need
         about as much the fastest, since whether one fits does not depend on so little."""
         lowest = min(self.over, key=lambda one: one.expected)
-        limit = min(lowest.expected / self.params.same, self._limit)
+        limit = min(lowest.expected / self.params.same, self.limit)
         as_low = [one for one in self.over if one.expected <= limit]
         return min(as_low, default=lowest, key=lambda one: one.seconds)
 
@@ -483,18 +378,12 @@ class Search:
         family = Family((1,), lambda count: untouched, Splitting.WHOLE, must_gain=gain)
         return Candidate(family, 1, untouched)
 
-    @property
-    def _plain(self) -> Variant | None:
-        """The untouched step, unless it is known what it needs, and that this is too much."""
-        is_known = any(one.variant is self.untouched for one in self._missed)
-        return None if is_known else self.untouched
-
     def _compile_untouched(self, least: float) -> None:
         """Compiles the untouched step, unless its arguments alone need `least` bytes, as others do.
 
         Its prediction does not tell: XLA fuses what is predicted as arrays, products too.
         """
-        plain = self._plain
+        plain = self.plain
         if plain is None or plain.program.arguments_nbytes >= least:
             return
         self._attempt(self._unchanged(plain), plain, planned(plain, None, self.log))
