@@ -216,7 +216,8 @@ class StepMaker:
 
 
 def _itemsize(aval: Any) -> int:
-    return int(getattr(getattr(aval, "dtype", None), "itemsize", 4))
+    """Bytes of an element; 1 for those of float0, which take none."""
+    return int(getattr(getattr(aval, "dtype", None), "itemsize", 4)) or 1
 
 
 def _is_batched(eqn: compat.JaxprEqn) -> bool:
