@@ -55,14 +55,20 @@ class StepContext:
     ) -> None:
         self.settings, self.traced, self.leaves = settings, traced, leaves
         self.target, self.inlined = target, inlined
-        self.whole = self
+        # not itself: a dropped step goes at once, without a collection of cycles
+        self._whole: StepContext | None = None
         self._known: dict[str, Any] = {}
 
     def of(self, traced: TracedStep) -> StepContext:
         """The same for another form of the step, whose `whole` stays the step as it was traced."""
         form = StepContext(self.settings, traced, self.leaves, self.target, self.inlined)
-        form.whole = self.whole
+        form._whole = self.whole
         return form
+
+    @property
+    def whole(self) -> StepContext:
+        """The step as it was traced, of which this may be another form."""
+        return self._whole or self
 
     def cached(self, key: str, make: Callable[[], T]) -> T:
         """What `make` returns, made once for this step."""
