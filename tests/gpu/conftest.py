@@ -32,3 +32,15 @@ def devices() -> list[jax.Device]:
     if "CUDA" not in extension.load().targets():
         pytest.fail("there is a GPU, but the extension was built without CUDA")
     return found
+
+
+@pytest.fixture
+def device():
+    """A GPU, for whose convolutions the extension has cuDNN."""
+    try:
+        [found, *_] = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    if extension.load().CUDNN_BUILT is None:
+        pytest.fail("there is a GPU, but the extension was built without cuDNN")
+    return found

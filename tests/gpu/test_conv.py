@@ -20,7 +20,6 @@ from vmem_jax.conv.scratch import Scratch
 from vmem_jax.conv.slices import layouts, roles, whole
 from vmem_jax.conv.verify import try_configurations
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
-from vmem_jax.transfer import extension
 
 pytestmark = pytest.mark.gpu
 
@@ -57,17 +56,6 @@ def layer(name: str, which: Pass, kind: str) -> Convolution:
         batch=BATCH,
         **{"strides": ones, "padding": padding, "dilation": ones, **sizes, **MORE.get(name, {})},
     )
-
-
-@pytest.fixture
-def device():
-    try:
-        [found, *_] = jax.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    if extension.load().CUDNN_BUILT is None:
-        pytest.fail("there is a GPU, but the extension was built without cuDNN")
-    return found
 
 
 def operands(convolution: Convolution, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,6 @@ from vmem_jax.conv import cudnn
 from vmem_jax.conv.prologue import normalising_convolution
 from vmem_jax.conv.slices import layouts, roles, sums_of, whole, with_prologue
 from vmem_jax.core.convolution import Configuration, Convolution, Epilogue, Micro, Pass
-from vmem_jax.transfer import extension
 
 pytestmark = pytest.mark.gpu
 
@@ -44,17 +43,6 @@ def layer(name: str, which: Pass, prologue: bool = True) -> Convolution:
         epilogue=Epilogue.SUMS if which == Pass.FORWARD else Epilogue.NONE,
         prologue=prologue,
     )
-
-
-@pytest.fixture
-def device():
-    try:
-        [found, *_] = jax.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    if extension.load().CUDNN_BUILT is None:
-        pytest.fail("there is a GPU, but the extension was built without cuDNN")
-    return found
 
 
 def drawn(c: Convolution) -> list[np.ndarray]:
