@@ -72,7 +72,7 @@ def in_a_process(way: str) -> float:
         given["VMEM_JAX_CACHE"] = cache
         same = [f"--{name}={FLAGS[name].value}" for name in SAME]
         command = [sys.executable, __file__, f"--only={way}", *same]
-        done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=given, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 
 
