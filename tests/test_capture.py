@@ -164,6 +164,25 @@ def test_dropout_keeps_the_mask_and_not_the_bits():
     assert not any("uint32[64,32]" in b.label for b in held)
 
 
+def test_a_mask_is_read_in_the_backward_pass_however_long_it_was_held():
+    """It waits for its gradient in any case, so that what this makes of it need not exist as well."""
+
+    def loss(params, x, key):
+        for w in params:
+            key, own = jax.random.split(key)
+            shares = jax.nn.softmax((x @ w).astype(jnp.float32))
+            kept = jnp.where(jax.random.bernoulli(own, 0.9, shares.shape), shares / 0.9, 0)
+            x = kept.astype(jnp.bfloat16) @ w
+        return jnp.square(x.astype(jnp.float32)).sum()
+
+    x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    found = program(sgd(loss), [w] * 16, x, jax.random.key(0))
+    backward = [s for s in found.steps if s.phase is Phase.BACKWARD]
+    assert sum(s.op == "dot_general" for s in backward) >= 3 * 16
+    made = [found.buffers[b].label for s in backward for b in s.writes]
+    assert not [label for label in made if "float32[64,64]" in label]
+
+
 def test_relu_keeps_no_mask():
     def loss(w, x):
         return jnp.square(jax.nn.relu(x @ w) @ w).sum()
