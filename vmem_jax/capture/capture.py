@@ -20,6 +20,7 @@ from vmem_jax.capture.kernel_gradients import with_known_kernel_gradients
 from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
 from vmem_jax.capture.kinds import kinds_of, phases_of
 from vmem_jax.capture.locations import layer_of
+from vmem_jax.capture.loop_constants import with_constants_in_loops
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
@@ -201,7 +202,8 @@ def capture(
       hosted: for each input in host memory its index, and that of the output that goes there again.
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
     """
-    flat, misread = with_known_kernel_gradients(flatten(closed), platform)
+    flat = with_constants_in_loops(flatten(closed))
+    flat, misread = with_known_kernel_gradients(flat, platform)
     flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)

@@ -23,14 +23,10 @@ from typing import Any
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten, inline
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.loop_constants import Prices
+from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.shards import Shards
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
-
-_TRANSCENDENTAL = frozenset(
-    "cos sin tan exp exp2 expm1 log log1p pow tanh logistic erf erf_inv lgamma digamma cbrt".split()
-)
-"""Costs more than reading the result again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +165,12 @@ class _Joined:
         self.flat, self.at = flat, (forward, backward)
         self.outer = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.outer.eqns
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.equations: list[JaxprEqn] = []
         self.consts: dict[Var, Atom] = {}
         self.slices: dict[Var, Atom] = {}
         self.known: dict[Any, Atom] = {}  # value outside -> what stands for it in the body
         self.sliced: dict[Var, Atom] = {}  # stack outside -> the same of its slice
-        self.prices: dict[Var, int | None] = {}
+        self.prices = Prices(self.eqns, forward)
         self.constants: dict[Var, Any] = {}  # of the bodies themselves
         # a user's own offloading of residuals is a hint, like `jax.checkpoint`
         self.hints = self._moves_residuals_alone()
@@ -277,35 +272,16 @@ class _Joined:
             return a
         if a in self.known:
             return self.known[a]
-        if self._price(a) is None:
+        if self.prices.of(a) is None:
             self.known[a] = own = compat.new_var(a.aval)
             self.consts[own] = a
             return own
-        eqn = self.eqns[self.maker[a]]
+        eqn = self.eqns[self.prices.maker[a]]
         invars = [self._same(x) for x in eqn.invars]
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.equations.append(eqn.replace(invars=invars, outvars=outs))
         self.known.update(zip(eqn.outvars, outs, strict=True))
         return self.known[a]
-
-    def _price(self, v: Var) -> int | None:
-        """Bytes of what `v` is made of, if it is larger and can be made in the body; else None."""
-        if v not in self.prices:
-            self.prices[v] = None
-            i = self.maker.get(v)
-            if i is not None and i < self.at[0]:
-                self.prices[v] = self._price_made(self.eqns[i])
-        return self.prices[v]
-
-    def _price_made(self, eqn: JaxprEqn) -> int | None:
-        cheap = class_of(eqn) in (Class.VIEW, Class.FUSIBLE)
-        if not cheap or eqn.primitive.name in _TRANSCENDENTAL:
-            return None
-        price = 0
-        for a in {a for a in eqn.invars if isinstance(a, Var)}:
-            own = self._price(a)
-            price += nbytes(a.aval) if own is None else own
-        return price if price < sum(nbytes(v.aval) for v in eqn.outvars) else None
 
     def _made(self, eqn: JaxprEqn, outs: Sequence[Atom], residuals: set[Var]) -> Made:
         """What scan `eqn` makes, but for what nothing but the backward scan reads.
