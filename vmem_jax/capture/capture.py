@@ -462,9 +462,9 @@ def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Captured
     """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies between what
     its iterations make or read and where that lies.
 
-    XLA copies into a stack, and to where it is carried, what a library made or what the iteration
-    reads, too; a fused kernel writes any other result there. It copies out of a stack what a library
-    reads; fused kernels read slices where they lie.
+    XLA copies into a stack, and to where it is carried, what a library or a kernel that normalises
+    rows made, and what the iteration reads, too; a fused kernel writes any other result there. It
+    copies out of a stack what a library reads; fused kernels read slices where they lie.
     """
     if eqn.primitive.name != "scan":
         return None, 0
@@ -475,6 +475,8 @@ def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Captured
         if step.op in libraries:
             made.update(step.writes)
             given.update(step.reads)
+        elif step.normalises:
+            made.update(step.writes)
         elif step.op == "optimization_barrier":
             made.update(w for r, w in zip(step.reads, step.writes, strict=False) if r in made)
     index = {v: b for b, v in enumerate(body.variables)}

@@ -22,6 +22,7 @@ from vmem_jax.capture.draws import draws
 from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
+from vmem_jax.capture.softmax import makes_exponentials
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
@@ -94,6 +95,10 @@ class _Fuser:
                 self.classes[i] = Class.REDUCE
         for i, eqn in enumerate(self.eqns):
             if eqn.primitive is pack_p:  # bytes exist: packed where they are read, they save none
+                self.classes[i] = Class.REDUCE
+        makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        for i, eqn in enumerate(self.eqns) if platform != "cpu" else ():
+            if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, makers):
                 self.classes[i] = Class.REDUCE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:

@@ -24,6 +24,7 @@ from vmem_jax.capture.primitives import (
 )
 from vmem_jax.capture.row_major import uncast_gradients
 from vmem_jax.capture.shards import Shards
+from vmem_jax.capture.softmax import makes_exponentials
 from vmem_jax.capture.ties import COMPARISONS
 from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.transposes import transposed
@@ -199,6 +200,7 @@ class StepMaker:
             returned=returned,
             row_major=not self.row_major.isdisjoint(kernel.writes),
             batched=_is_batched(root),
+            normalises=self.is_gpu and makes_exponentials(root, self.maker),
         )
 
     def _is_size_first(self, kernel: Kernel) -> bool:

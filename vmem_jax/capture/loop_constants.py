@@ -129,12 +129,16 @@ class _Body:
 
 def _is_fused(v: Var, eqns: Sequence[JaxprEqn]) -> bool:
     """Whether kernels that read `v` compute it: it need not exist in an iteration."""
-    for eqn in eqns:
-        if v not in eqn.invars:
-            continue
-        if class_of(eqn) is Class.VIEW:
-            if not all(_is_fused(out, eqns) for out in eqn.outvars):
-                return False
-        elif class_of(eqn) is Class.HEAVY:
-            return False
-    return True
+    readers = [eqn for eqn in eqns if v in eqn.invars]
+    return all(_is_fused_into(eqn, v, eqns) for eqn in readers)
+
+
+def _is_fused_into(reader: JaxprEqn, v: Var, eqns: Sequence[JaxprEqn]) -> bool:
+    if reader.primitive.name == "scan":
+        inner = compat.open_jaxpr(reader.params["jaxpr"])
+        count, _ = compat.scan_counts(reader)
+        given = [own for own, a in zip(inner.invars, reader.invars, strict=True) if a is v]
+        return v not in reader.invars[count:] and all(_is_fused(a, inner.eqns) for a in given)
+    if class_of(reader) is Class.VIEW:
+        return all(_is_fused(out, eqns) for out in reader.outvars)
+    return class_of(reader) is not Class.HEAVY

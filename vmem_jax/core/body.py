@@ -11,7 +11,8 @@ def body_nbytes(program: Program, carried: int | None = None) -> int:
 
     A result waits for the end of the iteration. What a step makes in the place of an operand that
     dies there takes nothing, and neither does a stack that it writes a slice of, or what a loop in it
-    carries and nothing else reads. A fused kernel writes a result for a stack alone into that stack.
+    carries and nothing else reads. A fused kernel writes a result for a stack alone into that stack,
+    unless it normalises rows (`Step.normalises`).
 
     Args:
       carried: how many of the outputs are carried into the next iteration; the others are stacked.
@@ -59,7 +60,8 @@ def body_nbytes(program: Program, carried: int | None = None) -> int:
 def _written_to_stacks(program: Program, carried: int) -> frozenset[int]:
     """The outputs behind the first `carried` ones that fused kernels make and nothing reads."""
     used = {b for step in program.steps for b in step.reads}.union(program.outputs[:carried])
-    made = {b for step in program.steps if step.fusible for b in step.writes}
+    kernels = [step for step in program.steps if step.fusible and not step.normalises]
+    made = {b for step in kernels for b in step.writes}
     return frozenset(made.intersection(program.outputs[carried:]) - used)
 
 

@@ -107,6 +107,8 @@ class Step:
         stands in front of it, so that both operands come from one version.
       row_major: whether it makes the gradient to a kernel of a convolution that is stated to be
         row-major, and not cast (`core.stated_layouts`).
+      normalises: whether XLA:GPU makes one Triton kernel of it and of the sum or maximum of rows that
+        it reads, and so writes its result into no stack.
     """
 
     reads: tuple[int, ...]
@@ -139,6 +141,7 @@ class Step:
     transposed: int = 0
     transposed_aligned: bool = True
     row_major: bool = False
+    normalises: bool = False
 
     @property
     def is_boundary(self) -> bool:
