@@ -194,6 +194,32 @@ def test_what_a_fused_kernel_makes_for_a_stack_lies_there_alone():
     program = b.program(outputs=[carry, stacked, read, b.step([read], 4)])
     assert body_nbytes(program, carried=1) == 46
     assert body_nbytes(program) == 47
+    normalised = (dataclasses.replace(s, normalises=stacked in s.writes) for s in program.steps)
+    apart = dataclasses.replace(program, steps=tuple(normalised))
+    assert body_nbytes(apart, carried=1) == 47
+
+
+def softmax_body(axis, platform=""):
+    """An iteration of the forward loop of a step, whose layers have a softmax along `axis`."""
+
+    def step(ws, x):
+        layer = lambda y, w: (jax.nn.softmax(y @ w, axis=axis) @ w, None)
+        return jax.grad(lambda ws: jnp.sum(lax.scan(layer, x, ws)[0]))(ws)
+
+    shapes = (LAYERS, 512, 512), (1024, 512)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    found = capture(jax.jit(step).trace(*args).jaxpr, platform=platform).program
+    return next(step.body for step in found.steps if step.op == "scan")
+
+
+def test_the_exponentials_of_a_stacked_softmax_are_read_where_they_are_made_on_a_gpu():
+    body = softmax_body(axis=-1)
+    [made] = (step for step in body if step.normalises)
+    assert made.op == "exp"
+    [b] = made.writes
+    assert sum(b in step.reads for step in body) == 2  # where they are summed and divided
+    for other in (softmax_body(axis=0), softmax_body(axis=-1, platform="cpu")):
+        assert not any(step.normalises for step in other)
 
 
 def test_the_stacks_of_a_forward_loop_are_all_that_it_writes_of_them():
