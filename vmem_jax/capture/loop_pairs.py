@@ -9,8 +9,8 @@ slices that both read and from what is the same in every iteration.
 
 A `jax.checkpoint` in the body is inlined here, and what it computes again is merged with what it
 repeats, as in `flatten`; what its policy offloads is a residual like any other. A large constant of a
-loop that is made of less (a mask, a broadcast number) is made in the body: outside, it would be there
-throughout both loops.
+loop that is made of less (a mask, a broadcast number) is made in the body, whatever reads it there
+(`loop_constants`): outside, it would be there throughout both loops.
 """
 
 from __future__ import annotations
