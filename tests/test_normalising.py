@@ -62,6 +62,15 @@ def leaky(x, layers):
     return y
 
 
+def quantized(x, layers, dtype):
+    """What a cast makes of it is not affine."""
+    y = x
+    for kernel, scale, bias in layers:
+        wide = 2 * networks.batch_norm(networks.conv(y, kernel), scale, bias)
+        y = jax.nn.relu(wide.astype(dtype)).astype(x.dtype)
+    return x + y
+
+
 CASES = {
     "batch norm": (lambda: raw(networks.bottleneck), [*NORMALISED * 4, *SUMS * 6]),
     "Linen": (lambda: networks.linen("float16"), [*NORMALISED * 4, *SUMS * 6]),
@@ -72,6 +81,8 @@ CASES = {
     "leaky ReLU": (lambda: raw(leaky), SUMS * 6),
     "read twice": (lambda: raw(read_twice), SUMS * 6),
     "GELU": (lambda: raw(networks.gelu), SUMS * 6),
+    "integers": (lambda: raw(functools.partial(quantized, dtype="int32")), SUMS * 6),
+    "8 bits": (lambda: raw(functools.partial(quantized, dtype="float8_e4m3fn")), SUMS * 6),
     "no statistics": (
         lambda: raw(networks.without_statistics),
         ["forward, normalises", "backward filter, normalises"] * 4,

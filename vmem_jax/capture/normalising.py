@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from vmem_jax import jax_compat as compat
@@ -141,7 +142,7 @@ class _Finder(Tiles):
             of = [a for a in eqn.invars if isinstance(a, Var) and a in affine | relu]
             if not of:
                 continue
-            if name in ("convert_element_type", "copy"):
+            if name == "copy" or (name == "convert_element_type" and _keeps(out)):
                 (affine if of[0] in affine else relu).add(out)
             elif not relu.isdisjoint(of):
                 return None
@@ -181,6 +182,12 @@ class _Finder(Tiles):
         channels = self.matches[self.maker[y]].numbers.out_spec[1]
         axes = tuple(d for d in range(y.aval.ndim) if d != channels)
         return eqn.primitive.name == "reduce_sum" and tuple(sorted(eqn.params["axes"])) == axes
+
+
+def _keeps(cast: Any) -> bool:
+    """Whether a cast only rounds as 16 bits do: one to integers or to 8 bits is a step of its own."""
+    dtype = cast.aval.dtype
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
 def _is_scaled(name: str, of: Sequence[Any], invars: Sequence[Any]) -> bool:
