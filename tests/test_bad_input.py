@@ -218,3 +218,16 @@ def test_arguments_on_different_devices():
 
 def test_numpy_arguments_are_fine():
     assert vmem_jax.jit(lambda x: x.sum(), budget="1GiB")(np.ones((2, 2), np.float32)) == 4
+
+
+def test_numbers_of_numpy_are_fine():
+    numpy = {"budget": np.float32(0.5), "sub_batches": np.int64(2), "density": np.float32(0.5)}
+    python = {"budget": 0.5, "sub_batches": 2, "density": 0.5}
+    settings = [vmem_jax.jit(step, **each)._settings for each in (numpy, python)]
+    for name in ("budget", "sub_batches", "density"):
+        ours, plain = (getattr(each, name) for each in settings)
+        assert ours == plain and type(ours) is type(plain)
+    for donated in (0, np.int64(0), np.array(0), np.array([0]), [np.int32(0)]):
+        x = jnp.ones(4)
+        vmem_jax.jit(lambda x: x + 1, budget="1GiB", donate_argnums=donated)(x)
+        assert x.is_deleted()

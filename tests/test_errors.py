@@ -30,6 +30,8 @@ from vmem_jax.errors import parse_budget, show_nbytes
         ("1e3MB", 10**9),
         (2048.0, 2048),
         (np.int64(2048), 2048),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
         ("device", "device"),
         (" Device ", "device"),
         (0.5, 0.5),

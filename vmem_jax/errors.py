@@ -164,7 +164,7 @@ def parse_budget(budget: object) -> int | float | str:
       TypeError: it is neither a number nor a string.
     """
     forms = "bytes as an int, a size such as '12GiB' or '800MB', a fraction of plain jit's peak such as 0.5, or 'device'"  # noqa: E501
-    budget = _plain(budget)
+    budget = python_number(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
         raise TypeError(f"`budget` must be {forms}. Got {budget!r} ({type(budget).__name__}).")
     if isinstance(budget, str):
@@ -187,10 +187,13 @@ def parse_budget(budget: object) -> int | float | str:
     return budget
 
 
-def _plain(number: object) -> object:
-    """`number` as Python's own int, if it is one of another library, as NumPy's are."""
-    foreign = isinstance(number, numbers.Integral) and not isinstance(number, int)
-    return int(number) if foreign else number  # type: ignore[call-overload]
+def python_number(value: object) -> object:
+    """`value` as Python's own int or float, if it is a number of another library, as NumPy's are."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def parse_size(size: object, name: str) -> int:
@@ -201,7 +204,7 @@ def parse_size(size: object, name: str) -> int:
       TypeError: it is neither an int nor a string.
     """
     forms = "bytes as an int, or a size such as '64MiB' or '64MB'"
-    size = _plain(size)
+    size = python_number(size)
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"`{name}` must be {forms}. Got {size!r} ({type(size).__name__}).")
     if isinstance(size, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vmem_jax.errors import parse_budget
+from vmem_jax.errors import parse_budget, python_number
 from vmem_jax.policy import POLICIES, AbstractPolicy, Auto, Keep
 from vmem_jax.transfer.transport_choice import TRANSPORTS
 
@@ -70,27 +70,29 @@ def sub_batches_of(sub_batches: int | None, policy: AbstractPolicy) -> int | Non
     """`sub_batches`, checked. Raises TypeError or ValueError."""
     if sub_batches is None:
         return None
-    if isinstance(sub_batches, bool) or not isinstance(sub_batches, int):
+    count = python_number(sub_batches)
+    if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"`sub_batches` must be an int or None. Got {sub_batches!r}.")
-    if sub_batches < 1:
-        raise ValueError(f"`sub_batches` must be at least 1. Got {sub_batches}.")
-    if sub_batches > 1 and isinstance(policy, Keep):
+    if count < 1:
+        raise ValueError(f"`sub_batches` must be at least 1. Got {count}.")
+    if count > 1 and isinstance(policy, Keep):
         raise ValueError(
-            f"policy `keep` leaves the step as it is, but `sub_batches` is {sub_batches}. Use "
+            f"policy `keep` leaves the step as it is, but `sub_batches` is {count}. Use "
             "policy='exact', which recomputes nothing."
         )
-    return sub_batches
+    return count
 
 
 def density_of(density: float | None) -> float | None:
     """`density`, checked. Raises TypeError or ValueError."""
     if density is None:
         return None
-    if isinstance(density, bool) or not isinstance(density, int | float):
+    share = python_number(density)
+    if isinstance(share, bool) or not isinstance(share, int | float):
         raise TypeError(f"`density` must be a number or None. Got {density!r}.")
-    if not 0 <= density <= 1:
-        raise ValueError(f"`density` must be from 0 to 1. Got {density}.")
-    return density
+    if not 0 <= share <= 1:
+        raise ValueError(f"`density` must be from 0 to 1. Got {share}.")
+    return share
 
 
 def transport_of(transport: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ def signature(
     def resolve(
         nums: int | Sequence[int], names: str | Sequence[str], role: str
     ) -> tuple[frozenset[int], frozenset[str]]:
-        nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
+        nums = _places(nums)
         names = (names,) if isinstance(names, str) else tuple(names or ())
         if parameters:
             for n in nums:
@@ -235,6 +236,16 @@ def check_donation(names: Sequence[str], leaves: Sequence[Any], donated: Sequenc
                 f"`{names[other]}` and `{names[i]}` are the same array and it is donated: its "
                 "memory can be given up only once. Pass a copy, or donate neither."
             )
+
+
+def _places(nums: Any) -> tuple[int, ...]:
+    """Positions, given as one integer, as several, or as an array of them; none for None."""
+    if nums is None:
+        return ()
+    try:
+        return (operator.index(nums),)
+    except TypeError:  # `jax.jit` tells one from several so, too
+        return tuple(map(operator.index, nums))
 
 
 def _name(fun: Callable) -> str:
