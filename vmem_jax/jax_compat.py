@@ -238,6 +238,11 @@ FENCE_OPTIONS: dict[str, dict[str, Any]] = {
 """Compiler options, by platform, that keep a fenced program as it was emitted: fences until after
 scheduling, casts where their layers are, and stacks that nothing but their loop writes."""
 
+OVERWRITES_VIEWS = frozenset({"cpu"})
+"""Platforms whose compiler lets a kernel write over what it still reads in another shape: where a
+barrier stands between a value and its reshape, XLA:CPU makes kernels that read it in both
+(`compiler.views`; 0.11.2 and 0.12). On the GPU a reshape is part of the kernels that read it."""
+
 STREAM_OPTIONS: dict[str, dict[str, Any]] = {
     # XLA:GPU schedules a copy beside kernels only while two others at most are on their way, of
     # either direction, and only while the whole program is within the card's memory, to which it adds

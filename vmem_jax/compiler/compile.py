@@ -10,6 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import nbytes
+from vmem_jax.compiler.views import may_write_over_views
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import CompileError
 from vmem_jax.jax_compat import ClosedJaxpr
@@ -97,13 +98,20 @@ def compile_jaxpr(
       sized: whether only its memory is asked for; it may run slowly.
 
     Raises:
-      CompileError: XLA cannot compile `jaxpr`, and it is not the user's own program (`traced.plain`).
+      CompileError: XLA cannot compile `jaxpr`, or compiles it to something else (`compiler.views`),
+        and it is not the user's own program (`traced.plain`).
         Errors of that program, or of the user's `options`, are raised unchanged.
     """
-    compiled = lambda described: _compiled(
-        traced, jaxpr, target, name, sig, options, streams, sized, described
-    )
-    described = target is not None
+    described, platform = target is not None, devices_of(traced.avals)[0].platform
+    checked = jaxpr is not traced.plain and not described and platform in compat.OVERWRITES_VIEWS
+
+    def compiled(described: bool) -> Any:
+        given = traced, jaxpr, target, name, sig, options, streams, sized, described
+        made = _compiled(*given)
+        if checked and may_write_over_views(made.as_text()):
+            raise CompileError(name=name, message="it lets a kernel write over what it still reads")
+        return made
+
     words = compat.NOT_CONFIGURED if described else compat.NOT_TIMED
     try:
         try:
