@@ -139,6 +139,29 @@ def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
     )
 
 
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_a_weight_gradient_is_made_before_the_loop_behind_it(is_loop):
+    """What it is made of, the gradient of the logits, is not there throughout the loop."""
+    b = Builder()
+    x, head, layers = b.input(50), b.input(50), b.input(50)
+    y = b.step([x, layers], 100)
+    logits = b.step([y, head], 1000)
+    gradient = b.step([logits], 1000, BACKWARD, fusible=True)
+    cotangent = b.step([gradient, head], 100, BACKWARD)
+    of_head = b.step([gradient, y], 50, BACKWARD)
+    of_layers = b.step([cotangent, layers], 50, BACKWARD)
+    outs = [b.step([g], 50, UPDATE) for g in (of_head, of_layers)]
+    program = b.program(outs)
+    loop = next(i for i, step in enumerate(program.steps) if of_layers in step.writes)
+    steps = [*program.steps]
+    if is_loop:
+        once = dataclasses.replace(steps[loop], body=(), length=1)
+        steps[loop] = dataclasses.replace(steps[loop], body=(once,), length=8)
+    program = dataclasses.replace(program, steps=tuple(steps))
+    before = [f.buffers for f in fences(program, range(len(steps)), small=5) if f.position == loop]
+    assert before == ([(cotangent, of_head)] if is_loop else [])
+
+
 @pytest.mark.parametrize("workspace, waits", [(100, True), (10, False)])
 def test_a_large_workspace_that_hangs_on_small_values_waits_for_the_step_before(workspace, waits):
     """As the bits of several dropouts, each of a key: XLA would hold all workspaces at once."""

@@ -14,7 +14,8 @@ it: one barrier cuts fewer fusions than one for each value. Behind it stand
 Where a recomputation could start sooner in its run than the plan has it, and take the memory that is
 not free there yet, a run of its own starts with it: what it reads waits for the spine again. So it
 is where XLA would merge two recomputed steps and keep what the first one frees (`merging`): a run
-starts behind the first, with its result as the spine.
+starts behind the first, with its result as the spine. Before a loop one starts, too, if a product of
+its run frees what is large: XLA would run it behind the loop.
 
 The forward pass is one run. What it makes for the backward pass alone, a mask, is tied to what its
 next heavy step reads, where its own input would otherwise wait for the backward pass with it. A step
@@ -43,6 +44,7 @@ from vmem_jax.core.early import held_back
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.runs import anew, before_loops, late
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.spines import is_read_from, uses_of
 
@@ -83,32 +85,6 @@ def _small(program: Program) -> int:
     return min(total // 2000, most)
 
 
-def _late(program: Program, order: Sequence[int]) -> list[bool]:
-    """For each position whether its step is of the forward pass and stands behind a backward one: a
-    backward loop computes it again just before it is read."""
-    found, backward = [], False
-    for s in order:
-        step = program.steps[s]
-        backward = backward or (step.phase is Phase.BACKWARD and step.is_heavy)
-        found.append(backward and step.phase is Phase.FORWARD and not step.is_boundary)
-    return found
-
-
-def _anew(program: Program, order: Sequence[int]) -> Iterator[int]:
-    """Positions of heavy steps that read nothing which a heavy step made, or was made of that, since
-    the last such position."""
-    reached: set[int] = set()
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        if step.is_boundary:
-            reached = set()
-        elif step.is_heavy or not reached.isdisjoint(step.reads):
-            if step.is_heavy and reached and reached.isdisjoint(step.reads):
-                yield position
-                reached = set()
-            reached.update(step.writes)
-
-
 class _Fencer:
     def __init__(
         self, program: Program, order: Sequence[int], small: int, body: bool, early: bool
@@ -120,9 +96,9 @@ class _Fencer:
         for s in order:
             self.again.append(s in seen)
             seen.add(s)
-        self.late = _late(program, order) if body else [False] * len(order)
+        self.late = late(program, order) if body else [False] * len(order)
         goes_back = any(step.phase is Phase.BACKWARD for step in program.steps)
-        self.anew = () if body or goes_back else tuple(_anew(program, order))
+        self.anew = () if body or goes_back else tuple(anew(program, order))
         for position in self.anew:
             self.late[position] = True
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
@@ -217,6 +193,8 @@ class _Fencer:
             )
             if makes_spine and position + 1 < len(self.order):
                 starts.append(position + 1)
+        if not self.body:
+            starts = sorted({*starts, *before_loops(self.program, self.order, starts, self._frees)})
         # recomputation before the first backward step: each burst is a run of its own
         bursts = [p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]]
         first_backward = starts[1] if len(starts) > 1 else len(self.order)
