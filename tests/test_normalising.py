@@ -197,6 +197,14 @@ def test_a_plan_carries_where_allow_names_it(tmp_path):
         np.testing.assert_allclose(a, value, atol=0.01)
 
 
+def test_nothing_is_carried_where_the_batch_runs_in_parts():
+    step, args = raw(networks.without_statistics)
+    allow = ("order", "sub_batches", "carry")
+    plan = vmem_jax.jit(step, budget="1GiB", allow=allow, sub_batches=2).plan(*args)
+    assert plan.sub_batches == 2 and not plan.carried
+    assert vmem_jax.jit(step, budget=1.0, policy="exact", allow=allow).plan(*args).carried
+
+
 def test_their_kernels_are_timed_where_that_is_asked_for():
     step, args = raw(networks.bottleneck)
     jaxpr = jax.jit(step).trace(*args).jaxpr

@@ -40,6 +40,8 @@ class Carry(AbstractTechnique):
             return "policy `keep` leaves the step as it is"
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
+        if (step.settings.sub_batches or 1) > 1:
+            return "the kernels that carry need all samples at once, and `sub_batches` is given"
         found = _found(step)
         if not found.products and not found.normalising:
             return (
