@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
 from vmem_jax.capture.fuse import fuse
 from vmem_jax.capture.normalising import find_normalising
-from vmem_jax.conv import carrying
+from vmem_jax.conv import carrying, cudnn
 from vmem_jax.conv.call import TARGET
 from vmem_jax.conv.carrying import Way, by_xla, ways
 from vmem_jax.conv.layers import kernels_of
@@ -255,6 +256,20 @@ def test_measured_times_decide_before_those_of_another_machine(monkeypatch):
     assert way.more == pytest.approx(0.5e-3)
     monkeypatch.setattr(carrying, "_named", lambda c, target: None)
     assert not ways([c], "h200", MACHINE, None)
+
+
+def test_a_plan_that_pads_the_channels_of_an_image_is_called_with_as_many(monkeypatch):
+    """cuDNN sums behind a first convolution of 3 channels only where these are padded."""
+    step, args = raw(networks.bottleneck)
+    [first, *_] = found_in((step, args))[1]
+    stem = dataclasses.replace(
+        first.matched.convolution, features_in=3, prologue=False, epilogue=Epilogue.SUMS
+    )
+    padded = cudnn.Plan(5, ((1, 2),), 100, frozenset(), False, "A", channels=8)
+    monkeypatch.setattr(cudnn, "plans", lambda c, target: (padded,))
+    [way] = ways([stem], "h200", MACHINE, False).values()
+    [micro] = way.configuration.micros
+    assert micro.algorithm == (5, ((1, 2),), 8) and micro.workspace == 100
 
 
 @pytest.mark.gpu_compile

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import jax
 
 from vmem_jax.conv import cudnn
+from vmem_jax.conv.profiler import untimed
 from vmem_jax.conv.timings import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.machine import Machine
@@ -91,7 +92,7 @@ def _named(c: Convolution, target: str | jax.Device) -> Micro | None:
                 cudnn.check(c, plan, target)
             except (RuntimeError, ValueError):
                 continue
-        return Micro(c.batch, plan.engine, plan.knobs, plan.workspace, 0.0)
+        return untimed(c.batch, plan)
     return None
 
 
