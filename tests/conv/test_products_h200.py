@@ -1,13 +1,21 @@
-"""products: their kernels compile for an H200 that is not there."""
+"""products: their kernels compile for an H200 that is not there, and take what one took."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import products
 import pytest
+from helpers import Builder
 
-from vmem_jax.conv.carried import TILINGS, tiling_for
+from vmem_jax.conv.carried import KNOWN, known_for
 from vmem_jax.conv.products import Around, Operands, Tiling, in_tiles
+from vmem_jax.core.cards import CARDS
 from vmem_jax.devices.targets import target
 from vmem_jax.jax_compat import on_described_gpu
 
@@ -34,13 +42,38 @@ def test_a_kernel_compiles_without_memory_beside_its_results(dtype):
 
 def test_a_kernel_is_taken_only_for_widths_that_were_measured():
     rows = 802_816
-    assert tiling_for(rows, 64, 256, 1, 0, gradient=False) == TILINGS[64, 256, 1, 0, False]
-    assert tiling_for(rows, 256, 64, 2, 0, gradient=False) == TILINGS[256, 64, 2, 0, False]
-    assert tiling_for(rows, 256, 64, 2, 1, gradient=True) == TILINGS[256, 64, 3, 1, True]
-    assert tiling_for(rows, 512, 128, 1, 0, gradient=False) is None  # its values are wrong
-    assert tiling_for(rows, 64, 256, 2, 0, gradient=False) is None
-    assert tiling_for(rows + 1, 64, 256, 1, 0, gradient=False) is None
-    assert tiling_for(12_544, 64, 256, 1, 0, gradient=False) is None
+    assert known_for(rows, 64, 256, 1, 0, gradient=False) == KNOWN[64, 256, 1, 0, False]
+    assert known_for(rows, 256, 64, 2, 0, gradient=False) == KNOWN[256, 64, 2, 0, False]
+    assert known_for(rows, 256, 64, 2, 1, gradient=True) == KNOWN[256, 64, 2, 1, True]
+    assert known_for(rows, 512, 128, 1, 0, gradient=False) is None  # its values are wrong
+    assert known_for(rows, 64, 256, 2, 0, gradient=False) is None
+    assert known_for(rows + 1, 64, 256, 1, 0, gradient=False) is None
+    assert known_for(12_544, 64, 256, 1, 0, gradient=False) is None
+
+
+def test_a_kernel_is_predicted_to_take_what_it_took():
+    """By the operations of its products; of XLA's passes by bandwidth."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_products.jsonl"
+    machine = CARDS["h200"].machine
+    b = Builder()
+    b.step([b.input(8)], 8, op="carried_product")
+    found = 0
+    for row in map(json.loads, path.read_text().splitlines()):
+        around, (wide, _, result_wide, _), _ = products.KINDS[row["kind"]]
+        size = row["rows"], row["a"], row["b"]
+        known = known_for(*size, wide, result_wide, around.has_gradient)
+        if known is None or row["dtype"] != "bfloat16":
+            continue
+        found += 1
+        step = dataclasses.replace(
+            b.steps[0],
+            dtype="bfloat16",
+            flops=2 * math.prod(size) * (2 if around.has_gradient else 1),
+            nbytes=row["nbytes"],
+            efficiency=known.flops / machine.convolutions["bfloat16"],
+        )
+        assert machine.seconds(step) == pytest.approx(1e-3 * row["kernel_ms"], rel=0.03)
+    assert found == len(KNOWN)
 
 
 @pytest.mark.gpu_compile

@@ -214,6 +214,8 @@ class StepMaker:
         root = self.eqns[kernel.root]
         if root.primitive.name == "normalising_convolution" and self.is_gpu:
             return 1 / slowdown(root.params["convolution"])
+        if root.primitive.name == "carried_product" and self.is_gpu:
+            return float(root.params["carried"].efficiency)
         return efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0)
 
 

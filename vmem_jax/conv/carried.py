@@ -1,6 +1,6 @@
 """carried: a 1×1 convolution with what stands around it, as a JAX primitive.
 
-On an NVIDIA GPU it is one kernel (`conv.products`), where a tiling is known for its widths;
+On an NVIDIA GPU it is one kernel (`conv.products`), where one is known for its widths;
 elsewhere XLA's passes. Its operands and results are those of the step: images, channels last, and
 kernels as the convolutions take and give them.
 """
@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import Matched
 from vmem_jax.conv.products import Around, Made, Operands, Tiling, by_passes, in_tiles
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import Pass
 from vmem_jax.jax_compat import JaxprEqn, Literal
 
@@ -118,8 +119,19 @@ class Carried:
     @property
     def tiling(self) -> Tiling | None:
         """That of its kernel; None where XLA's passes do it."""
+        known = self._known
+        return None if known is None else known.tiling
+
+    @property
+    def efficiency(self) -> float:
+        """The share of a convolution's rate that its kernel reaches; 1 for XLA's passes."""
+        known = self._known
+        return 1.0 if known is None else known.flops / _CONVOLVING
+
+    @property
+    def _known(self) -> Known | None:
         wide = len(self.before.rows), len(self.behind.rows)
-        return tiling_for(*self.widths, *wide, self.gradient is not None)
+        return known_for(*self.widths, *wide, self.gradient is not None)
 
     @property
     def workspace(self) -> int:
@@ -132,41 +144,58 @@ class Carried:
         return 4 * tiling.programs * (gradient + len(self.sums) * b)
 
 
-TILINGS = {
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A kernel that was timed.
+
+    Attributes:
+      tiling: how it is divided.
+      flops: operations of its products a second, on an H200.
+    """
+
+    tiling: Tiling
+    flops: float
+
+
+KNOWN = {
     # channels of the operand and of the result, arrays of either width that are read, both products
-    (64, 256, 1, 0, False): Tiling(32, 256, 396, 4, 3),
-    (128, 512, 1, 0, False): Tiling(32, 256, 132, 8, 3),
-    (256, 64, 1, 0, False): Tiling(32, 64, 264, 4, 3),
-    (256, 64, 2, 0, False): Tiling(32, 64, 132, 4, 3),
-    (256, 64, 3, 1, True): Tiling(32, 64, 132, 8, 3),
-    (64, 256, 3, 4, True): Tiling(64, 256, 132, 8, 1),
+    (64, 256, 1, 0, False): Known(Tiling(32, 256, 396, 4, 3), 142e12),
+    (128, 512, 1, 0, False): Known(Tiling(32, 256, 132, 8, 3), 204e12),
+    (256, 64, 1, 0, False): Known(Tiling(32, 64, 264, 4, 3), 190e12),
+    (256, 64, 2, 0, False): Known(Tiling(32, 64, 132, 4, 3), 75e12),
+    (256, 64, 2, 1, True): Known(Tiling(32, 64, 132, 8, 3), 123e12),
+    (64, 256, 2, 3, True): Known(Tiling(64, 256, 132, 8, 1), 79e12),
 }
 """Kernels that took at most 0.75 of the time of XLA's passes on an H200, with the same values: for so
-many channels, and at most so many arrays that are read. Those of both products were timed with one
-array less of either width. `benchmarks/results/h200_products.jsonl` has the times, also of those that
-took longer, and of those for 512 channels whose values were wrong."""
+many channels, and at most so many arrays that are read. `benchmarks/results/h200_products.jsonl` has
+the times, also of those that took longer, and of those for 512 channels whose values were wrong. One
+array more can take three times as long: in a step on an H100 the last of them took 0.78 ms, and 2.28
+with a fourth array and five sums. An H100, with 0.72 of the bandwidth, takes 0.9 to 1.3 of an H200's
+times for the others: it is not bandwidth that bounds them."""
+
+_CONVOLVING = CARDS["h200"].machine.convolutions["bfloat16"]
 
 _ROWS = 100_000
 """The fewest rows of these kernels: some programs take tiles of 32 rows in eight turns or more."""
 
 
-def tiling_for(
+def known_for(
     rows: int, a: int, b: int, wide: int, result_wide: int, gradient: bool
-) -> Tiling | None:
-    """How the kernel of a product of `rows` and (a, b) is divided; None where no kernel is known to
-    be faster than passes.
+) -> Known | None:
+    """The kernel of a product of `rows` and (a, b); None where none is known to be faster than
+    passes.
 
     Args:
       wide, result_wide: how many arrays of either width it reads.
     """
     fits = [
-        (known_wide + known_result, tiling)
-        for (known_a, known_b, known_wide, known_result, has), tiling in TILINGS.items()
+        (known_wide + known_result, known)
+        for (known_a, known_b, known_wide, known_result, has), known in KNOWN.items()
         if (known_a, known_b, has) == (a, b, gradient)
         and known_wide >= wide
         and known_result >= result_wide
         and rows >= _ROWS
-        and not rows % tiling.rows
+        and not rows % known.tiling.rows
     ]
     return min(fits, key=lambda fit: fit[0], default=(0, None))[1]
 
@@ -257,4 +286,4 @@ mlir.register_lowering(
 )
 mlir.register_lowering(carried_p, _lowered_on_cuda, platform="cuda")
 
-__all__ = ["Carried", "Elementwise", "Made", "carried", "carried_p", "tiling_for"]
+__all__ = ["Carried", "Elementwise", "Made", "carried", "carried_p", "known_for"]

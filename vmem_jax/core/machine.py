@@ -95,10 +95,11 @@ class Machine:
         if step.convolution is not None:
             rate = self._convolution_rate(step.convolution)
         elif step.op in _CONVOLUTIONS:
-            rate = self.convolutions.get(step.dtype, rate)
+            whole = self.flops.get(step.dtype, self.flops[""])
+            rate = self.convolutions.get(step.dtype, whole) * step.efficiency
         moving = step.nbytes / self.bandwidth
         if step.op == "normalising_convolution":  # they are longer whatever bounds them
-            rate, moving = rate * step.efficiency, moving / step.efficiency
+            moving /= step.efficiency
         if not step.aligned and step.fusible:
             moving *= _UNALIGNED_PASS
         elif not step.aligned and step.op == "dot_general":
