@@ -23,6 +23,7 @@ from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.core.stated_layouts import may_be_left
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.loops import Loops
+from vmem_jax.rewrite.own_stacks import with_own_stacks
 from vmem_jax.rewrite.sub_batches import looped
 from vmem_jax.rewrite.transfers import Transfers
 from vmem_jax.transfer.transport import AbstractTransport
@@ -48,16 +49,18 @@ def rewrite(
     In sub-batches the equations of one sub-batch become the body of a loop.
     """
     parts = captured.sub_batches
+    is_whole = plan.fenced and captured.program.on_gpu and not body
+    finished = with_own_stacks if is_whole else lambda closed: closed
     rewritten = _in_order(captured, plan, transport, store, body)
     if parts is None:
-        return rewritten
+        return finished(rewritten)
     last = None
     if parts.last is not None:  # its convolutions are smaller, and so XLA's own
         times = [step.times for step in captured.program.steps]
         others = tuple((s, each) for s, each in plan.convolutions if times[s] == 1)
         plan = dataclasses.replace(plan, convolutions=others)
         last = _in_order(captured.of(parts.last), plan, transport, is_last=True)
-    return looped(rewritten, parts, last)
+    return finished(looped(rewritten, parts, last))
 
 
 def _in_order(
