@@ -288,5 +288,10 @@ def test_cudnn_carries_them_on_an_h200():
     assert carried >= 6
     assert text.count(f'custom_call_target="{TARGET}"') == carried
     assert text.count('custom_call_target="__cudnn$conv') <= 17 - carried
-    plain = vmem_jax.jit(step, **options).lower(params, x).compile(target="h200")
-    assert compiled.plan.predicted_seconds < plain.plan.predicted_seconds
+    plain = vmem_jax.jit(step, allow="order", **options).lower(params, x)
+    seconds = plain.compile(target="h200").plan.predicted_seconds
+    assert compiled.plan.predicted_seconds < seconds
+    unasked = vmem_jax.jit(step, **options).lower(params, x).compile(target="h200")
+    assert unasked.plan.carried == compiled.plan.carried
+    others = vmem_jax.jit(step, budget=1.0, policy="vdnn").lower(params, x).compile(target="h200")
+    assert not others.plan.carried

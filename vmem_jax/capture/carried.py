@@ -20,7 +20,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import Matched
 from vmem_jax.capture.primitives import ELEMENTWISE
 from vmem_jax.capture.ties import COMPARISONS
-from vmem_jax.capture.tiles import MOST_EQUATIONS, Tile, Tiles
+from vmem_jax.capture.tiles import MOST_EQUATIONS, Behind, Tile, Tiles, convolves_in
 from vmem_jax.core.convolution import Pass
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
@@ -63,7 +63,7 @@ class Carrying:
 
 def find_carrying(flat: ClosedJaxpr) -> tuple[Carrying, ...]:
     """The products of `flat` that can carry more than themselves, in its order."""
-    return tuple(_Finder(flat).found())
+    return tuple(_Finder(flat).found()) if convolves_in(flat, DTYPES) else ()
 
 
 class _Finder(Tiles):
@@ -92,7 +92,8 @@ class _Finder(Tiles):
                 self.exists.update(made.results)  # and what is before them does not
                 self.returned |= {*made.results, *(made.before.made if made.stores else ())}
                 inner = {v for j in made.behind.equations for v in self.eqns[j].outvars}
-                self.claimed |= inner & self.after({made.raw})
+                behind = self.after({made.raw})
+                self.claimed |= {v for v in inner if v in behind}
                 yield made
 
     def _gradient_of(self, i: int, paired: set[int]) -> tuple[int, Matched] | None:
@@ -150,7 +151,7 @@ class _Finder(Tiles):
         )
         return made if self._is_free(made) else None
 
-    def _stored(self, raw: Any, after: set[Var]) -> Any:
+    def _stored(self, raw: Any, after: Behind) -> Any:
         """The last value behind product `raw` that is alone made of it, and no wider."""
         v = raw
         while v not in self.outputs and len(self.readers.get(v, ())) == 1:
@@ -167,7 +168,7 @@ class _Finder(Tiles):
             v = out
         return v
 
-    def _sums(self, raw: Any, after: set[Var]) -> list[int]:
+    def _sums(self, raw: Any, after: Behind) -> list[int]:
         """The sums over all rows that are made of `raw` and of what was there before."""
         found: list[int] = []
         seen, stack = {raw}, [raw]
@@ -201,7 +202,7 @@ class _Finder(Tiles):
         after = self.after(returned)
         read = {*made.before.rows, *made.before.vectors, *made.behind.rows, *made.behind.vectors}
         weight = self.eqns[made.product].invars[1]
-        return not (after - inner) & {*read, weight} and read.isdisjoint(after)
+        return not any(v in after for v in read) and (weight not in after or weight in inner)
 
 
 def _is_product(matched: Matched) -> bool:

@@ -16,10 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import Matched
 from vmem_jax.capture.ties import COMPARISONS
-from vmem_jax.capture.tiles import Tile, Tiles
+from vmem_jax.capture.tiles import Tile, Tiles, convolves_in
 from vmem_jax.core.convolution import Epilogue, Pass
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -66,13 +65,7 @@ class Normalising:
 def find_normalising(flat: ClosedJaxpr) -> tuple[Normalising, ...]:
     """In order of operands those with a prologue, then all forward passes with sums alone. A forward
     pass may be among both."""
-    if not any(_is_sixteen(eqn) for eqn in compat.open_jaxpr(flat).eqns):
-        return ()
-    return tuple(_Finder(flat).found())
-
-
-def _is_sixteen(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "conv_general_dilated" and eqn.invars[0].aval.dtype.name in DTYPES
+    return tuple(_Finder(flat).found()) if convolves_in(flat, DTYPES) else ()
 
 
 class _Finder(Tiles):
@@ -128,7 +121,7 @@ class _Finder(Tiles):
         if clamped is None:
             return None
         of_relu = self.after({self.eqns[clamped].outvars[0]})
-        equations = (i for i in tile.equations if of_relu.isdisjoint(self.eqns[i].outvars))
+        equations = (i for i in tile.equations if self.eqns[i].outvars[0] not in of_relu)
         [shifted] = [a for a in self.eqns[clamped].invars if not self._is_zero(a)]
         assert isinstance(shifted, Var), "it depends on what is read"
         return Prologue(x, raw, tile.vectors, tuple(equations), shifted)

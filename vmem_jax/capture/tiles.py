@@ -7,8 +7,9 @@ for each channel.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,14 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 MOST_EQUATIONS = 100
 """Behind a convolution, between it and its sums: a batch norm's backward pass has some ten."""
+
+
+def convolves_in(flat: ClosedJaxpr, dtypes: Sequence[str]) -> bool:
+    """Whether `flat` has a convolution of one of `dtypes`: looking for tiles takes longer."""
+    return any(
+        eqn.primitive.name == "conv_general_dilated" and eqn.invars[0].aval.dtype.name in dtypes
+        for eqn in compat.open_jaxpr(flat).eqns
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,25 @@ class Tile:
     rows: tuple[Var, ...]
     vectors: tuple[Var, ...]
     made: tuple[Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """Values, and what is made of them.
+
+    Attributes:
+      values: these values.
+      below: the equations that make the others, one bit each.
+      maker: the equation of each value.
+    """
+
+    values: frozenset[Var]
+    below: int
+    maker: Mapping[Var, int]
+
+    def __contains__(self, v: object) -> bool:
+        i = self.maker.get(v) if isinstance(v, Var) else None
+        return v in self.values or (i is not None and bool(self.below >> i & 1))
 
 
 class Tiles:
@@ -70,17 +98,30 @@ class Tiles:
         i = self.maker.get(v) if isinstance(v, Var) else None
         return i is not None and self.eqns[i].primitive.name in ELEMENTWISE
 
-    def after(self, values: set[Var]) -> set[Var]:
+    def after(self, values: Collection[Var]) -> Behind:
         """`values`, and all that is made of them."""
-        found = set(values)
-        first = min(self.maker[v] for v in values)
-        for eqn in self.eqns[first:]:
-            if any(isinstance(a, Var) and a in found for a in eqn.invars):
-                found.update(eqn.outvars)
+        below = 0
+        for v in values:
+            for r in self.readers.get(v, ()):
+                below |= 1 << r | self._below[r]
+        return Behind(frozenset(values), below, self.maker)
+
+    @functools.cached_property
+    def _below(self) -> list[int]:
+        """For each equation those that read what is made of it, one bit each."""
+        found = [0] * len(self.eqns)
+        for i in range(len(self.eqns) - 1, -1, -1):
+            for v in self.eqns[i].outvars:
+                for r in self.readers.get(v, ()):
+                    found[i] |= 1 << r | found[r]
         return found
 
     def tile(
-        self, wanted: Sequence[Any], shape: tuple[int, ...], given: dict[Any, None], after: set[Var]
+        self,
+        wanted: Sequence[Any],
+        shape: tuple[int, ...],
+        given: dict[Any, None],
+        after: Container[Var],
     ) -> Tile | None:
         """The elementwise equations from values that exist, and `given`, to `wanted`; None where
         there is none, or one of those values is in `after`."""

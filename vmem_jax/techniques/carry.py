@@ -26,6 +26,9 @@ from vmem_jax.rewrite.normalising import with_normalising
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
 
+_POLICIES = ("auto", "exact")
+"""Those that use it unasked: the published systems have their own convolutions."""
+
 
 class Carry(AbstractTechnique):
     """Normalisations and sums in the kernels of convolutions."""
@@ -34,10 +37,13 @@ class Carry(AbstractTechnique):
     verb: ClassVar[str] = "compute what stands around convolutions in their kernels"
 
     def unusable(self, step: StepContext) -> str:
-        if self.name not in step.settings.named:
-            return "it is used only where `allow` names it"
-        if step.settings.policy.name == "keep":
+        policy, is_named = step.settings.policy.name, self.name in step.settings.named
+        if policy == "keep":
             return "policy `keep` leaves the step as it is"
+        if not is_named and policy not in _POLICIES:
+            return f"policy `{policy}` plans with the convolutions that there are"
+        if not is_named and step.platform != "gpu":
+            return "its kernels are for GPUs: elsewhere it is used only where `allow` names it"
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
         if (step.settings.sub_batches or 1) > 1:
@@ -55,7 +61,7 @@ class Carry(AbstractTechnique):
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
     """`step` with the convolutions that carry what stands around them; none if it does not use it."""
-    if Carry().unusable(step):
+    if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     return [step.cached("carried", lambda: with_carry(step, _chosen(step)))]
 
