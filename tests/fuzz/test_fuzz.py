@@ -65,8 +65,8 @@ was of loops with other stacks, which the search makes for the budget, and the s
 Three named one above plain jit's need, which was predicted at more than four times as much. One
 named that of another policy's plan, which was not asked for again. Two named plans that another
 process did not come across. One lacks a backward pass, and was refused what plain jit needs where
-more is predicted. The last named one above plain jit's need, since it counted constants, which XLA
-keeps with the code."""
+more is predicted. One named one above plain jit's need, since it counted constants, which XLA keeps
+with the code. Of the last XLA:CPU let a kernel write over what it still reads (0.11.2, 0.12)."""
 
 
 @pytest.mark.parametrize("which", range(len(MENDED)))
