@@ -19,7 +19,14 @@ from records import Record
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 
-STEPS = ("h200_recompute", "h200_transfers", "h200_convolutions", "h200_sub_batches", "h200_carry")
+STEPS = (
+    "h200_recompute",
+    "h200_transfers",
+    "h200_convolutions",
+    "h200_sub_batches",
+    "h200_carry",
+    "h100_carry",
+)
 """Files whose rows are training steps, timed."""
 
 
