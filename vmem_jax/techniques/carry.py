@@ -1,11 +1,11 @@
 """carry: kernels of convolutions compute what stands around them.
 
 In float16 cuDNN's convolutions normalise their operand and add up their result, with scale and bias
-in float16. Where these are not faster, and in bfloat16, kernels of 1×1 convolutions compute in their
-tiles a normalisation, a ReLU and a residual sum before a convolution, the statistics of the next
-batch norm behind it, and in the backward pass both gradients and the sums of the batch norm before.
-Their values are the same but for the order of sums. A normalised value that only such kernels read is
-not written, and not kept.
+in float16. In both types of 16 bits kernels of 1×1 convolutions compute in their tiles a
+normalisation, a ReLU and a residual sum before a convolution, the statistics of the next batch norm
+behind it, and in the backward pass both gradients and the sums of the batch norm before. Their values
+are the same but for the order of sums. A normalised value that only such kernels read is not written,
+and not kept. A form of the step has the one or the other; the search takes the faster.
 """
 
 from __future__ import annotations
@@ -54,16 +54,18 @@ class Carry(AbstractTechnique):
                 "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, "
                 "and no other in float16 beside a batch norm"
             )
-        if not _chosen(step):
+        if not _choices(step):
             return "no kernel for convolutions of these widths is known to be faster"
         return ""
 
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
-    """`step` with the convolutions that carry what stands around them; none if it does not use it."""
+    """The forms of `step` whose convolutions carry what stands around them; none if it does not use
+    that."""
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
-    return [step.cached("carried", lambda: with_carry(step, _chosen(step)))]
+    form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
+    return [form(chosen) for chosen in _choices(step)]
 
 
 def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
@@ -103,16 +105,18 @@ def _found(step: StepContext) -> _Found:
     return step.cached("carrying", lambda: _Found(find_carrying(flat), find_normalising(flat)))
 
 
-def _chosen(step: StepContext) -> tuple[int, ...]:
-    """The convolutions that are worth it: those that cuDNN normalises for in less time than passes
-    take, or else those whose products have a kernel that is known to be faster. Where there is no
-    GPU all, by XLA's passes."""
+def _choices(step: StepContext) -> list[tuple[int, ...]]:
+    """Convolutions that are worth it together: those that cuDNN normalises for in less time than
+    passes take; those whose products have a kernel that is known to be faster. Where there is no GPU
+    the first of these that there are, all by XLA's passes."""
     found, on_gpu = _found(step), step.platform == "gpu"
-    if chosen := _worth(found.normalising, _ways(step), step.machine, on_gpu):
-        return tuple(len(found.products) + i for i in chosen)
+    worth = _worth(found.normalising, _ways(step), step.machine, on_gpu)
+    normalising = tuple(len(found.products) + i for i in worth)
     eqns = compat.open_jaxpr(step.traced.captured.separate).eqns
     fits = lambda each: not on_gpu or describe(each, eqns).tiling is not None
-    return tuple(i for i, each in enumerate(found.products) if fits(each))
+    products = tuple(i for i, each in enumerate(found.products) if fits(each))
+    choices = [chosen for chosen in (normalising, products) if chosen]
+    return choices if on_gpu else choices[:1]
 
 
 def _ways(step: StepContext) -> Mapping[Convolution, Way]:
