@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import jax
 
 from vmem_jax.conv import cudnn
-from vmem_jax.conv.profiler import untimed
+from vmem_jax.conv.profiler import micro_of
 from vmem_jax.conv.timings import Known, known, profile_on
 from vmem_jax.core.convolution import XLA, Configuration, Convolution, Micro
 from vmem_jax.core.machine import Machine
@@ -92,7 +92,7 @@ def _named(c: Convolution, target: str | jax.Device) -> Micro | None:
                 cudnn.check(c, plan, target)
             except (RuntimeError, ValueError):
                 continue
-        return untimed(c.batch, plan)
+        return micro_of(c.batch, plan)
     return None
 
 

@@ -256,7 +256,7 @@ def _time(
         return known, 0, [f"{convolution}: the library has no algorithm for it"]
     count = 0
     left: dict[str, int] = {}
-    pairs = [(untimed(convolution.batch, plan), plan) for plan in plans]
+    pairs = [(micro_of(convolution.batch, plan), plan) for plan in plans]
     for micro, plan in sorted(pairs, key=lambda pair: hope.expected(pair[0])):
         if micro.algorithm in micros:
             continue
@@ -286,7 +286,7 @@ def _time(
     return Entry(tuple(micros.values()), complete=not left), count, untimed
 
 
-def untimed(batch: int, plan: Plan) -> Micro:
+def micro_of(batch: int, plan: Plan) -> Micro:
     """A call of `plan` with `batch` samples, of which nothing is known but that it may run."""
     knobs = tuple(sorted(plan.knobs))
     return Micro(batch, plan.engine, knobs, plan.workspace, math.nan, plan.channels)
