@@ -293,5 +293,6 @@ def test_cudnn_carries_them_on_an_h200():
     assert compiled.plan.predicted_seconds < seconds
     unasked = vmem_jax.jit(step, **options).lower(params, x).compile(target="h200")
     assert unasked.plan.carried == compiled.plan.carried
-    others = vmem_jax.jit(step, budget=1.0, policy="vdnn").lower(params, x).compile(target="h200")
-    assert not others.plan.carried
+    for policy, card in (("vdnn", "h200"), ("exact", "a100")):
+        others = vmem_jax.jit(step, budget=1.0, policy=policy).lower(params, x)
+        assert not others.compile(target=card).plan.carried

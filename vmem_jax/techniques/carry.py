@@ -42,8 +42,11 @@ class Carry(AbstractTechnique):
             return "policy `keep` leaves the step as it is"
         if not is_named and policy not in _POLICIES:
             return f"policy `{policy}` plans with the convolutions that there are"
-        if not is_named and step.platform != "gpu":
-            return "its kernels are for GPUs: elsewhere it is used only where `allow` names it"
+        if not is_named and not _is_timed_on(step.target or step.devices[0].device_kind):
+            return (
+                "its kernels were timed on an H100 and an H200: elsewhere it is used only where "
+                "`allow` names it"
+            )
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
         if (step.settings.sub_batches or 1) > 1:
@@ -57,6 +60,11 @@ class Carry(AbstractTechnique):
         if not _choices(step):
             return "no kernel for convolutions of these widths is known to be faster"
         return ""
+
+
+def _is_timed_on(card: str) -> bool:
+    """Whether steps were timed with it on cards of that name, or `device_kind`."""
+    return any(name in card.lower() for name in ("h100", "h200"))
 
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
