@@ -109,12 +109,7 @@ class _Fuser:
         for j in self.absorbed:
             self.classes[j] = Class.HEAVY
         self.exists: set[Var] = set()  # fusible values that some kernel must write
-        # the last epoch that reads an existing value: at least those of the equations that read it
-        self.until = {
-            v: max(self.epoch[i] for i in readers)
-            for v, readers in self.readers.items()
-            if v in self.maker and self.must_exist(v)
-        }
+        self.until: dict[Var, int] = {}  # the last epoch that reads an existing value
 
     def kernels(self) -> tuple[Kernel, ...]:
         self.exists |= {v for v in self.outputs if v in self.maker}

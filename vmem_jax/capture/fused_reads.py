@@ -187,9 +187,12 @@ class Walk:
         self.prices[v], self.is_read[v] = price, True
         return True
 
-    def _read_nbytes(self, v: Var, i: int) -> float:
-        """Bytes moved and held by reading `v`, which equation `i` makes."""
+    def _read_nbytes(self, v: Var, i: int, reader: int | None = None) -> float:
+        """Bytes moved and held by reading `v`, which equation `i` makes. If equation `reader` of a
+        backward pass reads it, it is held until then whichever kernel computes that."""
         born = self.values.epoch[i]
+        if reader is not None and self.values.epoch[reader] - born > _EPOCHS_PER_PASS:
+            born = self.values.epoch[reader]
         outlives = max(0, self.epoch - max(self.until.get(v, born), born))
         return self.values.nbytes[v] * (1 + outlives / _EPOCHS_PER_PASS)
 
@@ -238,10 +241,13 @@ class Walk:
         total, i = 0.0, self.values.maker[v]
         stack = self._stack(self.values.eqns[i])
         for a in self.values.operands[i]:
-            # of a stack that is there the slice alone is read
-            total += (
-                self.values.nbytes[v] if a is stack else self._price(a, depth + 1, most - total)
-            )
+            made = self.values.maker.get(a)
+            if a is stack:  # of one that is there the slice alone is read
+                total += self.values.nbytes[v]
+            elif made is not None and a not in self.free and self.values.must_exist(a):
+                total += self._read_nbytes(a, made, i)
+            else:
+                total += self._price(a, depth + 1, most - total)
             if total > most:
                 return math.inf
         return total
