@@ -67,10 +67,13 @@ def lowest_need(step: StepContext, budget: int | None) -> int:
 
 
 def peaks_outside_loops(step: StepContext, budget: int | None) -> bool:
-    """Whether `step`, or a form of it with other stacks that may fit, peaks elsewhere than in its
-    loops; true of a step without loops, or whose stacks are not chosen."""
-    is_free = not _chooses(step) or not _variants_of(step).pairs
-    return is_free or any(variant.peaks_outside for variant in _with_own(step, budget))
+    """Whether a form of `step` with other stacks that may fit, or where there is none `step` itself,
+    peaks elsewhere than in its loops; true of a step without loops, or whose stacks are not chosen.
+    """
+    if not _chooses(step) or not _variants_of(step).pairs:
+        return True
+    variants = _chosen_of(step, budget) or (_variants_of(step).own,)
+    return any(variant.peaks_outside for variant in variants)
 
 
 def _with_own(step: StepContext, budget: int | None) -> Sequence[LoopVariant]:
