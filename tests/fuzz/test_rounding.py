@@ -57,7 +57,8 @@ def test_without_noise_a_step_is_as_written():
     for a, b, c in zip(*map(jax.tree.leaves, (want, got, noisy)), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(c, a, rtol=1e-3, atol=1e-3)
-        assert np.any(c != b)
+    others = zip(jax.tree.leaves(got), jax.tree.leaves(noisy), strict=True)
+    assert any(np.any(b != c) for b, c in others)  # a sum of all may come to the same
 
 
 def test_a_value_near_a_step_falls_on_either_side_and_a_far_one_does_not():
