@@ -53,6 +53,40 @@ class Prices:
         return price if price < sum(nbytes(v.aval) for v in eqn.outvars) else None
 
 
+class MadeInBody:
+    """What stands in a body for values outside of its loop, which are the same in every iteration.
+
+    Args:
+      prices: of these values.
+      equations: of the body; those that make a value there are added.
+
+    Attributes:
+      constants: of the body, each with the value outside.
+    """
+
+    def __init__(self, prices: Prices, equations: list[JaxprEqn]) -> None:
+        self.prices, self.equations = prices, equations
+        self.constants: dict[Var, Atom] = {}
+        self._known: dict[Var, Atom] = {}  # outside -> in the body
+
+    def read(self, a: Atom) -> Atom:
+        """What stands for `a`: a constant, or what is made of less."""
+        if isinstance(a, Literal):
+            return a
+        if a in self._known:
+            return self._known[a]
+        if self.prices.of(a) is None:
+            self._known[a] = own = compat.new_var(a.aval)
+            self.constants[own] = a
+            return own
+        eqn = self.prices.eqns[self.prices.maker[a]]
+        invars = [*map(self.read, eqn.invars)]
+        outs = [compat.new_var(v.aval) for v in eqn.outvars]
+        self.equations.append(eqn.replace(invars=invars, outvars=outs))
+        self._known.update(zip(eqn.outvars, outs, strict=True))
+        return self._known[a]
+
+
 def with_constants_in_loops(flat: ClosedJaxpr) -> ClosedJaxpr:
     """`flat`, whose scans make in their bodies what is made of less and read by fused kernels; what
     is made of nothing (a number, an iota) whatever reads it."""
@@ -87,44 +121,29 @@ class _Body:
     def __init__(self, eqn: JaxprEqn, prices: Prices) -> None:
         self.eqn, self.prices = eqn, prices
         self.closed = eqn.params["jaxpr"]
-        self.made_here: list[JaxprEqn] = []
-        self.inputs: dict[Var, Atom] = {}  # of the body, with the constant outside
-        self.known: dict[Var, Atom] = {}  # outside -> in the body
+        self.here = MadeInBody(prices, [])
 
     def made(self) -> tuple[ClosedJaxpr, list[Atom]] | None:
         """The body with constants made in it, and in those of the scans in it, and what the scan is
         given then; None if nothing changes."""
         body, (count, _) = compat.open_jaxpr(self.closed), compat.scan_counts(self.eqn)
         here: dict[Var, Atom] = {}
+        inputs = self.here.constants
         for v, a in zip(body.invars[:count], self.eqn.invars[:count], strict=True):
             price = self.prices.of(a) if isinstance(a, Var) else None
             if price is None or (price and not _is_fused(v, body.eqns)):
-                self.inputs[v] = a
+                inputs[v] = a
             else:
-                here[v] = self._make(a)
+                here[v] = self.here.read(a)
         read = lambda a: here.get(a, a) if isinstance(a, Var) else a
         inner = [eqn.replace(invars=[*map(read, eqn.invars)]) for eqn in body.eqns]
-        parts = body.constvars, compat.constants(self.closed), [*self.inputs, *body.invars[count:]]
+        parts = body.constvars, compat.constants(self.closed), [*inputs, *body.invars[count:]]
         outvars = [*map(read, body.outvars)]
-        again = compat.close(*parts, outvars, [*self.made_here, *inner], self.closed)
+        again = compat.close(*parts, outvars, [*self.here.equations, *inner], self.closed)
         found = with_constants_in_loops(again)
         if not here and found is again:
             return None
-        return found, [*self.inputs.values(), *self.eqn.invars[count:]]
-
-    def _make(self, v: Var) -> Atom:
-        if v in self.known:
-            return self.known[v]
-        if self.prices.of(v) is None:
-            self.known[v] = own = compat.new_var(v.aval)
-            self.inputs[own] = v
-            return own
-        made = self.prices.eqns[self.prices.maker[v]]
-        invars = [a if isinstance(a, Literal) else self._make(a) for a in made.invars]
-        outs = [compat.new_var(o.aval) for o in made.outvars]
-        self.made_here.append(made.replace(invars=invars, outvars=outs))
-        self.known.update(zip(made.outvars, outs, strict=True))
-        return self.known[v]
+        return found, [*inputs.values(), *self.eqn.invars[count:]]
 
 
 def _is_fused(v: Var, eqns: Sequence[JaxprEqn]) -> bool:

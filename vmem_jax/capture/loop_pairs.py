@@ -23,7 +23,7 @@ from typing import Any
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten, inline
-from vmem_jax.capture.loop_constants import Prices
+from vmem_jax.capture.loop_constants import MadeInBody, Prices
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.shards import Shards
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -166,11 +166,9 @@ class _Joined:
         self.outer = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.outer.eqns
         self.equations: list[JaxprEqn] = []
-        self.consts: dict[Var, Atom] = {}
         self.slices: dict[Var, Atom] = {}
-        self.known: dict[Any, Atom] = {}  # value outside -> what stands for it in the body
         self.sliced: dict[Var, Atom] = {}  # stack outside -> the same of its slice
-        self.prices = Prices(self.eqns, forward)
+        self.same = MadeInBody(Prices(self.eqns, forward), self.equations)
         self.constants: dict[Var, Any] = {}  # of the bodies themselves
         # a user's own offloading of residuals is a hint, like `jax.checkpoint`
         self.hints = self._moves_residuals_alone()
@@ -191,11 +189,11 @@ class _Joined:
         _, carry = compat.scan_counts(forward)
         stacks = dict(zip(forward.outvars[carry:], begun_outs[carry:], strict=True))
         self.sliced.update(stacks)
-        early = {*self.consts, *self.slices}
+        early = {*self.same.constants, *self.slices}
         ended, ended_outs = self._run(backward)
-        late = {*ended, *self.consts, *self.slices} - early
+        late = {*ended, *self.same.constants, *self.slices} - early
         residuals = {a for a in _slices(backward) if isinstance(a, Var) and a in stacks}
-        given = Given(self.consts, self.slices, begun, ended, frozenset(late))
+        given = Given(self.same.constants, self.slices, begun, ended, frozenset(late))
         made = (
             self._made(forward, begun_outs, residuals),
             self._made(backward, ended_outs, set()),
@@ -241,7 +239,7 @@ class _Joined:
         carried: dict[Var, Atom] = {}
         for index, (v, a) in enumerate(zip(opened.invars, eqn.invars, strict=True)):
             if index < consts:
-                env[v] = self._same(a)
+                env[v] = self.same.read(a)
             elif index < consts + carry:
                 env[v] = own = compat.new_var(v.aval)
                 carried[own] = a
@@ -265,23 +263,6 @@ class _Joined:
             self.sliced[stack] = own = compat.new_var(v.aval)
             self.slices[own] = stack
         return self.sliced[stack]
-
-    def _same(self, a: Atom) -> Atom:
-        """What stands in the body for `a`, which is the same in every iteration."""
-        if isinstance(a, Literal):
-            return a
-        if a in self.known:
-            return self.known[a]
-        if self.prices.of(a) is None:
-            self.known[a] = own = compat.new_var(a.aval)
-            self.consts[own] = a
-            return own
-        eqn = self.eqns[self.prices.maker[a]]
-        invars = [self._same(x) for x in eqn.invars]
-        outs = [compat.new_var(v.aval) for v in eqn.outvars]
-        self.equations.append(eqn.replace(invars=invars, outvars=outs))
-        self.known.update(zip(eqn.outvars, outs, strict=True))
-        return self.known[a]
 
     def _made(self, eqn: JaxprEqn, outs: Sequence[Atom], residuals: set[Var]) -> Made:
         """What scan `eqn` makes, but for what nothing but the backward scan reads.
