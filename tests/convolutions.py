@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from vmem_jax.core.convolution import Convolution, Micro, Pass
+from vmem_jax.core.convolution import Convolution, Epilogue, Micro, Pass
 
 MIB = 2**20
 
@@ -44,6 +44,34 @@ def convolution(batch=256, which=Pass.FORWARD, layer="alex2") -> Convolution:
         padding=((padding, padding),) * 2,
         dilation=(1, 1),
         channels_last=False,
+    )
+
+
+def of_a_residual_network(
+    features: tuple[int, int],
+    kernel: int,
+    stride: int,
+    size: tuple[int, int],
+    batch: int,
+    which: Pass,
+    dtype: str = "float16",
+    prologue: bool = True,
+) -> Convolution:
+    """One that normalises its operand where there is a prologue, and forwards adds up its result."""
+    return Convolution(
+        which=which,
+        dtype=dtype,
+        strict=False,
+        batch=batch,
+        features_in=features[0],
+        features_out=features[1],
+        size=size,
+        kernel=(kernel, kernel),
+        strides=(stride, stride),
+        padding=((kernel // 2, kernel // 2),) * 2,
+        dilation=(1, 1),
+        epilogue=Epilogue.SUMS if which == Pass.FORWARD else Epilogue.NONE,
+        prologue=prologue,
     )
 
 

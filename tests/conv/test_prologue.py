@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convolutions import convolution
+from convolutions import convolution, of_a_residual_network
 
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.call import TARGET, all_by_cudnn
 from vmem_jax.conv.database import Database, Entry, identity_of
 from vmem_jax.conv.prologue import normalising_convolution
 from vmem_jax.conv.slices import layouts, roles, whole
-from vmem_jax.core.convolution import XLA, Configuration, Convolution, Epilogue, Micro, Pass
+from vmem_jax.core.convolution import XLA, Configuration, Epilogue, Micro, Pass
 from vmem_jax.devices.targets import target
 from vmem_jax.transfer import extension
 
@@ -38,22 +38,7 @@ SHAPES = {
 
 def of(shape, which=Pass.FORWARD, dtype="float16", batch=256):
     """That of a residual network."""
-    (features_in, features_out), kernel, stride = SHAPES[shape]
-    return Convolution(
-        which=which,
-        dtype=dtype,
-        strict=False,
-        batch=batch,
-        features_in=features_in,
-        features_out=features_out,
-        size=(56, 56),
-        kernel=(kernel, kernel),
-        strides=(stride, stride),
-        padding=((kernel // 2, kernel // 2),) * 2,
-        dilation=(1, 1),
-        epilogue=Epilogue.SUMS if which == Pass.FORWARD else Epilogue.NONE,
-        prologue=True,
-    )
+    return of_a_residual_network(*SHAPES[shape], (56, 56), batch, which, dtype)
 
 
 def drawn(c, seed=0):

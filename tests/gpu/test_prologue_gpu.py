@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convolutions import of_a_residual_network
 
 from vmem_jax.conv import cudnn
 from vmem_jax.conv.prologue import normalising_convolution
@@ -27,22 +28,7 @@ LAYERS = {  # channels, kernel, strides
 
 
 def layer(name: str, which: Pass, prologue: bool = True) -> Convolution:
-    (features_in, features_out), kernel, stride = LAYERS[name]
-    return Convolution(
-        which=which,
-        dtype="float16",
-        strict=False,
-        batch=BATCH,
-        features_in=features_in,
-        features_out=features_out,
-        size=(14, 16),
-        kernel=(kernel, kernel),
-        strides=(stride, stride),
-        padding=((kernel // 2, kernel // 2),) * 2,
-        dilation=(1, 1),
-        epilogue=Epilogue.SUMS if which == Pass.FORWARD else Epilogue.NONE,
-        prologue=prologue,
-    )
+    return of_a_residual_network(*LAYERS[name], (14, 16), BATCH, which, prologue=prologue)
 
 
 def drawn(c: Convolution) -> list[np.ndarray]:
