@@ -96,10 +96,11 @@ class _Fuser:
         for i, eqn in enumerate(self.eqns):
             if eqn.primitive is pack_p:  # bytes exist: packed where they are read, they save none
                 self.classes[i] = Class.REDUCE
-        makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
-        for i, eqn in enumerate(self.eqns) if platform != "cpu" else ():
-            if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, makers):
-                self.classes[i] = Class.REDUCE
+        if platform != "cpu":
+            makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+            for i, eqn in enumerate(self.eqns):
+                if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, makers):
+                    self.classes[i] = Class.REDUCE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:
                 self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE

@@ -63,7 +63,8 @@ def lowest_need(step: StepContext, budget: int | None) -> int:
     """The lowest predicted need of `step` and its `loop_contexts`, in bytes; 0 where it has none."""
     if not _chooses(step) or not _variants_of(step).pairs:
         return 0
-    return min(variant.need for variant in _with_own(step, budget))
+    variants = _variants_of(step).own, *_chosen_of(step, budget)
+    return min(variant.need for variant in variants)
 
 
 def peaks_outside_loops(step: StepContext, budget: int | None) -> bool:
@@ -74,10 +75,6 @@ def peaks_outside_loops(step: StepContext, budget: int | None) -> bool:
         return True
     variants = _chosen_of(step, budget) or (_variants_of(step).own,)
     return any(variant.peaks_outside for variant in variants)
-
-
-def _with_own(step: StepContext, budget: int | None) -> Sequence[LoopVariant]:
-    return _variants_of(step).own, *_chosen_of(step, budget)
 
 
 def _variants_of(step: StepContext) -> _Variants:
