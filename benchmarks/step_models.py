@@ -315,6 +315,54 @@ def gpt(
     return _trained(loss, init, draw)
 
 
+def lstm(
+    hand: str,
+    batch: int,
+    layers: int = 2,
+    width: int = 512,
+    vocabulary: int = 1000,
+    tokens: int = 512,
+    scanned: bool = True,
+) -> Training:
+    """A language model of LSTM layers, each in a scan over the tokens, computed in bfloat16.
+
+    Hochreiter and Schmidhuber, "Long short-term memory", 1997; with the forget gate of Gers et al.,
+    2000.
+    """
+    if not scanned or hand == SEGMENTS:
+        raise ValueError("lstm has one scan over all tokens.")
+
+    def init(key: jax.Array) -> Any:
+        first, last, *keys = jax.random.split(key, 2 + layers)
+        draw = lambda key, *shape: shape[0] ** -0.5 * jax.random.normal(key, shape)
+        cells = [{"w": draw(key, 2 * width, 4 * width), "b": jnp.zeros(4 * width)} for key in keys]
+        return {
+            "tokens": draw(first, vocabulary, width),
+            "cells": cells,
+            "head": draw(last, width, vocabulary),
+        }
+
+    @wrapping(hand)
+    def cell(carry: Any, x: jax.Array, w: jax.Array, b: jax.Array) -> Any:
+        h, c = carry
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ w + b, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    def loss(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
+        del key
+        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+        x = params["tokens"][batch[:, :-1].T]  # [tokens, batch, width]
+        zeros = jnp.zeros(x.shape[1:], x.dtype)
+        for p in params["cells"]:
+            _, x = jax.lax.scan(lambda carry, x, p=p: cell(carry, x, **p), (zeros, zeros), x)
+        logits = (x @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].T).mean()
+
+    return _trained(loss, init, _texts(batch, tokens, vocabulary))
+
+
 def resnet(hand: str, batch: int, layers: int = 36, width: int = 64, **options: Any) -> Training:
     """ResNet-152, or one with so many blocks in its third stage; batch statistics are not kept."""
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
@@ -379,6 +427,7 @@ MODELS: dict[str, Callable[..., Training]] = {
     "vit": vit,
     "vit_dropout": functools.partial(vit, weights_dropout=0.1),
     "gpt": gpt,
+    "lstm": lstm,
     "resnet": resnet,
     "resnet50": resnet50,
     "convnext": convnext,
@@ -395,6 +444,7 @@ BATCHES: dict[str, int] = {
     "vit": 256,
     "vit_dropout": 128,
     "gpt": 8,
+    "lstm": 64,
     "resnet": 256,
     "resnet50": 256,
     "convnext": 128,
