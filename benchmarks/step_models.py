@@ -5,7 +5,7 @@ ViT-L/16 (Dosovitskiy et al., "An image is worth 16x16 words", 2021) with dropou
 "vit_dropout" the same with dropout of the attention weights; "gpt" is GPT-2 medium (Radford et al.,
 2019), which drops these as well; "resnet" is ResNet-152 with the identical blocks of each stage in a
 scan. Their layers are scanned, or unrolled with `scanned=False`. "convnext" and "unet" are in
-`vision_models`, "resnet50" in `vmem_jax.models`; their layers are unrolled.
+`vision_models`, the unrolled ResNets in `vmem_jax.models`; their layers are unrolled.
 """
 
 from __future__ import annotations
@@ -380,10 +380,10 @@ def resnet(hand: str, batch: int, layers: int = 36, width: int = 64, **options: 
     return _trained(loss, init, _images(batch), optax.sgd(0.1, momentum=0.9))
 
 
-def resnet50(hand: str, batch: int) -> Training:
-    """In bfloat16 throughout, with momentum; "checkpoint" is around each block."""
+def unrolled_resnet(hand: str, batch: int, name: str, dtype: str = "bfloat16") -> Training:
+    """Of `vmem_jax.models`, all in `dtype`, with momentum; "checkpoint" is around each block."""
     wrap: Any = None if hand == "plain" else hand
-    made = job("resnet50", batch=batch, dtype="bfloat16", optimizer="momentum", wrap=wrap)
+    made = job(name, batch=batch, dtype=dtype, optimizer="momentum", wrap=wrap)
 
     def step(state: Any, batch: Any) -> Any:
         state, metrics = made.step(state, batch)
@@ -429,13 +429,18 @@ MODELS: dict[str, Callable[..., Training]] = {
     "gpt": gpt,
     "lstm": lstm,
     "resnet": resnet,
-    "resnet50": resnet50,
+    **{
+        f"{name}{ending}": functools.partial(unrolled_resnet, name=name, dtype=dtype)
+        for name in ("resnet50", "resnet152")
+        for ending, dtype in (("", "bfloat16"), ("_float16", "float16"))
+    },
     "convnext": convnext,
     "unet": unet,
 }
 """(what is picked by hand, batch, further options of the network) -> its training."""
 
-UNROLLED = ("resnet50", "convnext", "unet")
+RESNETS = ("resnet50", "resnet50_float16", "resnet152", "resnet152_float16")
+UNROLLED = (*RESNETS, "convnext", "unet")
 """Those without a scan."""
 
 BATCHES: dict[str, int] = {
@@ -447,6 +452,9 @@ BATCHES: dict[str, int] = {
     "lstm": 64,
     "resnet": 256,
     "resnet50": 256,
+    "resnet50_float16": 256,
+    "resnet152": 128,
+    "resnet152_float16": 128,
     "convnext": 128,
     "unet": 16,
 }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import jax
 import pytest
-import rates
-from step_models import MODELS
 
 from vmem_jax.capture import capture
 from vmem_jax.capture.kernel_gradients import as_misread
@@ -17,6 +16,10 @@ from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import analytic
 from vmem_jax.models import job
 from vmem_jax.policy.exact import Exact
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import rates
+from step_models import MODELS
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -76,7 +79,7 @@ def test_kernels_take_what_the_card_took(card, kind):
     assert statistics.median(errors) <= KINDS[kind][0] and max(errors) <= KINDS[kind][1]
 
 
-# -- steps by `exact`: name -> (step, shapes, milliseconds on an H200)
+# -- steps by `exact`: name -> (step, shapes, milliseconds)
 
 
 def network(name, batch):
@@ -90,13 +93,14 @@ def network(name, batch):
     return work.step, shapes, 1e3 * statistics.median(row["step_seconds"])
 
 
-def trained(name, batch, way="1.0", **options):
+def trained(name, batch, way="1.0", card="h200", **options):
     """By the last row of that way."""
     given = MODELS[name]("plain", batch, **options)
+    about = name, way, batch, options.get("scanned", False)
     *_, row = [
         r
-        for r in rows("training_steps_h200")
-        if (r["model"], r["way"], r["batch"], r["scanned"]) == (name, way, batch, False)
+        for r in rows(f"training_steps_{card}")
+        if (r["model"], r["way"], r["batch"], r["scanned"]) == about
     ]
     shapes = (jax.eval_shape(made, jax.random.key(0)) for made in (given.init, given.batch))
     return given.step, tuple(shapes), row["ms"]
@@ -114,11 +118,21 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_take_what_the_card_took(name):
+def test_steps_take_what_an_h200_took(name):
     step, shapes, taken = STEPS[name]()
+    assert predicted_ms("h200", step, shapes) == pytest.approx(taken, rel=0.1)
+
+
+def test_short_iterations_take_what_an_h100_took():
+    """Some 10 kernels of 1 to 4 us each, and one that counts them."""
+    step, shapes, taken = trained("lstm", 64, "exact", card="h100", scanned=True)
+    assert predicted_ms("h100", step, shapes) == pytest.approx(taken, rel=0.05)
+
+
+def predicted_ms(card, step, shapes):
+    """Of a step by `exact`."""
     state, data = map(jax.tree.leaves, shapes)
     donated = [True] * len(state) + [False] * len(data)
     captured = capture(jax.jit(step).trace(*shapes).jaxpr, (), donated, platform="gpu")
-    costs = analytic(captured.program, CARDS["h200"].machine)
-    plan = Exact().plan(captured.program, costs, None)
-    assert 1e3 * plan.predicted_seconds == pytest.approx(taken, rel=0.1)
+    costs = analytic(captured.program, CARDS[card].machine)
+    return 1e3 * Exact().plan(captured.program, costs, None).predicted_seconds

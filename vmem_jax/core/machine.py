@@ -81,16 +81,19 @@ class Machine:
 
     def seconds(self, step: Step) -> float:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
-        each run of the step, and what it sends, under which nothing else runs. A loop takes the
-        seconds of its body's steps in all iterations, of its own traffic, copies to stacks and from
-        them, and of the link: nothing is computed while a slice comes from host memory or leaves for
-        it. So an H200 takes 4.48 s for a step of 7 billion weights whose moments do, where 2.66 are
-        predicted without the link, and 1.95 for both ways of it."""
+        each run of the step, and what it sends, under which nothing else runs.
+
+        A loop takes the seconds of its body's steps in all iterations, of a kernel an iteration that
+        counts them, of its own traffic, copies to stacks and from them, and of the link: nothing is
+        computed while a slice comes from host memory or leaves for it. So an H200 takes 4.48 s for a
+        step of 7 billion weights whose moments do, where 2.66 are predicted without the link, and
+        1.95 for both ways of it.
+        """
         if step.body:
             computed = sum(self.seconds(s) for s in step.body if not s.fetched + s.returned)
             moved = step.fetched / self.link_in + step.returned / self.link_out
             own = step.nbytes / self.bandwidth
-            return step.times * (step.length * computed + moved + own)
+            return step.times * (step.length * (computed + self.launch) + moved + own)
         rate = self.flops.get(step.dtype, self.flops[""]) * step.efficiency
         if step.convolution is not None:
             rate = self._convolution_rate(step.convolution)
