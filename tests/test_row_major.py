@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
-from vmem_jax.capture import capture
+from vmem_jax.capture import capture, row_major
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.row_major import as_spread, with_row_major
 from vmem_jax.core.cards import CARDS
@@ -22,6 +24,9 @@ from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
 from vmem_jax.policy import Exact
 from vmem_jax.rewrite import rewrite
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from step_models import MODELS
 
 MACHINE = CARDS["h200"].machine
 
@@ -60,29 +65,47 @@ def classifying(x, w, head, tokens=1):
     return jax.grad(loss, (0, 1))(w, head)
 
 
+def labelled(x, w, labels):
+    """The gradient to `w`; x f32[tokens, samples, n], labels i32[samples, tokens]."""
+
+    def loss(w):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels.T[..., None], -1)
+        return -chosen.mean()
+
+    return jax.grad(loss)(w)
+
+
 NHWC = convolving(("NHWC", "HWIO", "NHWC"))
 KERNEL, IMAGES = shaped(3, 3, 8, 16), shaped(2, 6, 6, 8, dtype=jnp.bfloat16)
 TOKENS = shaped(4, 16, 8), shaped(8, 8), shaped(8, 5)
+TEXTS = shaped(6, 4, 8), shaped(8, 32), shaped(4, 6, dtype=jnp.int32)
 ONE_GROUP_A_CHANNEL = convolving(("NHWC", "HWIO", "NHWC"), feature_group_count=8)
 
-# name -> (step, arguments, gradients and wholes that are stated)
+# name -> (step, arguments, stated gradients, wholes and transposed arguments)
 CASES = {
-    "kernel": (NHWC, (KERNEL, KERNEL, IMAGES), (1, 0)),
-    "kernel that is not cast": (NHWC, (KERNEL, KERNEL, shaped(2, 6, 6, 8)), (1, 0)),
+    "kernel": (NHWC, (KERNEL, KERNEL, IMAGES), (1, 0, 0)),
+    "kernel that is not cast": (NHWC, (KERNEL, KERNEL, shaped(2, 6, 6, 8)), (1, 0, 0)),
     "gradient that is a result": (
         lambda w, x: jax.grad(lambda w: convolved(w, x).sum())(w),
         (KERNEL, shaped(2, 6, 6, 8)),
-        (0, 0),
+        (0, 0, 0),
     ),
     "kernel as cuDNN makes it": (
         convolving(("NHWC", "OHWI", "NHWC")),
         (shaped(16, 3, 3, 8), shaped(16, 3, 3, 8), IMAGES),
-        (0, 0),
+        (0, 0, 0),
     ),
-    "depthwise kernel": (ONE_GROUP_A_CHANNEL, (shaped(3, 3, 1, 8),) * 2 + (IMAGES,), (0, 0)),
-    "one token": (classifying, TOKENS, (0, 1)),
-    "half of the tokens": (lambda *a: classifying(*a, tokens=8), TOKENS, (0, 0)),
-    "a part of an argument": (lambda x, w: jnp.tanh(x[:, 0] @ w), TOKENS[:2], (0, 0)),
+    "depthwise kernel": (ONE_GROUP_A_CHANNEL, (shaped(3, 3, 1, 8),) * 2 + (IMAGES,), (0, 0, 0)),
+    "one token": (classifying, TOKENS, (0, 1, 0)),
+    "half of the tokens": (lambda *a: classifying(*a, tokens=8), TOKENS, (0, 0, 0)),
+    "a part of an argument": (lambda x, w: jnp.tanh(x[:, 0] @ w), TOKENS[:2], (0, 0, 0)),
+    "transposed labels": (labelled, TEXTS, (0, 0, 1)),
+    "labels of few words": (labelled, (TEXTS[0], shaped(8, 7), TEXTS[2]), (0, 0, 0)),
+    "a transposed matrix": (
+        lambda x, w: jnp.tanh(x @ w.T),
+        (shaped(99, 8), shaped(8, 8)),
+        (0, 0, 0),
+    ),
 }
 
 
@@ -93,7 +116,7 @@ def test_what_xla_would_spread_is_stated_and_values_are_the_same(name):
     args = [jnp.asarray(draw(size=s.shape), s.dtype) for s in shapes]
     flat = flatten(jax.make_jaxpr(fun)(*args))
     stated, spread = with_row_major(flat, "gpu")
-    assert (len(spread.gradients), len(spread.wholes)) == expected
+    assert (len(spread.gradients), len(spread.wholes)) == expected[:2]
     assert str(stated).count("layout_constraint") == sum(expected)
     assert with_row_major(flat, "cpu")[0] is flat
     ours, theirs = (jax.jit(jaxpr_as_fun(closed))(*args) for closed in (stated, flat))
@@ -190,6 +213,22 @@ def test_xla_lays_out_the_residual_stream_as_its_products_do():
     last = re.compile(r"\[197,512,64\]")
     assert not last.search(compiled(policy="exact"))
     assert last.search(compiled(policy="keep"))
+
+
+@pytest.mark.gpu_compile
+def test_xla_makes_no_copies_of_logits_beside_transposed_labels(monkeypatch):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+
+    made = MODELS["lstm"]("plain", 16, layers=1, width=256, tokens=128)
+    shapes = [jax.eval_shape(draw, jax.random.key(0)) for draw in (made.init, made.batch)]
+    options = {"budget": "8GiB", "policy": "exact", "donate_argnums": 0}
+    compiled = lambda: (
+        vmem_jax.jit(made.step, **options).lower(*shapes).compile(target="h200").as_text()
+    )
+    samples_first = re.compile(r"\[16,128,1000\]")
+    assert not samples_first.search(compiled())
+    monkeypatch.setattr(row_major, "_turned", lambda eqns: set())
+    assert samples_first.search(compiled())
 
 
 @pytest.mark.gpu_compile

@@ -104,6 +104,7 @@ class _Fencer:
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = uses_of(program, order)
         self.held: frozenset[int] = frozenset()  # positions that wait for the run before
+        self.loops: frozenset[int] = frozenset()  # positions of `before_loops`
         self.joins: dict[int, int] = {}  # of those behind a step of a merged kernel, its result
 
     def _is_read_from(self, b: int, position: int) -> bool:
@@ -134,6 +135,8 @@ class _Fencer:
                         continue
                     if self._needs_fence(position, b, run, made_in, phase_of, fenced_in, ran_in):
                         wanted[b] = None
+                if position in self.loops:  # XLA makes its stacks behind what it reads first
+                    wanted.update((b, None) for b in step.reads if program.producer[b] >= 0)
                 fresh.update(step.writes)
             # without a spine a fence still keeps a copy and its original apart
             ties = [b for b in loose if b not in wanted and b != spine]
@@ -194,7 +197,8 @@ class _Fencer:
             if makes_spine and position + 1 < len(self.order):
                 starts.append(position + 1)
         if not self.body:
-            starts = sorted({*starts, *before_loops(self.program, self.order, starts, self._frees)})
+            self.loops = frozenset(before_loops(self.program, self.order, starts, self._frees))
+            starts = sorted({*starts, *self.loops})
         # recomputation before the first backward step: each burst is a run of its own
         bursts = [p for p in range(1, len(self.order)) if self.again[p] and not self.again[p - 1]]
         first_backward = starts[1] if len(starts) > 1 else len(self.order)
