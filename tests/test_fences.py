@@ -141,8 +141,8 @@ def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
 
 @pytest.mark.parametrize("is_loop", [True, False])
 def test_a_weight_gradient_is_made_before_the_loop_behind_it(is_loop):
-    """What it is made of, the gradient of the logits, is not there throughout the loop. And no stack of
-    the loop is made before it: XLA makes those behind what the loop reads first, its zeros."""
+    """What it is made of, the gradient of the logits, is not there throughout the loop. And no stack
+    of the loop is made before it: XLA makes those behind what the loop reads first, its zeros."""
     b = Builder()
     x, head, layers = b.input(50), b.input(50), b.input(50)
     y = b.step([x, layers], 100)
