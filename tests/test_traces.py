@@ -1,8 +1,13 @@
 """What the traces of benchmarks say of a step."""
 
+import sys
 import types
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
 import traces
 
 
