@@ -9,35 +9,19 @@ mostly part of the kernel. Behind a barrier it stays outside of one that would r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
-_INSTRUCTION = re.compile(r"^ *(?:ROOT )?%(\S+) = (.+?) ([a-z][\w-]*)\(([^()]*)\)(.*)$", re.M)
-_NAME = re.compile(r"%([\w.-]+)")
-_INDEX = re.compile(r"\bindex=(\d+)")
-_SHAPE = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
-
-
-class _Instruction(NamedTuple):
-    shape: str
-    kind: str
-    operands: tuple[str, ...]
-    element: int  # that it takes of a tuple
+from vmem_jax.compiler.hlo import Instruction, instructions
 
 
 def may_write_over_views(text: str) -> bool:
     """Whether a kernel of the compiled step `text` reads a value in two shapes, and makes a result of
     one of them."""
-    found: dict[str, _Instruction] = {}
-    for name, shape, kind, operands, rest in _INSTRUCTION.findall(text):
-        index = _INDEX.search(rest) if kind == "get-tuple-element" else None
-        every = tuple(_NAME.findall(operands))
-        found[name] = _Instruction(shape, kind, every, int(index[1]) if index else -1)
+    found = instructions(text)
     for each in found.values():
         if each.kind != "fusion" or len(each.operands) < 2:
             continue
-        results = _SHAPE.findall(each.shape)
+        results = each.shapes
         shapes: dict[str, set[str]] = {}
         for operand in each.operands:
             if operand in found:
@@ -47,7 +31,7 @@ def may_write_over_views(text: str) -> bool:
     return False
 
 
-def _value(name: str, found: Mapping[str, _Instruction]) -> str:
+def _value(name: str, found: Mapping[str, Instruction]) -> str:
     """The instruction that made the value of `name`, behind views and barriers."""
     while (one := found.get(name)) is not None:
         inner = found.get(one.operands[0]) if one.operands else None
@@ -62,7 +46,7 @@ def _value(name: str, found: Mapping[str, _Instruction]) -> str:
     return name
 
 
-def _value_of_tuple(name: str, index: int, found: Mapping[str, _Instruction]) -> str:
+def _value_of_tuple(name: str, index: int, found: Mapping[str, Instruction]) -> str:
     one = found.get(name)
     while one is not None and one.kind == "opt-barrier":
         name = one.operands[0]
