@@ -25,6 +25,7 @@ from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
 from convergence_rows import convergence
 from endurance_rows import endurance
+from kernel_rows import kernel_tables
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
@@ -241,7 +242,9 @@ def pages() -> dict[str, str]:
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
     of_cards = "".join(map(card_page, cards()))
     runs = endurance() + convergence()
-    texts["rows/benchmarks.md"] = OF_BENCHMARKS + of_cards + measured.every_row() + runs
+    texts["rows/benchmarks.md"] = (
+        OF_BENCHMARKS + of_cards + measured.every_row() + kernel_tables() + runs
+    )
     return texts
 
 

@@ -1,0 +1,51 @@
+"""The tables of docs/rows/benchmarks.md from the rows of `kernel_table.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import records
+from cells import grid
+from kernel_table import ORDER
+
+RESULTS = Path(__file__).parent / "results"
+
+TEXT = """Milliseconds of a traced step by class of kernel, and the rate at which it reads and writes
+as a share of the memory's, by `python benchmarks/kernel_table.py`. The cache lets some go over it.
+"""
+
+
+def kernel_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file: classes by steps, one table for the steps of each network."""
+    parts = []
+    for path in sorted(folder.glob("kernels_*.jsonl")):
+        rows = records.lines(path)
+        networks = dict.fromkeys(_network(row) for row in rows)
+        tables = (
+            _table(network, [r for r in rows if _network(r) == network]) for network in networks
+        )
+        parts.append(f"\n## {path.name}\n\n{TEXT}" + "".join(tables))
+    return "".join(parts)
+
+
+def _network(row: dict[str, Any]) -> str:
+    return row["step"].rpartition("_")[0]
+
+
+def _table(network: str, rows: list[dict[str, Any]]) -> str:
+    cells = {(row["class"], row["step"]): row for row in rows}
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    names = [name for name in ORDER if any((name, step) in cells for step in steps)]
+    lines = [[name, *(_cell(cells.get((name, step))) for step in steps)] for name in names]
+    total = {step: sum(row["ms"] for row in rows if row["step"] == step) for step in steps}
+    lines.append(["the step", *(f"{ms:.2f}" for ms in total.values())])
+    about = rows[-1]
+    title = f"\n{network}, {about['card']}, JAX {about['jax']}, commit {about['commit'][:7]}\n\n"
+    return title + grid(["class", *(step.rpartition("_")[2] for step in steps)], lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ms']:.2f}" + (f" ({row['share']:.0%})" if row["share"] else "")
