@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,8 +14,9 @@ from vmem_jax.api.planner import checked_log, find_plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.policy import Keep
 from vmem_jax.policy.auto import Auto
+from vmem_jax.policy.residuals import Kept
 from vmem_jax.search.search import Compiles
-from vmem_jax.techniques.loops import loop_variants
+from vmem_jax.techniques.loops import LoopVariant, _Variants, loop_variants
 
 N, D = 4096, 128
 
@@ -87,3 +90,25 @@ def test_a_further_level_of_segments_is_taken_where_it_needs_noticeably_less(bes
     context = step.context(args, {}, "h200")
     variants = loop_variants(context.traced, context.machine, budget=1)
     assert max(len(every) for variant in variants for every in variant.kept.every) == levels
+
+
+@pytest.mark.parametrize(("seconds", "is_of_use"), [(1.9, True), (2.1, False)])
+def test_no_further_stacks_are_chosen_where_fewer_bytes_save_no_time(seconds, is_of_use):
+    """The choice before takes 2 s. What needs 120 of 100 bytes is chosen again with less in stacks,
+    unless it takes as long as that already: it would take longer then."""
+    of = lambda nbytes: LoopVariant(None, Kept((), nbytes, 1.0), nbytes + 60, seconds, False)
+    fewer = LoopVariant(None, Kept((), 20, 2.0), 80, 2.0, False)
+    chosen = []
+
+    def choose(limit):
+        chosen.append(limit)
+        return Kept((), limit + 20 // len(chosen), 1.0)
+
+    known = SimpleNamespace(
+        front=[Kept((), 140, 0.0)],
+        least=lambda kept: kept.nbytes + 60,
+        choose=choose,
+        of=lambda kept: of(kept.nbytes),
+    )
+    list(_Variants.near(known, 100, [fewer]))
+    assert (len(chosen) > 1) == is_of_use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -21,6 +22,8 @@ from vmem_jax.capture.loop_pairs import find_pairs
 from vmem_jax.capture.loop_residuals import with_stacks
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.core.paired import Division
+from vmem_jax.policy import residuals
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.residuals import Kept, choose, choose_divided, divisions
 
 WIDTH = 16
@@ -233,6 +236,25 @@ def test_lengths_of_segments_are_tried_by_octaves():
     assert min(found) == 2
     assert max(found) == 64
     assert all(b <= 1.6 * a for a, b in itertools.pairwise(sorted(found)))
+
+
+def test_lengths_of_segments_are_as_good_as_the_best_and_few_programs_are_solved(monkeypatch):
+    """Of those that cannot be better HiGHS is told so: it finds no choice and says so at once."""
+    made = Loops(*recurrent_step(128))
+    of_all = [
+        functools.partial(choose, made.loops, MACHINE, every=e) for e in divisions(made.loops)
+    ]
+    limit = int(1.5 * min(one(fewest=True).nbytes for one in of_all))
+    best = min(kept.seconds for one in of_all if (kept := one(limit)) is not None)
+    found = list[Kept | None]()
+    solve = residuals._Model.solve
+    monkeypatch.setattr(
+        residuals._Model, "solve", lambda *args: found.append(solve(*args)) or found[-1]
+    )
+    kept = choose_divided(made.loops, MACHINE, limit)
+    assert kept.segments is not None and kept.nbytes <= limit
+    assert kept.seconds <= best / (1 - PARAMS.division_gap)
+    assert sum(each is not None for each in found) < len(of_all) / 2
 
 
 # -- the whole of it

@@ -49,6 +49,8 @@ class PolicyParams:
       fewest_seconds: seconds that all bytes count as, of the seconds of all steps, where the fewest
         bytes are wanted.
       residual_gap: relative; at which a choice of residuals is as good as the best.
+      division_gap: relative; at which lengths of segments are as good as the best. A third of what
+        the next length can differ by.
       segment_octaves: lengths of segments that are tried for each doubling. With k off by a factor
         of 2 ** (1 / 4) from the best, n / k + k is 1.5 % above its minimum.
       shortest_loop: iterations of a loop that is divided: two segments of two.
@@ -92,6 +94,7 @@ class PolicyParams:
     stack_passes: int = 2
     fewest_seconds: float = 100
     residual_gap: float = 1e-3
+    division_gap: float = 5e-3
     segment_octaves: int = 2
     shortest_loop: int = 4
     level_share: float = 0.8

@@ -44,6 +44,8 @@ it every number of bytes has its best choice. Of several loops the rows stand in
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -160,18 +162,35 @@ def by_levels(
 ) -> Iterator[Kept]:
     """`choose`, and the same with one more level of segments after another. Ends where a level is not
     of use, unless nothing fits yet."""
-    rank = lambda kept: (kept.nbytes if fewest else kept.seconds, kept.seconds)
     best = choose(loops, machine, limit, fewest)
     if best is not None:
         yield best
     for levels in range(1, max((_levels(loop.length) for loop in loops), default=0) + 1):
-        divided = (choose(loops, machine, limit, fewest, e) for e in divisions(loops, levels))
-        found = min(filter(None, [best, *divided]), key=rank, default=None)
+        divided = [_Model(loops, machine, every) for every in divisions(loops, levels)]
+        found = _best(divided, limit, fewest, best)
         if found is not None and found is best:
             return
         if found is not None:
             yield found
         best = found
+
+
+def _best(
+    models: Sequence[_Model], limit: int | None, fewest: bool, best: Kept | None
+) -> Kept | None:
+    """`best`, or what is better of `models`: those first that may be the fastest, by their
+    relaxations, so that there are few choices left in the others."""
+    if fewest:
+        found = [best, *(model.solve(limit, fewest) for model in models)]
+        rank = lambda kept: (kept.nbytes, kept.seconds)
+        return min(filter(None, found), key=rank, default=None)
+    by_least = [(model.least_seconds(limit), model) for model in models]
+    for least, model in sorted(by_least, key=operator.itemgetter(0)):
+        below = math.inf if best is None else (1 - PARAMS.division_gap) * best.seconds
+        if least >= below:
+            break
+        best = model.solve(limit, fewest, below) or best
+    return best
 
 
 def divisions(
@@ -385,7 +404,17 @@ class _Model:
                     self.rows.append(([*made, redo[r], done[r]], [*signs, -1.0, 1.0], -1.0))
         return live
 
-    def solve(self, limit: int | None, fewest: bool) -> Kept | None:
+    def least_seconds(self, limit: int | None) -> float:
+        """Seconds that every solution takes at the least: those of the relaxation, whose variables
+        have any value between their bounds."""
+        found = self._solved(limit, fewest=False, integral=0)
+        total = max(sum(self.costs), 1e-30)
+        return found.fun * total / len(self.costs) if found.x is not None else math.inf
+
+    def _solved(
+        self, limit: int | None, fewest: bool, integral: int, below: float = math.inf
+    ) -> optimize.OptimizeResult:
+        """By HiGHS; the first `integral` variables are whole numbers."""
         count = len(self.costs)
         prices = np.asarray(self.costs) / max(sum(self.costs), 1e-30)
         if fewest:
@@ -398,9 +427,8 @@ class _Model:
             rows.append(
                 (columns, [n / share for n in self.counted.values()], -np.inf, limit / share)
             )
-        if not count:
-            none = tuple(frozenset[int]() for _ in self.loops)
-            return Kept(none, 0, 0.0, ((),) * len(none), none, (0,) * len(none))
+        if below < math.inf:
+            rows.append(([*range(count)], [c / below for c in self.costs], -np.inf, 1.0))
         matrix = sparse.csr_array(
             (
                 np.concatenate([np.asarray(values, float) for _, values, *_ in rows]),
@@ -409,15 +437,22 @@ class _Model:
             ),
             shape=(len(rows), count),
         )
-        found = optimize.milp(
+        return optimize.milp(
             prices * count,  # near 1 each, which HiGHS's tolerances suit
-            integrality=np.arange(count) < self.integral,
+            integrality=np.arange(count) < integral,
             bounds=optimize.Bounds(np.asarray(self.lower), np.asarray(self.upper)),
             constraints=optimize.LinearConstraint(
                 matrix, [low for *_, low, _ in rows], [high for *_, high in rows]
             ),
             options={"mip_rel_gap": PARAMS.residual_gap},
         )
+
+    def solve(self, limit: int | None, fewest: bool, below: float = math.inf) -> Kept | None:
+        """The best choice within `limit` bytes that takes no more seconds than `below`, if any."""
+        if not self.costs:
+            none = tuple(frozenset[int]() for _ in self.loops)
+            return Kept(none, 0, 0.0, ((),) * len(none), none, (0,) * len(none))
+        found = self._solved(limit, fewest, self.integral, below)
         if found.x is None:
             return None
         taken = found.x > 0.5

@@ -356,6 +356,8 @@ class _Variants:
             if kept is None or kept.seconds >= before.kept.seconds:
                 return
             variant = self.of(kept)
+            if variant.seconds >= before.seconds:  # one with fewer bytes takes longer still
+                return
             if variant.need <= budget:
                 yield variant
                 return
