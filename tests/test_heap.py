@@ -151,14 +151,15 @@ def test_a_filter_is_transposed_once_and_kept_for_the_backward_pass():
     assert [i for i in again if i.nbytes == 8] == [Interval(8, 0, 4)]
 
 
-def trained(filters, **layer):
-    """Layers that each read their own filter of 8 bytes, which its gradient updates in its place."""
+def trained(filters, largest=1, **layer):
+    """Layers that each read their own filter of 8 bytes, which its gradient updates in its place. The
+    third one makes `largest` bytes, the others one."""
     conv = "conv_general_dilated"
     b = Builder()
     x, ws = b.input(1), [b.input(8) for _ in range(filters)]
     ys = [x]
-    for w in ws:
-        ys.append(b.step([ys[-1], w], 1, op=conv))
+    for i, w in enumerate(ws):
+        ys.append(b.step([ys[-1], w], largest if i == 2 else 1, op=conv))
     new = []
     dy = b.step([ys[-1]], 1)
     for w, y in zip(reversed(ws), reversed(ys[:-1]), strict=True):
@@ -180,9 +181,10 @@ def trained(filters, **layer):
     return dataclasses.replace(program, steps=tuple(steps))
 
 
-def copies(program):
+def copies(program, early=False):
     """The copies of five filters that take memory of their own, by when they are made."""
-    found = [i for i in intervals(program, range(len(program.steps))) if i.nbytes == 8]
+    order = range(len(program.steps))
+    found = [i for i in intervals(program, order, early=early) if i.nbytes == 8]
     return sorted((i for i in found if i.first < 5), key=lambda i: i.first)
 
 
@@ -207,22 +209,34 @@ def test_a_filter_that_is_read_itself_keeps_its_place():
     ]
 
 
-def test_a_filter_whose_gradient_is_row_major_keeps_its_place_beside_its_copy():
-    program = trained(5, kernel=(3, 3))
+def stated(program):
+    """`program` whose gradients to filters are stated to be row-major."""
     gradients = {step.reads[1] for step in program.steps if {*step.writes} & {*program.outputs}}
     steps = [
         dataclasses.replace(step, row_major=not gradients.isdisjoint(step.writes))
         for step in program.steps
     ]
-    stated = dataclasses.replace(program, steps=tuple(steps))
-    assert any(step.row_major for step in stated.steps)
+    assert any(step.row_major for step in steps)
     updates = [
         dataclasses.replace(step, fusible=not {*program.outputs}.isdisjoint(step.writes))
-        for step in stated.steps
+        for step in steps
     ]
-    found = copies(dataclasses.replace(stated, steps=tuple(updates)))
+    return dataclasses.replace(program, steps=tuple(updates))
+
+
+def test_a_filter_whose_gradient_is_row_major_keeps_its_place_beside_its_copy():
+    program = trained(5, kernel=(3, 3))
+    found = copies(stated(program))
     assert [i.first for i in found] == [*range(5)]  # and each goes with the last that reads it
     assert [program.steps[i.last].op for i in found] == ["conv_general_dilated"] * 5
+
+
+@pytest.mark.parametrize("largest, made", [(7, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 2, 2])])
+def test_list_scheduling_transposes_filters_in_front_of_what_makes_memory_grow_more(largest, made):
+    """Those that stay beside their copies; of the others one copy lies where another filter was."""
+    program = trained(5, largest, kernel=(3, 3))
+    assert [i.first for i in copies(stated(program), early=True)] == made
+    assert copies(program, early=True) == copies(program)
 
 
 def test_the_filters_of_sub_batches_are_transposed_before_the_loop():

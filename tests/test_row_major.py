@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import sys
@@ -18,11 +19,13 @@ import vmem_jax
 from vmem_jax.capture import capture, row_major
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.row_major import as_spread, with_row_major
+from vmem_jax.core import planned
 from vmem_jax.core.cards import CARDS
-from vmem_jax.core.costs import analytic
-from vmem_jax.core.planned import predicted_need
+from vmem_jax.core.costs import Link, analytic
+from vmem_jax.core.heap import heap_nbytes
+from vmem_jax.core.planned import predicted_need, states_row_major
 from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
-from vmem_jax.policy import Exact
+from vmem_jax.policy import Exact, SuperNeurons
 from vmem_jax.rewrite import rewrite
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -156,6 +159,32 @@ def test_a_plan_states_layouts_unless_it_needs_more_memory_so(taps, size, batch,
     assert str(rewrite(found, plan)).count("layout_constraint") == stated
     left = predicted_need(left_to_xla(found.program), plan)
     assert predicted_need(found.program, plan) == left or stated
+
+
+def test_a_plan_that_moves_states_no_layouts_for_which_it_may_need_more_memory(monkeypatch):
+    """XLA may transpose all ten kernels of 4.5 MiB in front of the first layer, which makes 32."""
+
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = convolved(w, y[:, ::4, ::4] if w.shape[2] == 64 < w.shape[3] else y)
+            return jnp.mean(y**2)
+
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+    half = functools.partial(shaped, dtype=jnp.bfloat16)
+    wide = [half(3, 3, 512, 512)] * 10
+    ws = [half(3, 3, 3, 64), *[half(3, 3, 64, 64)] * 2, half(3, 3, 64, 512), *wide]
+    args = ws, half(64, 64, 64, 3)
+    donated = [True] * len(ws) + [False]
+    program = capture(jax.make_jaxpr(step)(*args), donated=donated, platform="gpu").program
+    costs = dataclasses.replace(analytic(program, MACHINE), link=Link(5e10, 5e10, 5e10))
+    plan = SuperNeurons().plan(program, costs, 1).plan
+    assert plan.transfers and not states_row_major(program, plan)
+    late = lambda *args, early=False, **options: heap_nbytes(*args, **options)
+    monkeypatch.setattr(planned, "heap_nbytes", late)
+    assert states_row_major(program, plan)
 
 
 @pytest.mark.parametrize("dtype, optional", [(jnp.float32, 1), (jnp.bfloat16, 0)])

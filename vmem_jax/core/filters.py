@@ -8,17 +8,22 @@ into it at the end of the step: to the copies of other filters, and to whatever 
 A filter of one element in space is read itself backwards, where it is what it is forwards but for
 its channels. And of a filter as large as what it makes XLA takes the gradient for a convolution
 forwards, to which it adds the filter itself. The update reads the filter itself, too, where the
-gradient is stated to be row-major (`core.stated_layouts`). In sub-batches the filters and their
-copies are kept for all of them: XLA moves what does not change out of the loop.
+gradient is stated to be row-major (`core.stated_layouts`). Then XLA may make the copy in front of
+the first kernel that makes memory grow by as much: list scheduling does, other orders that it tries
+do not, and it takes the one with the lowest peak. In sub-batches the filters and their copies are
+kept for all of them: XLA moves what does not change out of the loop.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from vmem_jax.core.packing import Interval
 from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.schedule import Do, Event
 from vmem_jax.core.stated_layouts import updated_as_they_are
 
 
@@ -38,12 +43,14 @@ class Filter:
 
 
 def transposed_filters(
-    program: Program, order: Sequence[int], as_run: bool = False
+    program: Program, order: Sequence[int], as_run: bool = False, early: Sequence[Event] = ()
 ) -> list[Filter]:
     """The filters that the steps of `order` read forwards and then reversed.
 
     Args:
       as_run: whether the updates stand where XLA runs them; else it may do so at the end.
+      early: the events of `order`, for copies that list scheduling makes; by default each is made
+        where it is read first.
     """
     first: dict[int, int] = {}  # position of the first convolution that reads it
     last: dict[int, int] = {}
@@ -64,6 +71,7 @@ def transposed_filters(
             reversed_[r] = tuple(dict.fromkeys((*reversed_.get(r, ()), w)))
     found, end = [], len(order) - 1
     loop = [position for position, s in enumerate(order) if program.steps[s].is_boundary]
+    growth = () if loop else _growth(program, early)
     for r, copies in reversed_.items():
         backwards = max(last.get(w, 0) for w in copies)
         since, until, slot = first.get(r, end), backwards, None
@@ -82,5 +90,15 @@ def transposed_filters(
                 slot = Interval(nbytes, unread, until)
         elif r in flat:
             until = since
+        if slot is None and growth:  # in slots one copy lies where another filter was
+            since = min(since, bisect.bisect_left(growth, nbytes))
         found.append(Filter(copies, Interval(nbytes, since, until), slot))
     return found
+
+
+def _growth(program: Program, events: Sequence[Event]) -> Sequence[int]:
+    """For each position the most bytes by which a step makes memory grow up to it."""
+    size = lambda b: 0 if program.is_resident[b] else program.buffers[b].nbytes
+    runs = ((program.steps[e.index].writes, e.buffers) for e in events if e.do is Do.RUN)
+    grown = (sum(map(size, made)) - sum(map(size, freed)) for made, freed in runs)
+    return [*itertools.accumulate(grown, max)]

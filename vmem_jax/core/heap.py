@@ -29,10 +29,11 @@ def heap_nbytes(
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
     as_run: bool = False,
+    early: bool = False,
 ) -> int:
-    """Bytes of device memory that `order` needs on XLA's heap, residents included; `events` and
-    `as_run` as in `intervals`."""
-    found = intervals(program, order, transfers, events, as_run)
+    """Bytes of device memory that `order` needs on XLA's heap, residents included; `events`, `as_run`
+    and `early` as in `intervals`."""
+    found = intervals(program, order, transfers, events, as_run, early)
     return program.resident_nbytes + best_fit_nbytes(found)
 
 
@@ -42,6 +43,7 @@ def intervals(
     transfers: Sequence[Transfer] = (),
     events: Sequence[Event] | None = None,
     as_run: bool = False,
+    early: bool = False,
 ) -> list[Interval]:
     """The interval of positions of `order` in which each slot of the heap is in use; residents have
     none, nor does what is put into one of theirs.
@@ -53,10 +55,11 @@ def intervals(
     Args:
       events: what is emitted, where that is of another program than this one.
       as_run: whether it is the order in which XLA runs them (`core.list_schedule`).
+      early: whether filters are transposed as early as that may be (`core.filters`).
     """
-    filters = transposed_filters(program, order, as_run)
-    copies = {b for each in filters for b in each.reversed}
     events = schedule(program, order, transfers) if events is None else events
+    filters = transposed_filters(program, order, as_run, events if early else ())
+    copies = {b for each in filters for b in each.reversed}
     nbytes = [0 if b in copies else x.nbytes for b, x in enumerate(program.buffers)]
     heap = _Heap(program, nbytes, merged(program, events))
     for event in events:

@@ -53,7 +53,7 @@ def predicted_need(program: Program, plan: Plan) -> int:
 
 def states_row_major(program: Program, plan: Plan) -> bool:
     """Whether `plan` states the layouts that it may leave to XLA (`core.stated_layouts`): its updates
-    are faster so, and it does unless it needs more memory for that."""
+    are faster so, and it does unless it needs more memory for that, or may where it moves values."""
     return _need_and_layouts(program, plan)[1]
 
 
@@ -76,7 +76,10 @@ def _need_and_layouts(program: Program, plan: Plan) -> tuple[int, bool]:
     if sum(program.buffers[b].nbytes for b in optional) <= tolerated:
         return stated, True  # no more than these are there twice
     left = heap_nbytes(left_to_xla(changed), order, transfers, events, as_run)
-    return (left, False) if left < stated - tolerated else (stated, True)
+    most = stated
+    if transfers and left >= stated - tolerated:  # what moves has to save memory, whatever XLA does
+        most = heap_nbytes(changed, order, transfers, events, early=True)
+    return (left, False) if left < most - tolerated else (stated, True)
 
 
 def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:
