@@ -93,6 +93,36 @@ def test_what_the_heap_took_of_a_plan_that_missed_is_taken_off_at_once(heap):
     assert policy.asked[0][1] == BUDGET - 5
 
 
+class Same(POLICIES["recompute"]):
+    """Whose lowest plan is of another order for each goal, and of the same peak."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def plan(self, program, costs, budget):
+        self.asked.append(budget)
+        order = (*range(len(program.steps)), *range(budget % 3))
+        plan = lowest_plan(POLICIES["recompute"]())
+        plan = dataclasses.replace(plan, order=order, budget=budget)
+        return Infeasible(self.name, budget, HIGH, "there", plan=plan)
+
+
+def test_a_lowest_plan_that_missed_is_asked_for_with_less(heap):
+    """The heap takes least of the plan for half as much beyond the residents."""
+    floor = LOW + 1
+    asked = floor + 4
+    heap(lambda _, plan: BUDGET + abs(plan.budget - floor - 2))
+    missed = Same().plan(PROGRAM, FAST, asked).plan
+    missed = dataclasses.replace(missed, predicted_peak=HIGH)
+    policy = Same()
+    one = estimated(policy, BUDGET, Estimate(missed, BUDGET))
+    assert policy.asked[-1] == one.plan.budget == floor + 2 and one.fits(BUDGET)
+    known = Same()  # nothing is known of what another search asked for
+    estimated(known, BUDGET, Estimate(dataclasses.replace(missed, budget=None), BUDGET))
+    assert known.asked == policy.asked[:-1]
+
+
 def test_nothing_is_planned_for_less_than_is_resident(heap):
     heap(lambda program, plan: plan.predicted_peak + 1000)
     policy = Recording()

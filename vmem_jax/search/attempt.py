@@ -48,6 +48,7 @@ class Attempt:
       need: bytes, arguments + outputs − aliased + temporaries, as the compiler counts them.
       predicted_need: the prediction of `need`, with XLA's heap.
       costs: the costs that the plan was made from, corrected by what the compiled step shows.
+      asked: bytes that the policy was asked for; None where that is not known.
     """
 
     variant: Variant
@@ -56,6 +57,12 @@ class Attempt:
     need: int
     predicted_need: int
     costs: Costs
+    asked: int | None = None
+
+    @property
+    def estimate(self) -> Estimate:
+        """What its plan was before it was compiled."""
+        return Estimate(dataclasses.replace(self.plan, budget=self.asked), self.predicted_need)
 
     @functools.cached_property
     def excess(self) -> int:

@@ -71,7 +71,10 @@ def estimate(
     or nothing lower can be planned. Then the goal is bisected, since another plan may lose less.
 
     Args:
-      before: a plan that compiled to too much; its excess is subtracted in the first round.
+      before: a plan that compiled to too much; its excess is subtracted in the first round. Its
+        `budget` is what its policy was asked for; where that was below what the policy reaches, and
+        now nothing fits, it is asked for half as much beyond the residents: of plans with the same
+        peak another goal moves other values, and the heap may lose less.
     """
     if goal is None:
         return planned(variant, None, log)
@@ -101,6 +104,11 @@ def estimate(
             break
         else:
             target = (fits[0] + fails[0]) // 2
+    if before is not None and not any(one.fits(goal) for one in found):
+        asked = before.plan.budget
+        if asked is not None and floor < asked < before.plan.predicted_peak:
+            one = planned(variant, (asked + floor) // 2, log)
+            found += [one] if one.plan.schedule != before.plan.schedule else []
     fitting = [one for one in found if one.fits(goal)]
     return min(fitting or found, key=lambda one: one.seconds if fitting else one.need)
 

@@ -154,8 +154,7 @@ class Search(State):
 
     def _plan(self, candidate: Candidate, variant: Variant) -> None:
         """Finds a plan that is predicted to fit, or else the one with the smallest need."""
-        missed = candidate.misses[-1] if candidate.misses else None
-        before = Estimate(missed.plan, missed.predicted_need) if missed else None
+        before = candidate.misses[-1].estimate if candidate.misses else None
         found = estimate(variant, candidate.goal, self.params, self.log, before)
         self.lacks.append(found.lacks)
         candidate = dataclasses.replace(candidate, estimate=found, seconds=found.seconds)
@@ -232,7 +231,7 @@ class Search(State):
         unbound = dataclasses.replace(one.plan, budget=None)
         self.record.add(Tried(unbound, need))
         plan = dataclasses.replace(one.plan, budget=self.budget)
-        attempt = Attempt(variant, plan, compiled, need, one.need, costs)
+        attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.plan.budget)
         self.attempts[attempt] = candidate
         if not self.fits(attempt):
             there = show_nbytes(self.budget or 0)
