@@ -123,10 +123,11 @@ def test_steps_take_what_an_h200_took(name):
     assert predicted_ms("h200", step, shapes) == pytest.approx(taken, rel=0.1)
 
 
-def test_short_iterations_take_what_an_h100_took():
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_short_iterations_take_what_the_card_took(card):
     """Some 10 kernels of 1 to 4 us each, and one that counts them."""
-    step, shapes, taken = trained("lstm", 64, "exact", card="h100", scanned=True)
-    assert predicted_ms("h100", step, shapes) == pytest.approx(taken, rel=0.05)
+    step, shapes, taken = trained("lstm", 64, "exact", card=card, scanned=True)
+    assert predicted_ms(card, step, shapes) == pytest.approx(taken, rel=0.05)
 
 
 def predicted_ms(card, step, shapes):
