@@ -38,6 +38,7 @@ _ON_GPU = _ON_CPU | {
     "carried_product",
     "dot_general",
     "normalising_convolution",
+    "summed_rows",
     BACKWARD,
     FORWARD,
 }

@@ -289,6 +289,8 @@ def workspace(eqn: JaxprEqn) -> int:
         return eqn.params["configuration"].workspace
     if eqn.primitive.name == "carried_product":
         return eqn.params["carried"].workspace
+    if eqn.primitive.name == "summed_rows":
+        return eqn.params["summed"].workspace
     return max((_inner_peak(jaxpr) for jaxpr in inner_jaxprs(eqn)), default=0)
 
 
