@@ -54,12 +54,6 @@ class Carrying:
     results: tuple[Var, ...]
     sums: tuple[int, ...]
 
-    @property
-    def returns(self) -> tuple[int, ...]:
-        """The equations, apart from elementwise ones, whose results its kernel returns."""
-        own = () if self.gradient is None else (self.gradient[0],)
-        return (self.product, *self.sums, *own)
-
 
 def find_carrying(flat: ClosedJaxpr) -> tuple[Carrying, ...]:
     """The products of `flat` that can carry more than themselves, in its order."""

@@ -18,7 +18,7 @@ import numpy as np
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.fuse import fuse
-from vmem_jax.capture.primitives import ELEMENTWISE
+from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 MOST_EQUATIONS = 100
@@ -76,7 +76,8 @@ class Tiles:
       outputs: what the jaxpr returns.
       maker: the equation of each value; `readers` those that read it.
       matches: the equations that are convolutions of a library.
-      exists: the values that kernels write. `virtual` are those that no longer are.
+      exists: the values that kernels write; `by_library` those that no fused kernel does. `virtual`
+        are those that no longer exist.
     """
 
     def __init__(self, flat: ClosedJaxpr) -> None:
@@ -88,7 +89,10 @@ class Tiles:
         for i, eqn in enumerate(self.eqns):
             for a in {a for a in eqn.invars if isinstance(a, Var)}:
                 self.readers.setdefault(a, []).append(i)
-        self.exists = {v for kernel in fuse(flat) for v in (*kernel.reads, *kernel.writes)}
+        kernels = fuse(flat)
+        self.exists = {v for kernel in kernels for v in (*kernel.reads, *kernel.writes)}
+        heavy = [k for k in kernels if class_of(self.eqns[k.root]) is Class.HEAVY]
+        self.by_library = {v for kernel in heavy for v in kernel.writes}
         by = {v: eqn for eqn in self.eqns for v in eqn.outvars}
         found = {i: match(eqn, by) for i, eqn in enumerate(self.eqns)}
         self.matches = {i: m for i, m in found.items() if m is not None}

@@ -17,18 +17,19 @@ from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
 def with_carried(flat: ClosedJaxpr, chosen: Sequence[Carrying]) -> ClosedJaxpr:
     """`flat` with one equation for each of `chosen`, and without what is computed in these alone."""
+    eqns = compat.open_jaxpr(flat).eqns
+    return with_equations(flat, [(each.product, equation(each, eqns)) for each in chosen])
+
+
+def with_equations(flat: ClosedJaxpr, made: Sequence[tuple[int, JaxprEqn]]) -> ClosedJaxpr:
+    """`flat` with the equations of `made`, pairs of the index of one that each replaces and it,
+    instead of all that make what these make, and without what nothing reads any more."""
     opened = compat.open_jaxpr(flat)
-    eqns: list[JaxprEqn] = list(opened.eqns)
-    replaced = {i: None for each in chosen for i in each.returns}
-    kept = [(i, eqn) for i, eqn in enumerate(eqns) if i not in replaced]
-    for each in chosen:
-        made = equation(each, eqns)
-        own = {v for v in made.outvars}
-        # what is elementwise stays for other readers; what the kernel returns it makes no more
-        kept = [(i, eqn) for i, eqn in kept if own.isdisjoint(eqn.outvars)]
-        kept.append((each.product, made))
+    own = {v for _, eqn in made for v in eqn.outvars}
+    # what is elementwise stays for other readers; what a new equation returns no other makes
+    kept = [(i, eqn) for i, eqn in enumerate(opened.eqns) if own.isdisjoint(eqn.outvars)]
     parts = (opened.constvars, compat.constants(flat), opened.invars, opened.outvars)
-    return drop_dead(compat.close(*parts, _in_order(kept), like=flat))
+    return drop_dead(compat.close(*parts, _in_order([*kept, *made]), like=flat))
 
 
 def describe(each: Carrying, eqns: Sequence[JaxprEqn]) -> Carried:
