@@ -122,6 +122,7 @@ class Captured:
             segments=segments,
             logit_chunks=like.logit_chunks,
             carried=like.carried,
+            summed=like.summed,
             bits=like.bits,
         )
         return dataclasses.replace(self, program=program)

@@ -199,6 +199,7 @@ class Program:
       logit_chunks: in how many chunks of tokens its largest product runs, with what follows it.
       carried: of the convolutions that can carry what stands around them, in their order, the indices
         of those that do.
+      summed: how many passes compute several sums each.
       bits: whether masks wait for the backward pass in bits.
       on_gpu: whether it is compiled for a GPU.
     """
@@ -214,6 +215,7 @@ class Program:
     segments: LoopSegments = None
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
+    summed: int = 0
     bits: bool = False
     sub_batch_size: int | None = None
     last_nbytes: tuple[int, ...] = ()

@@ -147,6 +147,7 @@ def finish(
         segments=program.segments,
         logit_chunks=program.logit_chunks,
         carried=program.carried,
+        summed=program.summed,
         bits=program.bits,
         sub_batch_size=program.sub_batch_size,
     )

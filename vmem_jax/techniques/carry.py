@@ -5,7 +5,8 @@ in float16. In both types of 16 bits kernels of 1×1 convolutions compute in the
 normalisation, a ReLU and a residual sum before a convolution, the statistics of the next batch norm
 behind it, and in the backward pass both gradients and the sums of the batch norm before. Their values
 are the same but for the order of sums. A normalised value that only such kernels read is not written,
-and not kept. A form of the step has the one or the other; the search takes the faster.
+and not kept. A form of the step has the one or the other. Beside either, or neither, one pass
+computes all sums of the gradient behind a ReLU, where XLA makes two; the search takes the fastest.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Any, ClassVar
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.carried import Carrying, find_carrying
 from vmem_jax.capture.normalising import Normalising, find_normalising
+from vmem_jax.capture.summing import find_summing
 from vmem_jax.conv.carrying import Way, by_xla, ways
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.machine import Machine
 from vmem_jax.rewrite.carried import describe, with_carried
 from vmem_jax.rewrite.normalising import with_normalising
+from vmem_jax.rewrite.summing import describe as describe_sums
+from vmem_jax.rewrite.summing import with_summing
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
 
@@ -52,12 +56,13 @@ class Carry(AbstractTechnique):
         if (step.settings.sub_batches or 1) > 1:
             return "the kernels that carry need all samples at once, and `sub_batches` is given"
         found = _found(step)
-        if not found.products and not found.normalising:
+        sums = with_sums(step) is not step
+        if not found.products and not found.normalising and not sums:
             return (
                 "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, "
                 "and no other in float16 beside a batch norm"
             )
-        if not _choices(step):
+        if not _choices(step) and not sums:
             return "no kernel for convolutions of these widths is known to be faster"
         return ""
 
@@ -68,12 +73,32 @@ def _is_timed_on(card: str) -> bool:
 
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
-    """The forms of `step` whose convolutions carry what stands around them; none if it does not use
-    that."""
+    """The forms of `step` whose convolutions carry what stands around them, and those with one pass
+    for several sums; none if it does not use that."""
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
-    return [form(chosen) for chosen in _choices(step)]
+    forms = [form(chosen) for chosen in _choices(step)]
+    summing = ((each, with_sums(each)) for each in (step, *forms))
+    return [*forms, *(sums for each, sums in summing if sums is not each)]
+
+
+def with_sums(step: StepContext) -> StepContext:
+    """`step` with one pass for the sums that its kernel can compute together; itself without such."""
+    return step.cached("sums", lambda: _with_sums(step))
+
+
+def _with_sums(step: StepContext) -> StepContext:
+    captured, on_gpu = step.traced.captured, step.platform == "gpu"
+    eqns = compat.open_jaxpr(captured.separate).eqns
+    fits = lambda each: not on_gpu or describe_sums(each, eqns).tiling is not None
+    found = [each for each in find_summing(captured.separate) if fits(each)]
+    if not found:
+        return step
+    summing = captured.rewritten(with_summing(captured.separate, found))
+    program = dataclasses.replace(summing.program, summed=len(found))
+    summing = dataclasses.replace(summing, program=program)
+    return step.of(dataclasses.replace(step.traced, captured=summing, plain=summing.flat))
 
 
 def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
