@@ -17,6 +17,7 @@ from vmem_jax.capture import capture
 from vmem_jax.capture.carried import find_carrying
 from vmem_jax.capture.summing import find_summing
 from vmem_jax.core.plan import Plan
+from vmem_jax.profile.isolate import isolate
 from vmem_jax.rewrite.carried import with_carried
 from vmem_jax.rewrite.summing import with_summing
 
@@ -123,6 +124,20 @@ def test_a_plan_has_one_pass_where_allow_names_it(tmp_path):
         jax.tree.leaves(again(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=0.01)
+
+
+def test_equal_passes_are_timed_once():
+    """Of a network of two blocks the norms of the second are like those of the first."""
+    step, args = raw(networks.bottleneck)
+    captured = capture(jax.jit(step).trace(*args).jaxpr)
+    keys = set()
+    for _ in range(2):
+        flat = with_summing(captured.separate, find_summing(captured.separate))
+        summing = captured.rewritten(flat)
+        for s, each in enumerate(summing.program.steps):
+            if each.op == "summed_rows":
+                keys.add(isolate(summing, (s,), frozenset(), "cpu").key)
+    assert len(keys) == 2  # those of a join, and the others
 
 
 @pytest.mark.gpu_compile

@@ -31,7 +31,7 @@ carried_p = jexc.Primitive("carried_product")
 carried_p.multiple_results = True
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Elementwise:
     """Elementwise equations, on arrays (n, channels) in place of images.
 
@@ -47,6 +47,21 @@ class Elementwise:
     vectors: tuple[Any, ...]
     made: tuple[Any, ...]
     given: Any = None
+
+    def __repr__(self) -> str:
+        """Equal where they compute the same, in every process: measured times are kept by it."""
+        numbers: dict[Any, int] = {}
+        name = lambda a: (
+            repr(a.val) if isinstance(a, Literal) else numbers.setdefault(a, len(numbers))
+        )
+        named = lambda atoms: [f"{name(a)}:{a.aval}" for a in atoms]
+        inputs = [named(group) for group in (self.rows, self.vectors)]
+        given = [] if self.given is None else named([self.given])
+        text = [
+            f"{named(e.outvars)} = {e.primitive.name}{sorted(e.params.items())} {named(e.invars)}"
+            for e in self.equations
+        ]
+        return f"Elementwise({inputs}, {given}, {text}, {named(self.made)})"
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """`made` of arrays (n, channels) and (1, channels), the given value in float32 first."""
