@@ -150,7 +150,7 @@ def _totals(parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
     return lax.reduce([*parts], [jnp.float32(0)] * len(parts), add, (0,))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Summed:
     """What the primitive computes. Its operands are rows, then vectors, as `elementwise` has them.
 
@@ -209,12 +209,16 @@ def _on_cuda(*operands: jax.Array, summed: Summed) -> list[jax.Array]:
     return _run(by, *operands, summed=summed)
 
 
+_on_cuda_once = jax.jit(_on_cuda, static_argnames="summed")
+"""Traced, and lowered in one module, once for equal passes: a network has many."""
+
+
 def _lowered_on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     here = jax.default_backend() == "gpu"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend")
         with contextlib.nullcontext() if here else compat.on_described_gpu("NVIDIA H200"):
-            return mlir.lower_fun(_on_cuda, multiple_results=True)(ctx, *operands, **params)
+            return mlir.lower_fun(_on_cuda_once, multiple_results=True)(ctx, *operands, **params)
 
 
 summed_p.def_impl(

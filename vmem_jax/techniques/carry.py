@@ -5,8 +5,8 @@ in float16. In both types of 16 bits kernels of 1×1 convolutions compute in the
 normalisation, a ReLU and a residual sum before a convolution, the statistics of the next batch norm
 behind it, and in the backward pass both gradients and the sums of the batch norm before. Their values
 are the same but for the order of sums. A normalised value that only such kernels read is not written,
-and not kept. A form of the step has the one or the other. Beside either, or neither, one pass
-computes all sums of the gradient behind a ReLU, where XLA makes two; the search takes the fastest.
+and not kept. A form of the step has the one or the other, with and without one pass for all sums of
+the gradient behind a ReLU, where XLA makes two. The search takes the fastest.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def carry_contexts(step: StepContext) -> list[StepContext]:
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
     forms = [form(chosen) for chosen in _choices(step)]
-    summing = ((each, with_sums(each)) for each in (step, *forms))
+    summing = ((each, with_sums(each)) for each in forms or [step])
     return [*forms, *(sums for each, sums in summing if sums is not each)]
 
 
