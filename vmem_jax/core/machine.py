@@ -30,9 +30,9 @@ _UNALIGNED_PASS = 1.35
 50,257 words they run at 2.4 to 3.5 TB/s on an H200, where others reach 3.9 to 4.3 (bf16)."""
 
 _LEAST_PRODUCT = 3.2
-"""The least time of a product, in units of `Machine.launch`: each of its programs goes along the summed
-dimension step by step, however few there are. Of 64 rows by 1,024 columns, summed over 1,024 or 2,048,
-one takes 3.2 to 4.0 us in LSTM layers on an H100; these take as long on an H200."""
+"""The least time of a product, in units of `Machine.launch`: each of its programs goes along the
+summed dimension step by step, however few there are. Of 64 rows by 1,024 columns, summed over 1,024
+or 2,048, one takes 3.2 to 4.0 us in LSTM layers on an H100; these take as long on an H200."""
 
 _CONVOLUTIONS = (
     "conv_general_dilated",

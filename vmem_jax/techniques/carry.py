@@ -5,8 +5,9 @@ in float16. In both types of 16 bits kernels of 1×1 convolutions compute in the
 normalisation, a ReLU and a residual sum before a convolution, the statistics of the next batch norm
 behind it, and in the backward pass both gradients and the sums of the batch norm before. Their values
 are the same but for the order of sums. A normalised value that only such kernels read is not written,
-and not kept. A form of the step has the one or the other, with and without one pass for all sums of
-the gradient behind a ReLU, where XLA makes two. The search takes the fastest.
+and not kept. A form of the step has the one or the other. Where "carry" is named there are forms
+with one pass for all sums of the gradient behind a ReLU, too, where XLA makes two: that kernel was
+timed on no card yet. The search takes the fastest.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Carry(AbstractTechnique):
         if (step.settings.sub_batches or 1) > 1:
             return "the kernels that carry need all samples at once, and `sub_batches` is given"
         found = _found(step)
-        sums = with_sums(step) is not step
+        sums = is_named and with_sums(step) is not step
         if not found.products and not found.normalising and not sums:
             return (
                 "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, "
@@ -73,12 +74,14 @@ def _is_timed_on(card: str) -> bool:
 
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
-    """The forms of `step` whose convolutions carry what stands around them, and those with one pass
-    for several sums; none if it does not use that."""
+    """The forms of `step` whose convolutions carry what stands around them, and, where "carry" is
+    named, those with one pass for several sums; none if it does not use that."""
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
     forms = [form(chosen) for chosen in _choices(step)]
+    if Carry.name not in step.settings.named:
+        return forms
     summing = ((each, with_sums(each)) for each in forms or [step])
     return [*forms, *(sums for each, sums in summing if sums is not each)]
 
