@@ -16,38 +16,44 @@ from vmem_jax.rewrite.summing import with_summing
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_values_are_as_near_to_float32_as_those_of_passes(dtype, monkeypatch):
+@pytest.fixture(params=["bfloat16", "float16"])
+def case(request, monkeypatch):
+    """A bottleneck block as wide as kernels want it: its step and arguments."""
     monkeypatch.setattr(networks, "WIDE", 256)
     monkeypatch.setattr(networks, "NARROW", 64)
     monkeypatch.setattr(networks, "LARGE", (32, 56, 56, 256))
-    step, args = networks.raw(networks.bottleneck, dtype)
+    return networks.raw(networks.bottleneck, request.param)
+
+
+def kernels(closed, name):
+    """What the equations with that parameter compute, each by a kernel."""
+    found = [e.params[name] for e in compat.open_jaxpr(closed).eqns if name in e.params]
+    assert all(each.tiling is not None for each in found)
+    return found
+
+
+def assert_as_near(ours, theirs, args, factor):
+    """The values of `ours` are from those in float32 at most `factor` times as far as those of
+    `theirs`."""
+    run = lambda jaxpr: jax.jit(jaxpr_as_fun(jaxpr))(*jax.tree.leaves(args))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.tree.leaves(jax.jit(networks.raw(networks.bottleneck, "float32")[0])(*args))
+    off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
+    for a, b, value in zip(run(ours), run(theirs), exact, strict=True):
+        assert off(a, value) <= factor * off(b, value) + 1e-6
+
+
+def test_values_are_as_near_to_float32_as_those_of_passes(case):
+    step, args = case
     flat, found = networks.found_in((step, args))
     ours = with_carried(flat, found)
-    carried = [e.params["carried"] for e in compat.open_jaxpr(ours).eqns if "carried" in e.params]
-    assert len(carried) == 7 and all(each.tiling is not None for each in carried)
-    run = lambda jaxpr: jax.jit(jaxpr_as_fun(jaxpr))(*jax.tree.leaves(args))
-    with jax.default_matmul_precision("highest"):
-        exact = jax.tree.leaves(jax.jit(networks.raw(networks.bottleneck, "float32")[0])(*args))
-    off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
-    for a, b, value in zip(run(ours), run(flat), exact, strict=True):
-        assert off(a, value) <= 2 * off(b, value) + 1e-6
+    assert len(kernels(ours, "carried")) == 7
+    assert_as_near(ours, flat, args, 2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_one_pass_sums_as_near_to_float32_as_several(dtype, monkeypatch):
-    monkeypatch.setattr(networks, "WIDE", 256)
-    monkeypatch.setattr(networks, "NARROW", 64)
-    monkeypatch.setattr(networks, "LARGE", (32, 56, 56, 256))
-    step, args = networks.raw(networks.bottleneck, dtype)
+def test_one_pass_sums_as_near_to_float32_as_several(case):
+    step, args = case
     flat, _ = networks.found_in((step, args))
-    found = find_summing(flat)
-    ours = with_summing(flat, found)
-    summed = [e.params["summed"] for e in compat.open_jaxpr(ours).eqns if "summed" in e.params]
-    assert len(summed) == 5 and all(each.tiling is not None for each in summed)
-    run = lambda jaxpr: jax.jit(jaxpr_as_fun(jaxpr))(*jax.tree.leaves(args))
-    with jax.default_matmul_precision("highest"):
-        exact = jax.tree.leaves(jax.jit(networks.raw(networks.bottleneck, "float32")[0])(*args))
-    off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
-    for a, b, value in zip(run(ours), run(flat), exact, strict=True):
-        assert off(a, value) <= 1.2 * off(b, value) + 1e-6
+    ours = with_summing(flat, find_summing(flat))
+    assert len(kernels(ours, "summed")) == 5
+    assert_as_near(ours, flat, args, 1.2)

@@ -7,22 +7,19 @@ kernels as the convolutions take and give them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jexc
-from jax.interpreters import mlir
 
-from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import Matched
 from vmem_jax.conv.products import Around, Made, Operands, Tiling, by_passes, in_tiles
+from vmem_jax.conv.triton import register
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import Pass
 from vmem_jax.jax_compat import JaxprEqn, Literal
@@ -298,20 +295,6 @@ def _on_cuda(*operands: jax.Array, carried: Carried) -> list[jax.Array]:
     return _run(make, *operands, carried=carried)
 
 
-def _lowered_on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    here = jax.default_backend() == "gpu"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The Pallas Triton backend")
-        with contextlib.nullcontext() if here else compat.on_described_gpu("NVIDIA H200"):
-            return mlir.lower_fun(_on_cuda, multiple_results=True)(ctx, *operands, **params)
-
-
-carried_p.def_impl(
-    lambda *operands, **params: jax.jit(functools.partial(carried_p.bind, **params))(*operands)
-)
-mlir.register_lowering(
-    carried_p, mlir.lower_fun(functools.partial(_run, by_passes), multiple_results=True)
-)
-mlir.register_lowering(carried_p, _lowered_on_cuda, platform="cuda")
+register(carried_p, functools.partial(_run, by_passes), _on_cuda)
 
 __all__ = ["Carried", "Elementwise", "Made", "carried", "carried_p", "known_for"]

@@ -9,11 +9,9 @@ by element, and sums the rows of the last of these alone; XLA sums what the prog
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jexc
-from jax.interpreters import mlir
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.triton import register
 
 summed_p = jexc.Primitive("summed_rows")
 summed_p.multiple_results = True
@@ -213,18 +211,4 @@ _on_cuda_once = jax.jit(_on_cuda, static_argnames="summed")
 """Traced, and lowered in one module, once for equal passes: a network has many."""
 
 
-def _lowered_on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    here = jax.default_backend() == "gpu"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The Pallas Triton backend")
-        with contextlib.nullcontext() if here else compat.on_described_gpu("NVIDIA H200"):
-            return mlir.lower_fun(_on_cuda_once, multiple_results=True)(ctx, *operands, **params)
-
-
-summed_p.def_impl(
-    lambda *operands, **params: jax.jit(functools.partial(summed_p.bind, **params))(*operands)
-)
-mlir.register_lowering(
-    summed_p, mlir.lower_fun(functools.partial(_run, by_passes), multiple_results=True)
-)
-mlir.register_lowering(summed_p, _lowered_on_cuda, platform="cuda")
+register(summed_p, functools.partial(_run, by_passes), _on_cuda_once)

@@ -1,0 +1,36 @@
+"""triton: lowers a primitive to a kernel of Pallas for Triton on a GPU, else to passes of XLA's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+
+from vmem_jax import jax_compat as compat
+
+
+def register(primitive: Any, passes: Callable[..., Any], kernel: Callable[..., Any]) -> None:
+    """Gives `primitive` what runs it.
+
+    Args:
+      passes: computes its results of its operands and parameters, by XLA.
+      kernel: the same on a GPU, which need not be there.
+    """
+
+    def on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+        here = jax.default_backend() == "gpu"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The Pallas Triton backend")
+            with contextlib.nullcontext() if here else compat.on_described_gpu("NVIDIA H200"):
+                return mlir.lower_fun(kernel, multiple_results=True)(ctx, *operands, **params)
+
+    primitive.def_impl(
+        lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
+    )
+    mlir.register_lowering(primitive, mlir.lower_fun(passes, multiple_results=True))
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")
