@@ -268,7 +268,6 @@ NO_PARAMETERS = {
         "_UNALIGNED_PRODUCT",
         "_UNALIGNED_BYTE",
         "_UNALIGNED_PASS",
-        "_LEAST_PRODUCT",
         "LEAST_BUSY",
     },
     "core/packing.py": {"ALIGNMENT"},

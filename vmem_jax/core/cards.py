@@ -168,6 +168,9 @@ _MEASURED = Machine(
     link_delay=2e-6,
     convolutions={"bfloat16": 650e12, "float16": 650e12, "float32": 280e12},
     pinning=2.8e-10,
+    # of 64 rows by 1,024 columns, summed over 1,024 or 2,048: 3.2 to 4.0 us in LSTM layers on an
+    # H100; an H200 takes as long
+    product=3.2e-6,
     between=300e9,  # two thirds of NVLink's data sheet, each way: not measured
 )
 

@@ -29,11 +29,6 @@ _UNALIGNED_PASS = 1.35
 """How much longer passes over unaligned rows take. In a ViT of 197 tokens and in the loss of GPT-2's
 50,257 words they run at 2.4 to 3.5 TB/s on an H200, where others reach 3.9 to 4.3 (bf16)."""
 
-_LEAST_PRODUCT = 3.2
-"""The least time of a product, in units of `Machine.launch`: each of its programs goes along the
-summed dimension step by step, however few there are. Of 64 rows by 1,024 columns, summed over 1,024
-or 2,048, one takes 3.2 to 4.0 us in LSTM layers on an H100; these take as long on an H200."""
-
 _CONVOLUTIONS = (
     "conv_general_dilated",
     "micro_convolution",
@@ -65,6 +60,8 @@ class Machine:
       between: from one device to others of its host, bytes a second.
       convolutions: operations a second of convolutions by dtype; `flops` for other dtypes.
       pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
+      product: the least seconds of a matrix product: each of its programs goes along the summed
+        dimension step by step, however few there are.
     """
 
     name: str
@@ -79,6 +76,7 @@ class Machine:
     convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pinning: float = 1.2 / 2**31
     between: float = 300e9
+    product: float = 0.0
 
     def most_parts(self, busy: float) -> float:
         """The most parts that are worth it of what takes `busy` seconds without launches."""
@@ -118,7 +116,7 @@ class Machine:
             rate /= _UNALIGNED
         once = max(step.flops / rate, moving) + self.launch
         if step.op == "dot_general":
-            once = max(once, _LEAST_PRODUCT * self.launch)
+            once = max(once, self.product)
         behind = step.transposed / self.bandwidth
         behind *= 1.0 if step.transposed_aligned else _UNALIGNED_PASS
         return step.times * (once + behind + step.sent / self.between)

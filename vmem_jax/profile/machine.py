@@ -98,6 +98,7 @@ def measure(
         link_delay=shipped.link_delay,  # not measured
         convolutions={d: rate for d, rate in convolutions.items() if rate},
         pinning=rates.pinning or shipped.pinning,
+        product=shipped.product,
         between=shipped.between,  # not measured
     )
 
