@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -81,16 +81,12 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     eqns: list[JaxprEqn] = []
     here: dict[Var, Var] = {}
     read = lambda a: here.get(a, a) if isinstance(a, Var) else a
-    computed: set[Var] = set()  # by a product, or of what one made
     gradients: set[Var] = set()
     wholes: set[Var] = set()
     results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
-    turned = _turned(opened.eqns)
+    computed = _computed(opened.eqns)
+    turned = _turned(opened.eqns, computed)
     for eqn in opened.eqns:
-        if class_of(eqn) is Class.HEAVY or not computed.isdisjoint(
-            a for a in eqn.invars if isinstance(a, Var)
-        ):
-            computed.update(eqn.outvars)
         is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
         eqn = eqn.replace(invars=[*map(read, eqn.invars)])
@@ -110,23 +106,34 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     return compat.close(*parts, like=flat), Spread(frozenset(gradients), frozenset(wholes))
 
 
-def _turned(eqns: Sequence[JaxprEqn]) -> set[Var]:
+def _computed(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What products make, and what is made of that."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        read = (a for a in eqn.invars if isinstance(a, Var))
+        if class_of(eqn) is Class.HEAVY or not found.isdisjoint(read):
+            found.update(eqn.outvars)
+    return found
+
+
+def _turned(eqns: Sequence[JaxprEqn], computed: Set[Var]) -> set[Var]:
     """Transposed arguments with which values are computed that are `_PART` times as large, but for
-    those that a product reads: it takes any layout."""
+    those that a product reads: it takes any layout.
+
+    Args:
+      computed: as `_computed` has it; the rest are arguments, or made of these alone.
+    """
     made_of: dict[
         Var, frozenset[Var]
     ] = {}  # value -> of which of them it is made, and not much larger
     found: set[Var] = set()
     free: set[Var] = set()
-    computed: set[Var] = set()
     for eqn in eqns:
         read = [a for a in eqn.invars if isinstance(a, Var)]
         sources = frozenset().union(*(made_of.get(a, ()) for a in read))
         if eqn.primitive.name in _PRODUCTS:
             free |= sources
-        if class_of(eqn) is Class.HEAVY or not computed.isdisjoint(read):
-            computed.update(eqn.outvars)
-        elif _turns(eqn):
+        if _turns(eqn) and eqn.outvars[0] not in computed:
             sources |= {eqn.outvars[0]}
         for v in (*read, *eqn.outvars):
             much_larger = {source for source in sources if _PART * _size(source) <= _size(v)}

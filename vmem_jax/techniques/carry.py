@@ -24,6 +24,7 @@ from vmem_jax.capture.summing import find_summing
 from vmem_jax.conv.carrying import Way, by_xla, ways
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.machine import Machine
+from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.rewrite.carried import describe, with_carried
 from vmem_jax.rewrite.normalising import with_normalising
 from vmem_jax.rewrite.summing import describe as describe_sums
@@ -98,10 +99,7 @@ def _with_sums(step: StepContext) -> StepContext:
     found = [each for each in find_summing(captured.separate) if fits(each)]
     if not found:
         return step
-    summing = captured.rewritten(with_summing(captured.separate, found))
-    program = dataclasses.replace(summing.program, summed=len(found))
-    summing = dataclasses.replace(summing, program=program)
-    return step.of(dataclasses.replace(step.traced, captured=summing, plain=summing.flat))
+    return _with(step, with_summing(captured.separate, found), summed=len(found))
 
 
 def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
@@ -122,10 +120,15 @@ def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
             captured.separate,
             {each: ways[each.matched.convolution].configuration for each in every},
         )
-    carrying = captured.rewritten(flat)
-    program = dataclasses.replace(carrying.program, carried=tuple(chosen))
-    carrying = dataclasses.replace(carrying, program=program)
-    return step.of(dataclasses.replace(step.traced, captured=carrying, plain=carrying.flat))
+    return _with(step, flat, carried=tuple(chosen))
+
+
+def _with(step: StepContext, separate: ClosedJaxpr, **fields: Any) -> StepContext:
+    """`step` by the equations `separate`, with `fields` in its program."""
+    captured = step.traced.captured.rewritten(separate)
+    program = dataclasses.replace(captured.program, **fields)
+    captured = dataclasses.replace(captured, program=program)
+    return step.of(dataclasses.replace(step.traced, captured=captured, plain=captured.flat))
 
 
 @dataclasses.dataclass(frozen=True)
