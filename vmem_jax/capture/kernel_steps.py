@@ -217,6 +217,8 @@ class StepMaker:
             return 1 / slowdown(root.params["convolution"])
         if root.primitive.name == "carried_product" and self.is_gpu:
             return float(root.params["carried"].efficiency)
+        if root.primitive.name == "summed_rows" and self.is_gpu:
+            return float(root.params["summed"].efficiency)
         return efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0)
 
 

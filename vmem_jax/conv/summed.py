@@ -53,6 +53,9 @@ _ELEMENTS = 4096
 _WARPS = 4
 _PROGRAMS = 1056
 """Eight to each of 132 multiprocessors of an H100 or an H200."""
+_EFFICIENCY = 0.9
+"""The share of the memory's rate: 0.91 to 0.97 of large arrays in a step of ResNet-50 on an H100,
+less of small ones and of those with five sums; 0.86 of all bytes."""
 
 
 def tiling_of(rows: int, channels: int) -> Tiling | None:
@@ -172,6 +175,11 @@ class Summed:
     def tiling(self) -> Tiling | None:
         """That of its kernel; None where XLA's passes do it."""
         return tiling_of(*self.size)
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the memory's rate that its kernel reaches; 1 for XLA's passes."""
+        return 1.0 if self.tiling is None else _EFFICIENCY
 
     @property
     def workspace(self) -> int:

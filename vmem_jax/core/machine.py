@@ -36,6 +36,9 @@ _CONVOLUTIONS = (
     "normalising_convolution",
 )
 
+_SLOWER = ("normalising_convolution", "summed_rows")
+"""Operations that take longer by their efficiency whatever bounds them."""
+
 LEAST_BUSY = 1.0
 """The least time of a part of a batch, without launches, in units of `Machine.launch`: of a sub-batch
 all its kernels together, of a convolution's micro-batch its one kernel. A smaller part takes longer
@@ -104,7 +107,7 @@ class Machine:
             whole = self.flops.get(step.dtype, self.flops[""])
             rate = self.convolutions.get(step.dtype, whole) * step.efficiency
         moving = step.nbytes / self.bandwidth
-        if step.op == "normalising_convolution":  # they are longer whatever bounds them
+        if step.op in _SLOWER:
             moving /= step.efficiency
         if not step.aligned and step.fusible:
             moving *= _UNALIGNED_PASS

@@ -5,9 +5,8 @@ in float16. In both types of 16 bits kernels of 1×1 convolutions compute in the
 normalisation, a ReLU and a residual sum before a convolution, the statistics of the next batch norm
 behind it, and in the backward pass both gradients and the sums of the batch norm before. Their values
 are the same but for the order of sums. A normalised value that only such kernels read is not written,
-and not kept. A form of the step has the one or the other. Where "carry" is named there are forms
-with one pass for all sums of the gradient behind a ReLU, too, where XLA makes two: that kernel was
-timed on no card yet. The search takes the fastest.
+and not kept. A form of the step has the one or the other; the search takes the fastest. In each, one
+pass makes all sums of the gradient behind a ReLU that is left, where XLA makes two.
 """
 
 from __future__ import annotations
@@ -57,14 +56,15 @@ class Carry(AbstractTechnique):
             return "it runs on several devices"
         if (step.settings.sub_batches or 1) > 1:
             return "the kernels that carry need all samples at once, and `sub_batches` is given"
+        if with_sums(step) is not step:
+            return ""
         found = _found(step)
-        sums = is_named and with_sums(step) is not step
-        if not found.products and not found.normalising and not sums:
+        if not found.products and not found.normalising:
             return (
-                "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, "
-                "and no other in float16 beside a batch norm"
+                "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, no "
+                "other in float16 beside a batch norm, and no ReLU's gradient in 16 bits has two sums"
             )
-        if not _choices(step) and not sums:
+        if not _choices(step):
             return "no kernel for convolutions of these widths is known to be faster"
         return ""
 
@@ -75,16 +75,13 @@ def _is_timed_on(card: str) -> bool:
 
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
-    """The forms of `step` whose convolutions carry what stands around them, and, where "carry" is
-    named, those with one pass for several sums; none if it does not use that."""
+    """The forms of `step` whose convolutions carry what stands around them, each with one pass for
+    several sums; none if it does not use that."""
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
-    forms = [form(chosen) for chosen in _choices(step)]
-    if Carry.name not in step.settings.named:
-        return forms
-    summing = ((each, with_sums(each)) for each in forms or [step])
-    return [*forms, *(sums for each, sums in summing if sums is not each)]
+    forms = [with_sums(form(chosen)) for chosen in _choices(step)]
+    return forms or [with_sums(step)]
 
 
 def with_sums(step: StepContext) -> StepContext:
