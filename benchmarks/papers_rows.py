@@ -8,6 +8,9 @@ second call goes on where the first ended. Each variant has --limit seconds to b
 and warmed up, each network twice the seconds that are expected of it. --list says what is left, and
 these seconds. A process that dies loses the network that it was at: call it again with --skip.
 
+Several of these may run at once, each with its own --networks and --out and one --lock=FILE: they
+compile together, and each times alone. The memory of all must then be enough for all at once.
+
 What a table asks for in general is run by papers.py, and compiled without a card.
 """
 
@@ -97,12 +100,18 @@ ROWS: tuple[Asked, ...] = (
 """In the order in which they tell the most for their seconds."""
 
 
-def left(out: Path, skip: list[str]) -> list[Asked]:
-    """What of ROWS has no row in `out`."""
+def left(out: Path, networks: list[str], skip: list[str]) -> list[Asked]:
+    """What of ROWS has no row in `out`.
+
+    Args:
+      networks: as vgg16:256, or vgg16:256:float32; all where none is named.
+    """
     rows = records.read(out) if out.exists() else []
     there = {(r.model, r.batch, r.dtype, r.variant, r.asked) for r in rows}
     found = []
-    for each in ROWS:
+    names = lambda each: (each.network, f"{each.network}:{each.dtype}")
+    wanted = lambda each: not networks or any(name in networks for name in names(each))
+    for each in filter(wanted, ROWS):
         lacks = [c.how for c in each.cases if dataclasses.astuple(c) not in there]
         if lacks and each.network not in skip:
             found.append(dataclasses.replace(each, ways=tuple(lacks)))
@@ -131,7 +140,7 @@ def main(argv: list[str]) -> None:
     if not FLAGS.known:
         FLAGS.known = [str(path) for path in sorted((HERE / "results").glob("papers_h200_*.jsonl"))]
     end, expected = began + (FLAGS.seconds or 1e9), 0
-    for asked in left(out, FLAGS.skip):
+    for asked in left(out, FLAGS.networks, FLAGS.skip):
         expected += asked.seconds
         print(
             f"{asked.network} {asked.dtype}: {', '.join(asked.ways)}: {asked.seconds} s, "
@@ -143,7 +152,8 @@ def main(argv: list[str]) -> None:
             continue
         start = time.monotonic()
         try:
-            run_one(asked, out, min(2.0 * asked.seconds, remaining))
+            # with others it waits for their turns
+            run_one(asked, out, remaining if FLAGS.lock else min(2.0 * asked.seconds, remaining))
         except Exception:  # the others go on
             logging.exception("%s %s", asked.network, asked.dtype)
         gc.collect()
@@ -153,6 +163,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_bool("list", False, "Say what would be run, and run nothing.")
+    flags.DEFINE_list("networks", [], "Only these, as vgg16:256 or vgg16:256:float32.")
     flags.DEFINE_list("skip", [], "Not these networks, as vgg16:256.")
     FLAGS.set_default("rounds", 3)
     FLAGS.set_default("steps", 2)

@@ -22,6 +22,7 @@ import jax
 import records
 import variants
 from absl import app, flags, logging
+from locks import held
 from records import LEAST_OF, Record
 from turns import Pace, Turns
 from variants import Place, Variant
@@ -100,6 +101,7 @@ flags.DEFINE_integer("steps", 4, "Steps in a block.")
 flags.DEFINE_integer("together", 0, "Variants that take turns with plain at a time; 0: all.")
 flags.DEFINE_float("seconds", 0.0, "End by then with what is timed; 0: when all is.")
 flags.DEFINE_float("limit", 0.0, "Seconds for a variant to be planned and compiled; 0: no limit.")
+flags.DEFINE_string("lock", "", "File by which several of these compile together and time alone.")
 flags.DEFINE_string("out", "", "File for the rows; none by default.")
 flags.DEFINE_string("commit", "", "Commit of the code, where there is no git checkout.")
 
@@ -223,16 +225,18 @@ class Steps:
 def measure(began: float) -> Iterator[list[Record]]:
     """The rows of one model, by the flags: all that there are so far, whenever there are more."""
     steps = Steps()
-    steps.profile()
+    with held(FLAGS.lock, alone=True):
+        steps.profile()
     ways = ways_asked()
-    plain = steps.plain() if "plain" in ways else None
+    with held(FLAGS.lock, alone=False):
+        plain = steps.plain() if "plain" in ways else None
     ways = [way for way in ways if way != "plain"]
     reference, done = [plain] if plain else [], []
     if steps.place.target is not None:
         yield records_of(steps.work, reference + [v for way in ways for v in steps.of(way)])
         return
-    pace = Pace(FLAGS.rounds, FLAGS.steps, FLAGS.together, FLAGS.seconds, FLAGS.limit)
-    for some in Turns(steps.work, pace, began).heats(plain, ways, steps.of):
+    paces = FLAGS.rounds, FLAGS.steps, FLAGS.together, FLAGS.seconds, FLAGS.limit, FLAGS.lock
+    for some in Turns(steps.work, Pace(*paces), began).heats(plain, ways, steps.of):
         done += records_of(steps.work, some)
         yield records_of(steps.work, reference) + done
 

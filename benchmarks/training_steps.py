@@ -29,21 +29,20 @@ those of one device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import records
 from absl import app, flags
+from locks import held
 from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, UNROLLED, Training
 from traces import traced
 
@@ -89,13 +88,13 @@ def main(_: Any) -> None:
     about["commit"] = records.commit()
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Any] = {}
-    with _held(fcntl.LOCK_SH):
-        for way in FLAGS.ways:
-            row = rows[way] = {"way": way, **about}
+    for way in FLAGS.ways:
+        row = rows[way] = {"way": way, **about}
+        if FLAGS.seconds and time.perf_counter() - started > FLAGS.seconds:
+            row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
+            continue
+        with held(FLAGS.lock, alone=False):
             begun = time.perf_counter()
-            if FLAGS.seconds and begun - started > FLAGS.seconds:
-                row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
-                continue
             try:
                 if way in POLICIES or way == SEGMENTS:
                     steps[way], found = _by_hand(make(way).step, state, data)
@@ -107,7 +106,7 @@ def main(_: Any) -> None:
                 row |= {**found, "seconds_to_compile": time.perf_counter() - begun}
             except Exception as error:  # a row says so, and the other ways go on
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
-            print(json.dumps(row), flush=True)
+        print(json.dumps(row), flush=True)
     if FLAGS.rounds and not FLAGS.target:
         # as one program it compiles for minutes; copies, since some leaves are one array
         start, draw = lambda key: jax.tree.map(jnp.copy, given.init(key)), given.batch
@@ -115,23 +114,12 @@ def main(_: Any) -> None:
             placed = lambda shapes: jax.tree.map(lambda a: a.sharding, shapes)
             start = jax.jit(start, out_shardings=placed(state))
             draw = jax.jit(draw, out_shardings=placed(data))
-        with _held(fcntl.LOCK_EX):
+        with held(FLAGS.lock, alone=True):
             _time(start, draw(jax.random.key(1)), steps, rows)
     with open(FLAGS.out, "a") as out:
         for row in rows.values():
             out.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
-
-
-@contextlib.contextmanager
-def _held(how: int) -> Iterator[None]:
-    """Holds the lock of `--lock`, shared or alone (a constant of fcntl); nothing without one."""
-    if not FLAGS.lock:
-        yield
-        return
-    with open(FLAGS.lock, "a") as file:  # closing it releases the lock
-        fcntl.flock(file, how)
-        yield
 
 
 def _sharded(state: Any, data: Any) -> tuple[Any, Any]:

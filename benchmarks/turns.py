@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import records
 from absl import logging
+from locks import held
 from variants import Variant, initial_states
 
 from vmem_jax.models import Job
@@ -42,6 +43,7 @@ class Pace:
       together: variants in a heat, plain jit not counted; 0 for all.
       seconds: for all heats, from when the process began its work; 0 for no limit.
       limit: seconds for one variant to be planned, compiled and warmed up; 0 for no limit.
+      lock: a file, see `locks`, that processes share which time at one time.
     """
 
     rounds: int
@@ -49,6 +51,7 @@ class Pace:
     together: int = 0
     seconds: float = 0.0
     limit: float = 0.0
+    lock: str = ""
 
 
 class TimeUp(BaseException):
@@ -111,12 +114,14 @@ class Turns:
                 self._warm_up(variant)
             some: list[Variant] = []
             while waiting and not self._is_full(some):
-                left, limit = self._left([*reference, *some]), self.pace.limit or math.inf
+                limit = self.pace.limit or math.inf
                 try:
-                    with at_most(min(left, limit)):
-                        made = make(waiting[0])
-                        for variant in made:
-                            self._warm_up(variant)
+                    with held(self.pace.lock, alone=False):
+                        left = self._left([*reference, *some])
+                        with at_most(min(left, limit)):
+                            made = make(waiting[0])
+                            for variant in made:
+                                self._warm_up(variant)
                 except TimeUp:
                     # a second alarm, while the first unwound what it met, leaves the timer on
                     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -127,7 +132,8 @@ class Turns:
                     made = [too_slow(waiting[0], limit)]
                 waiting.popleft()
                 some += made
-            self._take_turns(reference, some)
+            with held(self.pace.lock, alone=True):
+                self._take_turns(reference, some)
             yield some
             for variant in some:
                 variant.run = variant.state = None
