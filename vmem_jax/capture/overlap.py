@@ -2,12 +2,13 @@
 
 XLA:GPU lowers `select_and_scatter_add` to a scatter into a tensor of zeros that it makes at the start
 of the step and holds throughout, and adds with atomics in any order. From a one-byte index of the
-pooled shape the same sum is a gather: for each offset in the window, the gradients of the windows
-that selected it, spread by the stride. It is one elementwise kernel, in a fixed order.
+pooled shape the same sum is a gather: of the windows that an element lies in, the gradients of those
+that selected it. It is one elementwise kernel, in a fixed order.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -16,6 +17,9 @@ import numpy as np
 from jax import lax
 
 Padding = Sequence[tuple[int, int]]
+
+_NONE = 255
+"""An index that no window has."""
 
 
 def window_index(
@@ -61,22 +65,64 @@ def scatter(
 ) -> jax.Array:
     """The gradient of the pool's input: each element sums the windows that selected it.
 
-    For one element, windows in row-major order are offsets in descending order: that is the order of
-    the sum, as in a sequential scatter.
+    In a dimension with windows of w elements and strides of s an element lies in at most ⌈w / s⌉
+    windows. The kernel reads the gradient and the index of these alone, where the element's place
+    divided by the stride says, and compares the index with the element's place in the window. It adds
+    them in row-major order of windows, as a sequential scatter does.
 
     Args:
       shape: shape of the pool's input.
       grad: cotangent of the pool's output.
       index: result of `window_index`.
     """
-    zero = lax.full((), 0, grad.dtype)
     total = lax.full(shape, 0, grad.dtype)
-    for k, offset in reversed(list(enumerate(itertools.product(*map(range, window))))):
-        chosen = lax.eq(index, lax.full(index.shape, k, np.uint8))
-        part = lax.select(chosen, grad, lax.full(grad.shape, 0, grad.dtype))
-        config = []
-        for o, n, m, s, (lo, _) in zip(offset, shape, grad.shape, strides, padding, strict=True):
-            start = o - lo  # where the first window puts this offset
-            config.append((start, n - (start + (m - 1) * s + 1), s - 1))
-        total = lax.add(total, lax.pad(part, zero, config))
+    counts = (-(-w // s) for w, s in zip(window, strides, strict=True))
+    for back in itertools.product(*(range(n - 1, -1, -1) for n in counts)):
+        of_window = functools.partial(_spread, strides, padding, shape, back)
+        chosen = lax.eq(of_window(index, _NONE), _place(window, strides, padding, shape, back))
+        total = lax.add(total, lax.select(chosen, of_window(grad, 0), lax.full_like(total, 0)))
     return total
+
+
+def _place(
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Padding,
+    shape: Sequence[int],
+    back: Sequence[int],
+) -> jax.Array:
+    """Row-major index, as uint8, of each element in the window that begins `back` windows before the
+    last one that begins at or before it; `_NONE` where that window ends before the element."""
+    place, inside = lax.full(shape, 0, np.int32), lax.full(shape, True, np.bool_)
+    for d, (w, s, (low, _)) in enumerate(zip(window, strides, padding, strict=True)):
+        if w == 1 == s:
+            continue
+        along = lax.rem(lax.iota(np.int32, shape[d]) + np.int32(low), np.int32(s))
+        along = lax.broadcast_in_dim(along + np.int32(back[d] * s), shape, (d,))
+        place = place * np.int32(w) + along
+        if (back[d] + 1) * s > w:
+            inside = lax.bitwise_and(inside, lax.lt(along, np.int32(w)))
+    return lax.select(inside, place, lax.full(shape, _NONE, np.int32)).astype(np.uint8)
+
+
+def _spread(
+    strides: Sequence[int],
+    padding: Padding,
+    shape: Sequence[int],
+    back: Sequence[int],
+    pooled: jax.Array,
+    fill: int,
+) -> jax.Array:
+    """For each element the entry of `pooled` of that window; `fill` where there is no such window."""
+    around, split, outer, starts = [], [], [], []
+    for n, m, s, (low, _), b in zip(shape, pooled.shape, strides, padding, back, strict=True):
+        first, last = low // s - b, (n - 1 + low) // s - b
+        around.append((-first, last - (m - 1), 0))
+        outer.append(len(split))
+        split += [last - first + 1] if s == 1 else [last - first + 1, s]
+        starts.append(low % s)
+    entries = lax.pad(pooled, lax.full((), fill, pooled.dtype), around)
+    whole = [n * s for n, s in zip(entries.shape, strides, strict=True)]
+    spread = lax.reshape(lax.broadcast_in_dim(entries, split, outer), whole)
+    ends = [start + n for start, n in zip(starts, shape, strict=True)]
+    return lax.slice(spread, starts, ends)
