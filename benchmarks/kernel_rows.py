@@ -1,4 +1,4 @@
-"""The tables of docs/rows/benchmarks.md from the rows of `kernel_table.py`."""
+"""The tables of docs/rows/benchmarks.md from the rows of `kernel_table.py` and `sums.py`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,30 @@ def kernel_tables(folder: Path = RESULTS) -> str:
             _table(network, [r for r in rows if _network(r) == network]) for network in networks
         )
         parts.append(f"\n## {path.name}\n\n{TEXT}" + "".join(tables))
+    return "".join(parts)
+
+
+SUMS = """Microseconds of the sums of a batch norm's backward pass behind a ReLU by XLA's passes and by
+one kernel, alone and with the gradient behind them, by `python benchmarks/sums.py`. join: the masked
+gradient is written; own: it is not.
+"""
+
+
+def sums_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file, without other tilings."""
+    parts = []
+    for path in sorted(folder.glob("sums_*.jsonl")):
+        lines = [
+            [
+                "{images}×{side}×{side}×{channels}, {kind}".format(**row),
+                *(f"{row[name]:.0f}" for name in ("xla_us", "us")),
+                *(f"{row[name]:.0f}" for name in ("xla_with_gradient_us", "with_gradient_us")),
+                f"{row['nbytes'] / row['us'] / 1e6:.2f}",
+            ]
+            for row in records.lines(path)
+        ]
+        header = ["sums", "XLA", "one kernel", "XLA, gradient", "one kernel, gradient", "TB/s"]
+        parts.append(f"\n## {path.name}\n\n{SUMS}\n" + grid(header, lines))
     return "".join(parts)
 
 

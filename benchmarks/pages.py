@@ -25,7 +25,7 @@ from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
 from convergence_rows import convergence
 from endurance_rows import endurance
-from kernel_rows import kernel_tables
+from kernel_rows import kernel_tables, sums_tables
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
@@ -243,7 +243,7 @@ def pages() -> dict[str, str]:
     of_cards = "".join(map(card_page, cards()))
     runs = endurance() + convergence()
     texts["rows/benchmarks.md"] = (
-        OF_BENCHMARKS + of_cards + measured.every_row() + kernel_tables() + runs
+        OF_BENCHMARKS + of_cards + measured.every_row() + kernel_tables() + sums_tables() + runs
     )
     return texts
 
