@@ -29,9 +29,9 @@ def kernel_tables(folder: Path = RESULTS) -> str:
     return "".join(parts)
 
 
-SUMS = """Microseconds of the sums of a batch norm's backward pass behind a ReLU by XLA's passes and by
-one kernel, alone and with the gradient behind them, by `python benchmarks/sums.py`. join: the masked
-gradient is written; own: it is not.
+SUMS = """Microseconds of the sums of a batch norm's backward pass behind a ReLU by XLA's passes and
+by one kernel, alone and with the gradient behind them, by `python benchmarks/sums.py`. join: the
+masked gradient is written; own: it is not.
 """
 
 

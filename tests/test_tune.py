@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import weakref
 
 import jax
@@ -353,7 +354,7 @@ OTHER = {"xla_cpu_enable_fast_min_max": True}
 
 
 def test_the_fastest_plan_is_timed_with_other_kernels_for_products(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "PRODUCT_OPTIONS", {"cpu": OTHER})
+    monkeypatch.setattr(compat, "OTHER_OPTIONS", {"cpu": (("dot_general", OTHER),)})
     budgeted = tuned(Auto(allow=("order", "recompute")))
     first = budgeted.plan(params(), batch())
     right = first.predicted_seconds
@@ -377,17 +378,22 @@ def test_the_fastest_plan_is_timed_with_other_kernels_for_products(monkeypatch, 
 
 @pytest.mark.parametrize("how", ["compiler_options", "XLA_FLAGS", "no products"])
 def test_kernels_that_the_user_chose_or_has_not_are_left(how, monkeypatch):
-    monkeypatch.setattr(compat, "PRODUCT_OPTIONS", {"cpu": OTHER})
+    monkeypatch.setattr(compat, "OTHER_OPTIONS", {"cpu": (("dot_general", OTHER),)})
     options = {"compiler_options": {**OTHER}} if how == "compiler_options" else {}
     budgeted = tuned(Auto(allow=("order", "recompute")), **options)
     first = budgeted.plan(params(), batch())
     if how == "XLA_FLAGS":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_min_max=false")
     if how == "no products":
-        monkeypatch.setattr(rivals, "_has_products", lambda jaxpr: False)
+        monkeypatch.setattr(rivals, "_has", lambda jaxpr, primitive: False)
     Clock(monkeypatch, first.predicted_seconds)
     calls(budgeted, 2 * EACH)
     assert not budgeted.explain(params(), batch()).tuning.others
+
+
+def options_for(primitive):
+    """What may make GPU steps with that operation faster."""
+    return dict(compat.OTHER_OPTIONS["gpu"])[primitive]
 
 
 @pytest.mark.gpu_compile
@@ -398,10 +404,28 @@ def test_without_triton_products_are_cublas_calls():
     args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in [(1024, 1024), (512, 1024)]]
     step = vmem_jax.jit(jax.grad(product), budget="1GiB", policy="exact")
     made = step.lower(*args).compile(target="h200")
-    plan = dataclasses.replace(made.plan, options=(*compat.PRODUCT_OPTIONS["gpu"].items(),))
+    plan = dataclasses.replace(made.plan, options=(*options_for("dot_general").items(),))
     other = vmem_jax.jit(jax.grad(product), plan=plan).lower(*args).compile(target="h200")
     assert "__triton" in made.as_text() and "__cublas$" not in made.as_text()
     assert "__triton" not in other.as_text() and "__cublas$" in other.as_text()
+
+
+@pytest.mark.gpu_compile
+def test_xla_takes_what_graphs_are_to_hold(tmp_path):
+    def images(w, x):
+        form = ("NHWC", "HWIO", "NHWC")
+        return (
+            jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=form) ** 2
+        ).sum()
+
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in [(3, 3, 64, 64), (8, 32, 32, 64)]]
+    ours = options_for("conv_general_dilated")
+    dumped = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    step = vmem_jax.jit(jax.grad(images), budget="1GiB", compiler_options={**dumped, **ours})
+    step.lower(*args).compile(target="h200")
+    text = "".join(path.read_text() for path in tmp_path.glob("*debug_options"))
+    held = re.findall(r"xla_gpu_enable_command_buffer: (\w+)", text)
+    assert {*held} == {*ours["xla_gpu_enable_command_buffer"].split(",")} > {"CONVOLUTION"}
 
 
 # -- corrections

@@ -116,10 +116,11 @@ def jit(
         convolutions (up to 90 s more). `None` times nothing and uses what was measured; `False`
         ignores that too.
       tune: time some of the first calls for each set of shapes; these wait for their results. Time up
-        to four other plans in the calls after them, and keep the fastest: those whose predictions are
+        to five other plans in the calls after them, and keep the fastest: those whose predictions are
         within the error of the first one's; one that is planned again from the measurement, if this
         differs from the prediction by more than 5 %; on a GPU also the fastest with XLA's other
-        kernels for products. What was measured corrects later predictions for this step.
+        kernels for products, and with convolutions in CUDA graphs. What was measured corrects later
+        predictions for this step.
 
     Returns:
       A `BudgetedStep`, called like `fun`.

@@ -3,7 +3,8 @@
 First those that the search left because they are not predicted to be faster by more than its
 tolerance, as far as they are not predicted to be slower by more than the error of predictions. Then,
 if the first plan took another time than predicted, the plan by costs that are corrected by it. Then
-the fastest of all with the compiler's other kernels for products, whose times nothing predicts.
+the fastest of all with other options of the compiler, whose effect nothing predicts: kernels for
+products, and what CUDA graphs hold.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -70,9 +71,10 @@ def rivals_of(
         again = replan(first, entry.budget, costs)
         if again is not None and fits(again):
             yield Rival("planned again from the measurement", again)
-    other = with_other_products(fastest(), step)
-    if other is not None and fits(other):
-        yield Rival(", ".join(f"{name}={value}" for name, value in other.plan.options), other)
+    for primitive, options in compat.OTHER_OPTIONS.get(step.platform, ()):
+        other = with_options(fastest(), step, primitive, options)
+        if other is not None and fits(other):
+            yield Rival(", ".join(f"{name}={value}" for name, value in options.items()), other)
 
 
 def predicted_seconds(attempt: Attempt) -> float:
@@ -126,22 +128,25 @@ def replan(first: Attempt, budget: int | None, costs: Costs) -> Attempt | None:
     return dataclasses.replace(best, variant=first.variant)
 
 
-def with_other_products(attempt: Attempt, step: StepContext) -> Attempt | None:
-    """The plan of `attempt` with the compiler's other kernels for products; None where it has none,
-    the user chose them, or the step has no products."""
-    options = compat.PRODUCT_OPTIONS.get(step.platform, {})
+def with_options(
+    attempt: Attempt, step: StepContext, primitive: str, options: Mapping[str, Any]
+) -> Attempt | None:
+    """The plan of `attempt` with further compiler options; None where the user chose one of them, or
+    the step has no operation `primitive`."""
     flags = os.environ.get("XLA_FLAGS", "")
     is_chosen = any(name in flags or name in step.settings.compiler_options for name in options)
-    if not options or is_chosen or not _has_products(step.traced.plain):
+    if is_chosen or not _has(step.traced.plain, primitive):
         return None
-    plan: Plan = dataclasses.replace(attempt.plan, options=tuple(options.items()))
+    every = {**dict(attempt.plan.options), **options}
+    plan: Plan = dataclasses.replace(attempt.plan, options=tuple(every.items()))
     compiled = attempt.variant.compile_plan(plan)
     return dataclasses.replace(attempt, plan=plan, compiled=compiled, need=need_nbytes(compiled))
 
 
-def _has_products(jaxpr: Any) -> bool:
+def _has(jaxpr: Any, primitive: str) -> bool:
     return any(
-        eqn.primitive.name == "dot_general" or any(map(_has_products, inner_jaxprs(eqn)))
+        eqn.primitive.name == primitive
+        or any(_has(inner, primitive) for inner in inner_jaxprs(eqn))
         for eqn in compat.open_jaxpr(jaxpr).eqns
     )
 

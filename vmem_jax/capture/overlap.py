@@ -114,7 +114,10 @@ def _spread(
     fill: int,
 ) -> jax.Array:
     """For each element the entry of `pooled` of that window; `fill` where there is no such window."""
-    around, split, outer, starts = [], [], [], []
+    around: list[tuple[int, int, int]] = []
+    split: list[int] = []  # every dimension, each with a stride followed by that
+    outer: list[int] = []
+    starts: list[int] = []
     for n, m, s, (low, _), b in zip(shape, pooled.shape, strides, padding, back, strict=True):
         first, last = low // s - b, (n - 1 + low) // s - b
         around.append((-first, last - (m - 1), 0))
