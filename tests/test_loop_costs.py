@@ -246,8 +246,8 @@ def test_a_product_in_a_body_is_written_over_on_a_cpu_alone(platform, is_written
         s for s in compat.open_jaxpr(captured.flat).eqns if s.params.get("jaxpr")
     ]
     programs = [
-        capture_pair(pair, platform=platform)[0].program,
-        *(capture_body(eqn, platform=platform).program for eqn in (forward, backward)),
+        capture_pair(pair, step=captured.inputs)[0].program,
+        *(capture_body(eqn, step=captured.inputs).program for eqn in (forward, backward)),
     ]
     for program in programs:
         written_over = [

@@ -15,7 +15,7 @@ from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
 from vmem_jax.capture.hosted_updates import with_state_in_loops
-from vmem_jax.capture.inputs import Inputs
+from vmem_jax.capture.inputs import UNKNOWN, Inputs
 from vmem_jax.capture.kernel_gradients import with_known_kernel_gradients
 from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
 from vmem_jax.capture.kinds import kinds_of, phases_of
@@ -192,6 +192,7 @@ def capture(
     shardings: Sequence[Any] = (),
     hosted: Sequence[tuple[int, int | None]] = (),
     platform: str = "",
+    blas_workspace: int = 0,
 ) -> Captured:
     """Captures the step `closed`, as one of its devices runs it.
 
@@ -202,12 +203,14 @@ def capture(
       shardings: the `jax.sharding.Sharding` of each input; none for those on one device.
       hosted: for each input in host memory its index, and that of the output that goes there again.
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
+      blas_workspace: as `Inputs` has it.
     """
     flat = with_constants_in_loops(flatten(closed))
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
-    inputs = Inputs(tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted), platform)
+    known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
+    inputs = Inputs(*known, platform, blas_workspace)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
     return dataclasses.replace(captured, misread=misread, spread=spread)
@@ -249,19 +252,18 @@ def _by_slices(
 
 
 def capture_pair(
-    pair: Pair, outside: Shards | None = None, platform: str = ""
+    pair: Pair, outside: Shards | None = None, step: Inputs = UNKNOWN
 ) -> tuple[PairedLoop, tuple[Var, ...]]:
     """One iteration of the two loops of `pair`, and the variable of `pair.body` of every buffer.
 
     Args:
       outside: how the values of the step are split over its devices.
-      platform: as `capture` has it.
+      step: what is known of the step.
     """
     given = pair.given
     shards = None if outside is None else pair.shards(outside)
-    given_to = Inputs(platform=platform)
     captured = _captured(
-        pair.body, pair.body, (), given_to, None, pair.boundary, shards, is_body=True
+        pair.body, pair.body, (), step.inside, None, pair.boundary, shards, is_body=True
     )
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
@@ -335,8 +337,8 @@ def _captured(
             own += hosted_nbytes(v.aval) // shards.count(v)
         buffers.append(Buffer(own, kinds[b], label, movable, depth))
 
-    made = StepMaker(eqns, kernels, index, shards, given.platform, is_body)
-    bodies = [_body(eqns[kernel.root], shards, given.platform) for kernel in kernels]
+    made = StepMaker(eqns, kernels, index, shards, given, is_body)
+    bodies = [_body(eqns[kernel.root], shards, given) for kernel in kernels]
     steps = [
         made.step(kernel, phase, *((None, 0) if body is None else (body.program, copied)))
         for kernel, phase, (body, copied) in zip(kernels, phases, bodies, strict=True)
@@ -422,20 +424,20 @@ def _within(buffers: Sequence[Buffer], steps: Sequence[Step]) -> list[Buffer]:
 
 
 def capture_body(
-    eqn: compat.JaxprEqn, outside: Shards | None = None, platform: str = ""
+    eqn: compat.JaxprEqn, outside: Shards | None = None, step: Inputs = UNKNOWN
 ) -> Captured:
     """An iteration of the scan `eqn`.
 
     Args:
       outside: how the values of the step are split over its devices.
-      platform: as `capture` has it.
+      step: what is known of the step.
     """
     body = flatten(eqn.params["jaxpr"])
     inputs = compat.open_jaxpr(body).invars
     values = dict(zip(inputs, eqn.invars, strict=True))
     slices = inputs[sum(compat.scan_counts(eqn)) :]
     shards = None if outside is None else outside.within(body, values, slices)
-    return _captured(body, body, (), Inputs(platform=platform), None, None, shards, is_body=True)
+    return _captured(body, body, (), step.inside, None, None, shards, is_body=True)
 
 
 def _read_by_others(
@@ -459,7 +461,7 @@ def _in_float32(body: Captured) -> int:
     return body_nbytes(wider) - body_nbytes(body.program)
 
 
-def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Captured | None, int]:
+def _body(eqn: compat.JaxprEqn, shards: Shards, step: Inputs) -> tuple[Captured | None, int]:
     """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies between what
     its iterations make or read and where that lies.
 
@@ -469,17 +471,17 @@ def _body(eqn: compat.JaxprEqn, shards: Shards, platform: str) -> tuple[Captured
     """
     if eqn.primitive.name != "scan":
         return None, 0
-    body = capture_body(eqn, shards, platform)
-    program, libraries = body.program, libraries_of(platform)
+    body = capture_body(eqn, shards, step)
+    program, libraries = body.program, libraries_of(step.platform)
     made, given = set[int](), set[int]()
-    for step in program.steps:
-        if step.op in libraries:
-            made.update(step.writes)
-            given.update(step.reads)
-        elif step.normalises:
-            made.update(step.writes)
-        elif step.op == "optimization_barrier":
-            made.update(w for r, w in zip(step.reads, step.writes, strict=False) if r in made)
+    for each in program.steps:
+        if each.op in libraries:
+            made.update(each.writes)
+            given.update(each.reads)
+        elif each.normalises:
+            made.update(each.writes)
+        elif each.op == "optimization_barrier":
+            made.update(w for r, w in zip(each.reads, each.writes, strict=False) if r in made)
     index = {v: b for b, v in enumerate(body.variables)}
     consts, carry = compat.scan_counts(eqn)
     opened = compat.open_jaxpr(body.flat)

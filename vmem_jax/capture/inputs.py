@@ -23,6 +23,8 @@ class Inputs:
       shardings: the `jax.sharding.Sharding` of each; none for those on one device.
       hosted: for each in host memory its index, and that of the output that goes there again.
       platform: "cpu" where XLA's CPU compiler compiles the step.
+      blas_workspace: bytes that XLA gives a product of cuBLAS at most; 0 where it gives none
+        (`capture.blas`).
     """
 
     names: tuple[str, ...] = ()
@@ -30,6 +32,12 @@ class Inputs:
     shardings: tuple[Any, ...] = ()
     hosted: tuple[tuple[int, int | None], ...] = ()
     platform: str = ""
+    blas_workspace: int = 0
+
+    @property
+    def inside(self) -> Inputs:
+        """The same for an iteration of a loop of the step."""
+        return Inputs(platform=self.platform, blas_workspace=self.blas_workspace)
 
     def name(self, i: int) -> str:
         """The name of input `i`."""
@@ -50,3 +58,7 @@ class Inputs:
             if same:
                 found.append(Whole(tuple(names), sum(map(size, same)), reason))
         return tuple(found)
+
+
+UNKNOWN = Inputs()
+"""Where nothing is known."""

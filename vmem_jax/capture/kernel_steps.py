@@ -7,11 +7,13 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import columns
+from vmem_jax.capture.blas import product_workspace
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
 from vmem_jax.capture.draws import draws_words
 from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.inputs import Inputs
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.primitives import (
     Class,
@@ -65,7 +67,7 @@ class StepMaker:
       kernels: all of it, in order.
       index: the buffer of each value that exists.
       shards: how values are split over devices.
-      platform: "cpu" where XLA's CPU compiler compiles the step.
+      given: what is known of the step.
       is_body: whether they are an iteration of a loop.
     """
 
@@ -75,15 +77,16 @@ class StepMaker:
         kernels: Sequence[Kernel],
         index: dict[Var, int],
         shards: Shards,
-        platform: str,
+        given: Inputs,
         is_body: bool = False,
     ) -> None:
         self.eqns, self.index, self.shards, self.is_body = eqns, index, shards, is_body
         self.collectives = Collectives(eqns, shards)
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.is_gpu = platform != "cpu"
+        self.is_gpu = given.platform != "cpu"
+        self.blas_workspace = given.blas_workspace
         self.transposed = transposed(eqns) if self.is_gpu else {}
-        libraries = libraries_of(platform)
+        libraries = libraries_of(given.platform)
         # the library returns what it makes in a tuple, whatever is fused behind, and so does a copy
         # from host memory, and a reduction that writes a masked cotangent (`capture.masks`): XLA
         # writes over no part of one
@@ -132,7 +135,10 @@ class StepMaker:
         sizes = {index[v]: size(v) for v in values}
         gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
         carried = compat.scan_counts(root)[1] if root.primitive.name == "scan" else None
-        own_nbytes = workspace(root) if body is None else body_nbytes(body, carried)
+        if body is None:
+            own_nbytes = workspace(root, self._product_workspace)
+        else:
+            own_nbytes = body_nbytes(body, carried)
         in_place: list[tuple[int, int]] = []
         apart = 0  # bytes of what is made before it is added to a total
         inside = sum(map(size, _inside(kernel, eqns)))
@@ -203,6 +209,11 @@ class StepMaker:
             batched=_is_batched(root),
             normalises=self.is_gpu and makes_exponentials(root, self.maker),
         )
+
+    def _product_workspace(self, eqn: compat.JaxprEqn) -> int:
+        """Bytes that are live only while the matrix product `eqn` runs on one device."""
+        operands = [nbytes(a.aval) // self.shards.count(a) for a in eqn.invars]
+        return product_workspace(self.blas_workspace, flops(eqn) / self.shards.work(eqn), operands)
 
     def _is_size_first(self, kernel: Kernel) -> bool:
         """Whether it is a product of unaligned transposed heads whose layout no loop states."""

@@ -278,23 +278,28 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     return found
 
 
-def workspace(eqn: JaxprEqn) -> int:
+def workspace(eqn: JaxprEqn, of_product: Callable[[JaxprEqn], int] = lambda _: 0) -> int:
     """Bytes that live only inside an opaque equation: the peak of its largest inner jaxpr, or what a
     convolution in micro-batches was given, or what the programs of one kernel sum.
 
     Scan stacks its residuals in outputs, which are counted as buffers; what remains is one
     iteration's own values.
+
+    Args:
+      of_product: the same of a matrix product.
     """
+    if eqn.primitive.name == "dot_general":
+        return of_product(eqn)
     if eqn.primitive.name in ("micro_convolution", "normalising_convolution"):
         return eqn.params["configuration"].workspace
     if eqn.primitive.name == "carried_product":
         return eqn.params["carried"].workspace
     if eqn.primitive.name == "summed_rows":
         return eqn.params["summed"].workspace
-    return max((_inner_peak(jaxpr) for jaxpr in inner_jaxprs(eqn)), default=0)
+    return max((_inner_peak(jaxpr, of_product) for jaxpr in inner_jaxprs(eqn)), default=0)
 
 
-def _inner_peak(jaxpr: Any) -> int:
+def _inner_peak(jaxpr: Any, of_product: Callable[[JaxprEqn], int]) -> int:
     """The most bytes live at once among the values that the equations of `jaxpr` make."""
     opened = compat.open_jaxpr(jaxpr)
     memory: dict[Any, Any] = {}  # of what is written in place the value whose memory it is
@@ -314,7 +319,7 @@ def _inner_peak(jaxpr: Any) -> int:
         outs = [v for v in eqn.outvars if own and v not in memory]
         made.update(outs)
         live += sum(nbytes(v.aval) for v in outs)
-        peak = max(peak, live + workspace(eqn))
+        peak = max(peak, live + workspace(eqn, of_product))
         read = {owner(a) for a in eqn.invars if isinstance(a, compat.Var)}
         gone = {a for a in read if a in made and last[a] == i}
         gone |= {v for v in outs if v not in last}

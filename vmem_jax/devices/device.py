@@ -16,6 +16,14 @@ def devices_of(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
     return sorted(used, key=lambda d: d.id) or [jax.devices()[0]]
 
 
+def compute_capability(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> str:
+    """That of the CUDA devices on which the step runs, "9.0"; "" where it runs on others, or is
+    compiled for a card that is not there."""
+    if target is not None:
+        return ""
+    return str(getattr(devices_of(avals)[0], "compute_capability", ""))
+
+
 def total_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> int:
     """Bytes that the smallest device of the step may use in all."""
     if target is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture_body
 from vmem_jax.capture.flatten import flatten
+from vmem_jax.capture.inputs import Inputs
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase
@@ -37,7 +38,7 @@ def with_ordered_bodies(flat: ClosedJaxpr, platform: str = "") -> ClosedJaxpr:
 def _ordered(eqn: JaxprEqn, platform: str) -> JaxprEqn:
     inside = with_ordered_bodies(flatten(eqn.params["jaxpr"]), platform)
     inner = eqn.replace(params={**eqn.params, "jaxpr": inside})
-    captured = capture_body(inner, platform=platform)
+    captured = capture_body(inner, step=Inputs(platform=platform))
     program = captured.program
     if not any(step.phase is Phase.BACKWARD for step in program.steps):
         if platform != "gpu":

@@ -183,8 +183,8 @@ class _Variants:
         self.flat = traced.captured.separate
         self.level = levels_of(traced)
         self.pairs: Sequence[Pair] = [pair for pair, _ in self.level.all_pairs]
-        platform = traced.captured.inputs.platform
-        made = [capture_pair(pair, level.shards, platform) for pair, level in self.level.all_pairs]
+        given = traced.captured.inputs
+        made = [capture_pair(pair, level.shards, given) for pair, level in self.level.all_pairs]
         self.loops: list[PairedLoop] = [
             dataclasses.replace(loop, times=level.times)
             for (loop, _), (_, level) in zip(made, self.level.all_pairs, strict=True)
