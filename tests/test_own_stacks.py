@@ -69,6 +69,32 @@ def test_no_two_loops_have_stacks_of_one_shape_and_the_results_are_the_same_to_t
     assert with_own_stacks(own) is own
 
 
+def test_a_loop_with_effects_has_its_own_stacks_and_keeps_them():
+    """A loop whose slices go through host memory has calls in its body."""
+    seen = []
+
+    def layer(w, x):
+        def once(state, row):
+            jax.debug.callback(lambda n: seen.append(n.shape), row)
+            state = jnp.tanh(state @ w + row)
+            return state, state
+
+        return lax.scan(once, jnp.zeros_like(x[0]), x)[1]
+
+    def step(ws, x):
+        return layer(ws[1], layer(ws[0], x))
+
+    args = [jnp.eye(8)] * 2, jnp.ones((LENGTH, 4, 8))
+    flat = flatten(jax.make_jaxpr(step)(*args))
+    own = with_own_stacks(flat)
+    first, second = stacks(own)
+    assert not first & second
+    [result] = jax.jit(jaxpr_as_fun(own))(*jax.tree.leaves(args))
+    jax.effects_barrier()
+    assert seen == [(4, 8)] * 2 * LENGTH
+    np.testing.assert_array_equal(result, jax.jit(step)(*args))
+
+
 @pytest.mark.gpu_compile
 def test_xla_fills_no_stack_of_several_loops():
     needs_cuda()
