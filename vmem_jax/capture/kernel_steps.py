@@ -15,6 +15,7 @@ from vmem_jax.capture.draws import draws_words
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.inputs import Inputs
 from vmem_jax.capture.locations import layer_of
+from vmem_jax.capture.merged import Copied, copied
 from vmem_jax.capture.primitives import (
     Class,
     aligned,
@@ -86,6 +87,7 @@ class StepMaker:
         self.is_gpu = given.platform != "cpu"
         self.blas_workspace = given.blas_workspace
         self.transposed = transposed(eqns) if self.is_gpu else {}
+        self.copied = copied(eqns) if self.is_gpu else Copied({}, {}, {})
         libraries = libraries_of(given.platform)
         # the library returns what it makes in a tuple, whatever is fused behind, and so does a copy
         # from host memory, and a reduction that writes a masked cotangent (`capture.masks`): XLA
@@ -177,6 +179,9 @@ class StepMaker:
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         summed = columns.operations(own, elements) if self.is_gpu else 0
         turned = [v for v in kernel.writes if v in self.transposed]
+        copies = self._copies(kernel)
+        recopied = self._is_recopied(kernel, phase)
+        own_nbytes += sum(map(size, copies)) + (sum(map(size, kernel.writes)) if recopied else 0)
         return Step(
             reads=reads,
             writes=writes,
@@ -202,6 +207,8 @@ class StepMaker:
             length=root.params["length"] if root.primitive.name == "scan" else 1,
             transposed=2 * sum(map(size, turned)),
             transposed_aligned=all(self.transposed[v] for v in turned),
+            copied=tuple(index[v] for v in copies),
+            recopied=recopied,
             sent=self.collectives.sent(root, phase),
             fetched=fetched,
             returned=returned,
@@ -214,6 +221,30 @@ class StepMaker:
         """Bytes that are live only while the matrix product `eqn` runs on one device."""
         operands = [nbytes(a.aval) // self.shards.count(a) for a in eqn.invars]
         return product_workspace(self.blas_workspace, flops(eqn) / self.shards.work(eqn), operands)
+
+    def _copies(self, kernel: Kernel) -> list[Var]:
+        """What it reads in copies of another layout: a view of what lies row by row is transposed in
+        the product's own kernel."""
+        found = dict.fromkeys(map(self._stored, self._operands_copied(kernel)))
+        return [v for v in found if v in kernel.reads and v in self.copied.orders]
+
+    def _operands_copied(self, kernel: Kernel) -> tuple[Var, ...]:
+        outvars = self.eqns[kernel.root].outvars
+        return self.copied.operands.get(outvars[0], ()) if outvars else ()
+
+    def _stored(self, v: Var) -> Var:
+        """What `v` is a view of."""
+        while v not in self.index and (eqn := self.maker.get(v)) and isinstance(eqn.invars[0], Var):
+            v = eqn.invars[0]
+        return v
+
+    def _is_recopied(self, kernel: Kernel, phase: Phase) -> bool:
+        """Whether what it makes is copied behind it. What computes something of it can transpose it,
+        but for a cotangent, which a barrier separates from that."""
+        [*writes] = kernel.writes
+        if len(writes) != 1 or writes[0] not in self.copied.results:
+            return False
+        return phase is Phase.BACKWARD or not self.copied.results[writes[0]]
 
     def _is_size_first(self, kernel: Kernel) -> bool:
         """Whether it is a product of unaligned transposed heads whose layout no loop states."""

@@ -132,12 +132,33 @@ class _Graph:
             copy = self._pad(step, kernel.reads, operands, padded)
             operands, uses, kernel.reads = [len(self.operands) - 1], [copy], [copy]
             kernel.step = dataclasses.replace(step, workspace=step.workspace - padded, fusible=True)
+        for r in step.copied:
+            at, size = reads.index(r), program.buffers[r].nbytes
+            copy = self._piece(step, "transpose", True, [uses[at]], [operands[at]], size)
+            operands[at], uses[at] = len(self.operands) - 1, copy
+            kernel.reads[at] = copy
+            workspace = kernel.step.workspace - size
+            kernel.step = dataclasses.replace(kernel.step, workspace=workspace)
         kernel.writes = [self._value(program.buffers[w].nbytes, w) for w in step.writes]
         self.value.update(zip(step.writes, kernel.writes, strict=True))
         if (found := self._sibling(step, reads, operands)) is not None:
             self._join(*found, kernel, operands, uses)
             return
+        if step.recopied:
+            self._add_recopied(kernel, operands, uses)
+        else:
+            self._add(kernel, operands, uses)
+
+    def _add_recopied(self, kernel: _Kernel, operands: Sequence[int], uses: Sequence[int]) -> None:
+        """The kernel, and one that copies its result, which alone is of a buffer."""
+        [w], [made] = kernel.step.writes, kernel.writes
+        size = self.nbytes[made]
+        kernel.writes = [self._value(size)]
+        workspace = kernel.step.workspace - size
+        kernel.step = dataclasses.replace(kernel.step, workspace=workspace)
         self._add(kernel, operands, uses)
+        self._piece(kernel.step, "transpose", True, kernel.writes, [self.node[w]], size, made)
+        self.node[w] = len(self.operands) - 1
 
     def _add(self, kernel: _Kernel, operands: Sequence[int], uses: Sequence[int]) -> None:
         """A kernel of its own. What a library makes, and what is one of several, is in a tuple."""
@@ -224,13 +245,25 @@ class _Graph:
     def _pad(self, step: Step, reads: Sequence[int], operands: Sequence[int], padded: int) -> int:
         """What `step` pads, or makes before a part is cut off: the value."""
         pads = step.convolution is not None and step.convolution.which is not Pass.BACKWARD_DATA
-        copy = self._value(padded)
-        piece = dataclasses.replace(
-            step, op="pad" if pads else step.op, fusible=pads, workspace=0, convolution=None
-        )
-        here = self._node(operands, reads, padded)
-        self.kernels[here] = _Kernel(piece, [*reads], [copy])
-        return copy
+        return self._piece(step, "pad" if pads else step.op, pads, reads, operands, padded)
+
+    def _piece(
+        self,
+        step: Step,
+        op: str,
+        fusible: bool,
+        reads: Sequence[int],
+        operands: Sequence[int],
+        nbytes: int,
+        made: int | None = None,
+    ) -> int:
+        """A kernel of its own for a part of `step`, the last instruction: the value that it makes,
+        a new one of so many bytes or `made`."""
+        made = self._value(nbytes) if made is None else made
+        piece = dataclasses.replace(step, op=op, fusible=fusible, workspace=0, convolution=None)
+        here = self._node(operands, reads, nbytes)
+        self.kernels[here] = _Kernel(piece, [*reads], [made])
+        return made
 
     def _value(self, nbytes: int, buffer: int = -1) -> int:
         self.nbytes.append(nbytes)

@@ -103,6 +103,9 @@ class Step:
         mask of a clamp. A barrier separates the two.
       transposed: bytes that passes of their own move behind it, to transpose what it makes.
       transposed_aligned: whether their rows are whole vectors.
+      copied: buffers that it reads in copies of another layout, which are made in front of it and in
+        its workspace (`capture.merged`).
+      recopied: whether what it makes is copied so behind it; its workspace has what is copied then.
       tied: buffers that it reads, and compares with what it computes from them. A barrier over them
         stands in front of it, so that both operands come from one version.
       row_major: whether it makes the gradient to a kernel of a convolution that is stated to be
@@ -140,6 +143,8 @@ class Step:
     returned: int = 0
     transposed: int = 0
     transposed_aligned: bool = True
+    copied: tuple[int, ...] = ()
+    recopied: bool = False
     row_major: bool = False
     normalises: bool = False
 
