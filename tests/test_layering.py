@@ -81,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy/transfer_schedule.py": {"numpy"},
     "policy/milp.py": {"scipy"},
     "policy/residuals.py": {"numpy", "scipy"},
+    "policy/segment_lengths.py": {"numpy"},
     "policy/workspace_division.py": {"scipy"},
     "search": {"absl"},
     "errors": set(),

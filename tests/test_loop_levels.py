@@ -18,7 +18,8 @@ from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_levels import Stacking, levels
 from vmem_jax.capture.loop_segments import segmented
 from vmem_jax.capture.shards import Shards
-from vmem_jax.policy.residuals import choose, divisions
+from vmem_jax.policy.residuals import choose
+from vmem_jax.policy.segment_lengths import divisions
 
 LAYERS, WIDTH = 8, 16
 

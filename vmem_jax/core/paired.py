@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 from vmem_jax.core.program import Program
 
@@ -68,6 +69,20 @@ class PairedLoop:
         return frozenset(b for s in self.late_steps if not steps[s].fusible for b in steps[s].reads)
 
     @functools.cached_property
+    def fused(self) -> frozenset[int]:
+        """The values that the first loop computes within the kernels that read them: where they are
+        stacked, a kernel makes them."""
+        program = self.program
+
+        def has_no_kernel(s: int, b: int) -> bool:
+            readers = {r for r in program.readers[b] if r in self.first_steps}
+            steps = [program.steps[r] for r in (s, *readers)]
+            return bool(readers) and b not in self.made and all(step.fusible for step in steps)
+
+        pairs = ((s, b) for s in self.first_steps for b in program.steps[s].writes)
+        return frozenset(b for s, b in pairs if has_no_kernel(s, b))
+
+    @functools.cached_property
     def wanted(self) -> frozenset[int]:
         """The values that the second loop needs and that do not depend on what only it has."""
         program = self.program
@@ -97,6 +112,23 @@ class EqualSegments:
     count: int
     every: int
     deeper: Division
+
+
+@dataclasses.dataclass(frozen=True)
+class DivisionCounts:
+    """What the seconds and the bytes of a division grow with; see `Division` for each."""
+
+    again: int
+    last: int
+    carry_ins: int
+    carry_ins_at_once: int
+    slices: int
+
+    @staticmethod
+    def least(counts: Collection[DivisionCounts]) -> DivisionCounts:
+        """The least of each: whatever is chosen takes no more seconds or bytes with these."""
+        each = zip(*map(dataclasses.astuple, counts), strict=True)
+        return DivisionCounts(*map(min, each))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,3 +182,9 @@ class Division:
     def slices(self) -> int:
         """How many slices a stack for one innermost segment has; 0 where nothing is divided."""
         return min(self.every, default=0)
+
+    @property
+    def counts(self) -> DivisionCounts:
+        """What its seconds and bytes grow with."""
+        both = self.carry_ins, self.carry_ins_at_once
+        return DivisionCounts(self.again, self.last, *both, self.slices)

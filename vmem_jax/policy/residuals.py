@@ -18,13 +18,20 @@ carries in. That has the same rows once more, of what has to be made again there
 
     keep[b] + part[b] + redo[producer of b] >= need[b]
     again_need[b] >= part[b]
+    again[producer of b] + carry[b] >= part[b]
     keep[b] + again[producer of b] + carry[b] >= again_need[b]
     again_need[r] >= again[s]            for every operand r of step s
     again_need[c'] >= carry[c]           where c is c' of the iteration before
 
 and carry[c] costs a slice a segment. Where segments are divided in turn, again[s] costs what it does
 on all levels and carry[c] a slice for each segment whose carry-ins exist at a time. Every choice of
-lengths is a program of its own.
+lengths is a program of its own (`policy.segment_lengths`). No choice both keeps b whole and in part,
+so the third of these rows changes no choice; but half of a value whole and half of it in part would
+cost the relaxation nothing but bytes without it.
+
+In small loops kernels take what starting them takes. A stack costs one where its value had none, as
+the kernels that read it computed it, and so does a whole stack of a divided loop to which slices are
+copied. Counting the iterations that run again costs another.
 
 What an iteration of the backward loop holds beside the stacks (`policy.body_memory`) may be bounded
 as well, at some of its positions p. With done[s] for a step that has run again by then:
@@ -45,14 +52,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from scipy import optimize, sparse
 
 from vmem_jax.core.costs import Machine
-from vmem_jax.core.paired import Division, PairedLoop
+from vmem_jax.core.paired import Division, DivisionCounts, PairedLoop
 from vmem_jax.core.program import LoopSegments
 from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.params import PARAMS
@@ -142,95 +148,20 @@ def choose(
       held: what counts beside the stacks; None for nothing.
       without: of each loop what is not to be stacked.
     """
-    model = _Model(loops, machine, every or ((),) * len(loops), held)
+    model = Stacks(loops, machine, counts_of(loops, every or ((),) * len(loops)), held)
     for keep, buffers in zip(model.keeps, without, strict=False):
         for b in buffers:
             model.upper[keep[b]] = 0
-    return model.solve(limit, fewest)
+    found = model.solve(limit, fewest)
+    return None if found is None else model.kept(found, every)
 
 
-def choose_divided(
-    loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
-) -> Kept | None:
-    """`choose` where loops may be divided into segments, of whatever lengths are the best."""
-    found = [*by_levels(loops, machine, limit, fewest)]
-    return found[-1] if found else None
-
-
-def by_levels(
-    loops: Sequence[PairedLoop], machine: Machine, limit: int | None = None, fewest: bool = False
-) -> Iterator[Kept]:
-    """`choose`, and the same with one more level of segments after another. Ends where a level is not
-    of use, unless nothing fits yet."""
-    best = choose(loops, machine, limit, fewest)
-    if best is not None:
-        yield best
-    for levels in range(1, max((_levels(loop.length) for loop in loops), default=0) + 1):
-        divided = [_Model(loops, machine, every) for every in divisions(loops, levels)]
-        found = _best(divided, limit, fewest, best)
-        if found is not None and found is best:
-            return
-        if found is not None:
-            yield found
-        best = found
-
-
-def _best(
-    models: Sequence[_Model], limit: int | None, fewest: bool, best: Kept | None
-) -> Kept | None:
-    """`best`, or what is better of `models`: those first that may be the fastest, by their
-    relaxations, so that there are few choices left in the others."""
-    if fewest:
-        found = [best, *(model.solve(limit, fewest) for model in models)]
-        rank = lambda kept: (kept.nbytes, kept.seconds)
-        return min(filter(None, found), key=rank, default=None)
-    by_least = [(model.least_seconds(limit), model) for model in models]
-    for least, model in sorted(by_least, key=operator.itemgetter(0)):
-        below = math.inf if best is None else (1 - PARAMS.division_gap) * best.seconds
-        if least >= below:
-            break
-        best = model.solve(limit, fewest, below) or best
-    return best
-
-
-def divisions(
-    loops: Sequence[PairedLoop], levels: int = 1
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Lengths of segments on so many levels, of each loop outermost first, () of one that is too
-    short.
-
-    Innermost segments have from 2 iterations to half of them, where there are several loops each
-    with the same multiple of the length that stores the fewest slices. From there outwards lengths
-    are multiples, near a geometric series up to the loop's own: with these the fewest carry-ins exist
-    at a time.
-    """
-    octaves = PARAMS.segment_octaves
-    most = octaves * max((loop.length for loop in loops), default=0).bit_length()
-    shares = [2 ** (step / octaves) for step in range(-most, most + 1)]
-    every = (tuple(_lengths(loop.length, levels, share) for loop in loops) for share in shares)
-    return tuple(each for each in dict.fromkeys(every) if any(each))
-
-
-def _levels(length: int) -> int:
-    """The most levels of segments that are of use."""
-    if length < PARAMS.shortest_loop:
-        return 0
-    fewest = lambda levels: (levels + 1) * length ** (1 / (levels + 1)) - levels
-    levels = 1
-    while fewest(levels + 1) <= PARAMS.level_share * fewest(levels):
-        levels += 1
-    return levels
-
-
-def _lengths(length: int, levels: int, share: float) -> tuple[int, ...]:
-    """The lengths of segments on so many levels or the most that are of use, outermost first."""
-    levels = min(levels, _levels(length))
-    if not levels:
-        return ()
-    last = min(max(round(share * length ** (1 / (levels + 1))), 2), -(-length // 2**levels))
-    ratio = max(round((length / last) ** (1 / levels)), 2)
-    every = (last * ratio**level for level in range(levels - 1, -1, -1))
-    return tuple(each for each in every if each < length)
+def counts_of(
+    loops: Sequence[PairedLoop], every: Sequence[Sequence[int]]
+) -> tuple[DivisionCounts | None, ...]:
+    """Of each loop what its division into segments of these lengths counts; None without any."""
+    pairs = zip(loops, every, strict=True)
+    return tuple(Division(loop.length, tuple(e)).counts if e else None for loop, e in pairs)
 
 
 def front(loops: Sequence[PairedLoop], machine: Machine, count: int) -> tuple[Kept, ...]:
@@ -257,17 +188,17 @@ def _distinct(found: Sequence[Kept]) -> Iterator[Kept]:
             last = kept
 
 
-class _Model:
+class Stacks:
     """The program of all loops; its variables are those of one after another."""
 
     def __init__(
         self,
         loops: Sequence[PairedLoop],
         machine: Machine,
-        every: Sequence[Sequence[int]],
+        divisions: Sequence[DivisionCounts | None],
         held: Held | None = None,
     ) -> None:
-        self.loops, self.machine, self.every = loops, machine, every
+        self.loops, self.machine = loops, machine
         self.costs: list[float] = []
         self.nbytes: list[int] = []
         self.upper: list[float] = []
@@ -277,9 +208,9 @@ class _Model:
         self.parts: list[dict[int, int]] = []  # the same of its stack for one segment
         self.redos: list[dict[int, int]] = []  # the variable of every step
         self.own: list[range] = []  # its variables
-        for loop, lengths in zip(loops, every, strict=True):
+        for loop, division in zip(loops, divisions, strict=True):
             before = len(self.costs)
-            self._add(loop, Division(loop.length, tuple(lengths)))
+            self._add(loop, division)
             self.own.append(range(before, len(self.costs)))
         self.integral = len(self.costs)  # the variables behind these may have any value
         self.counted = {i: n for i, n in enumerate(self.nbytes) if n}
@@ -301,9 +232,9 @@ class _Model:
     def _excludes(self, a: int, b: int) -> None:
         self.rows.append(([a, b], [-1.0, -1.0], -1.0))
 
-    def _add(self, loop: PairedLoop, division: Division) -> None:
-        """Adds `loop`, divided."""
-        program, length, is_divided = loop.program, loop.length, bool(division.every)
+    def _add(self, loop: PairedLoop, division: DivisionCounts | None) -> None:
+        """Adds `loop`, divided or not."""
+        program, length = loop.program, loop.length
         seconds = [loop.times * self.machine.seconds(step) for step in program.steps]
         steps = [s for s in range(len(program.steps)) if s not in loop.late_steps]
         pure = lambda s: program.steps[s].pure
@@ -312,15 +243,18 @@ class _Model:
         early += sorted(loop.carried)
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
         keep, part = dict[int, int](), dict[int, int]()
+        second, launch = loop.times / self.machine.bandwidth, loop.times * self.machine.launch
         passes = lambda b: PARAMS.stack_passes * ((b in loop.copied) + (b in loop.copied_out))
-        second = loop.times / self.machine.bandwidth
-        stacking = lambda b: second * passes(b) * program.buffers[b].nbytes
+        moving = lambda b: second * passes(b) * program.buffers[b].nbytes
+        stacking = lambda b: moving(b) + launch * (b in loop.fused)
+        # a whole stack is no result of divided loops: a kernel puts each slice into it
+        putting = lambda b: launch * (division is not None and b in loop.copied)
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
             # it is there for the backward loop alone, and made once anyway
             making = seconds[by] if by >= 0 and by not in loop.first_steps else 0.0
-            keep[b] = self._variable(length * (stacking(b) + making), length * size)
-            if is_divided:
+            keep[b] = self._variable(length * (stacking(b) + putting(b) + making), length * size)
+            if division is not None:
                 seconds_once = length * stacking(b) + division.last * making
                 part[b] = self._variable(seconds_once, division.slices * size)
             self._needs(need[b], keep[b], part.get(b), redo.get(by))
@@ -331,12 +265,12 @@ class _Model:
         tied = [(s, w) for s in steps if program.steps[s].tied for w in program.steps[s].writes]
         for s, w in tied:  # made again, nothing of it is of the first time
             self._excludes(keep[w], redo[s])
-            if is_divided:
+            if division is not None:
                 self._excludes(part[w], redo[s])
         self.keeps.append(keep)
         self.parts.append(part)
         self.redos.append(redo)
-        if not is_divided:
+        if division is None:
             return
         again = {s: self._variable(division.again * seconds[s], high=pure(s)) for s in steps}
         wanted = {b: self._variable(0.0) for b in early}
@@ -345,9 +279,13 @@ class _Model:
             b: self._variable(often * stacking(b), at_once * program.buffers[b].nbytes)
             for b in loop.carried
         }
+        runs = self._variable(division.again * launch)  # a kernel counts what runs again
         for b in early:
             self._needs(part[b], wanted[b])
-            self._needs(wanted[b], keep[b], again.get(program.producer[b]), carry.get(b))
+            self._needs(part[b], runs)
+            makers = again.get(program.producer[b]), carry.get(b)
+            self._needs(part[b], *makers)
+            self._needs(wanted[b], keep[b], *makers)
         for s in steps:
             for r in program.steps[s].reads:
                 if r in wanted:
@@ -404,23 +342,20 @@ class _Model:
                     self.rows.append(([*made, redo[r], done[r]], [*signs, -1.0, 1.0], -1.0))
         return live
 
-    def least_seconds(self, limit: int | None) -> float:
-        """Seconds that every solution takes at the least: those of the relaxation, whose variables
-        have any value between their bounds."""
-        found = self._solved(limit, fewest=False, integral=0)
-        total = max(sum(self.costs), 1e-30)
-        return found.fun * total / len(self.costs) if found.x is not None else math.inf
+    def least(self, limit: int | None, fewest: bool) -> float:
+        """Seconds, or with `fewest` bytes, that every choice takes at the least: those of the
+        relaxation, whose variables have any value between their bounds."""
+        if not self.costs:
+            return 0.0
+        prices = np.asarray(self.nbytes if fewest else self.costs, float)
+        found = self._solved(prices, limit, integral=0)
+        return math.inf if found.x is None else float(found.x @ prices)
 
     def _solved(
-        self, limit: int | None, fewest: bool, integral: int, below: float = math.inf
+        self, prices: np.ndarray, limit: int | None, integral: int, below: float = math.inf
     ) -> optimize.OptimizeResult:
         """By HiGHS; the first `integral` variables are whole numbers."""
         count = len(self.costs)
-        prices = np.asarray(self.costs) / max(sum(self.costs), 1e-30)
-        if fewest:
-            total = max(sum(self.counted.values()), 1)
-            for i, n in self.counted.items():
-                prices[i] += PARAMS.fewest_seconds * n / total
         rows = [(columns, values, low, np.inf) for columns, values, low in self.rows]
         if limit is not None:
             columns, share = [*self.counted], max(limit, 1)
@@ -438,7 +373,7 @@ class _Model:
             shape=(len(rows), count),
         )
         return optimize.milp(
-            prices * count,  # near 1 each, which HiGHS's tolerances suit
+            prices * (count / max(prices.sum(), 1e-30)),  # near 1 each, as HiGHS's tolerances
             integrality=np.arange(count) < integral,
             bounds=optimize.Bounds(np.asarray(self.lower), np.asarray(self.upper)),
             constraints=optimize.LinearConstraint(
@@ -447,21 +382,32 @@ class _Model:
             options={"mip_rel_gap": PARAMS.residual_gap},
         )
 
-    def solve(self, limit: int | None, fewest: bool, below: float = math.inf) -> Kept | None:
-        """The best choice within `limit` bytes that takes no more seconds than `below`, if any."""
+    def solve(self, limit: int | None, fewest: bool, below: float = math.inf) -> np.ndarray | None:
+        """Which variables the best choice within `limit` bytes takes, of those that need no more
+        seconds than `below`; None where there is none."""
         if not self.costs:
-            none = tuple(frozenset[int]() for _ in self.loops)
-            return Kept(none, 0, 0.0, ((),) * len(none), none, (0,) * len(none))
-        found = self._solved(limit, fewest, self.integral, below)
-        if found.x is None:
-            return None
-        taken = found.x > 0.5
+            return np.zeros(0, bool)
+        prices = np.asarray(self.costs, float)
+        if fewest:
+            prices /= max(prices.sum(), 1e-30)
+            total = max(sum(self.counted.values()), 1)
+            for i, n in self.counted.items():
+                prices[i] += PARAMS.fewest_seconds * n / total
+        found = self._solved(prices, limit, self.integral, below)
+        return None if found.x is None else found.x > 0.5
+
+    def cost(self, taken: np.ndarray) -> tuple[float, int]:
+        """Seconds and bytes of stacks of a choice."""
+        sizes = np.asarray(self.nbytes, np.int64)
+        return float(taken @ np.asarray(self.costs, float)), int(sizes[taken].sum())
+
+    def kept(self, taken: np.ndarray, every: Sequence[Sequence[int]] = ()) -> Kept:
+        """The choice that takes these variables, of loops in segments of these lengths."""
         chosen = lambda of: tuple(frozenset(b for b, i in each.items() if taken[i]) for each in of)
         whole, parts = chosen(self.keeps), chosen(self.parts)
         parts = tuple(part - keep for keep, part in zip(whole, parts, strict=True))
         each = tuple(sum(self.nbytes[i] for i in own if taken[i]) for own in self.own)
-        seconds = sum(c for c, taken in zip(self.costs, taken, strict=True) if taken)
         kept = tuple(keep | part for keep, part in zip(whole, parts, strict=True))
-        both = zip(self.every, parts, strict=True)
-        every = tuple(tuple(lengths) if part else () for lengths, part in both)
-        return Kept(kept, sum(each), seconds, every, parts, each)
+        both = zip(every or ((),) * len(parts), parts, strict=True)
+        lengths = tuple(tuple(lengths) if part else () for lengths, part in both)
+        return Kept(kept, sum(each), self.cost(taken)[0], lengths, parts, each)

@@ -27,7 +27,8 @@ from vmem_jax.errors import show_nbytes
 from vmem_jax.jax_compat import Var
 from vmem_jax.policy.body_memory import BodyMemory
 from vmem_jax.policy.exact import Exact
-from vmem_jax.policy.residuals import Held, Kept, by_levels, choose, choose_divided, front
+from vmem_jax.policy.residuals import Held, Kept, choose, front
+from vmem_jax.policy.segment_lengths import Divided
 from vmem_jax.rewrite.bodies import with_ordered_bodies
 from vmem_jax.techniques.bits import levels_of
 from vmem_jax.techniques.context import StepContext
@@ -321,14 +322,19 @@ class _Variants:
         return kept
 
     def choose(self, limit: int) -> Kept | None:
-        chooses = choose_divided if self.are_divisible else choose
-        return chooses(self.loops, self.machine, limit)
+        if self.are_divisible:
+            return self.in_segments.within(limit)
+        return choose(self.loops, self.machine, limit)
+
+    @functools.cached_property
+    def in_segments(self) -> Divided:
+        return Divided(self.loops, self.machine)
 
     def divided(self) -> Iterator[LoopVariant]:
         """The loops in segments, with the fewest bytes in stacks, where that is of use. A further
         level takes longer, so it has to need noticeably less."""
         best: LoopVariant | None = None
-        levels = by_levels(self.loops, self.machine, fewest=True) if self.are_divisible else ()
+        levels = self.in_segments.by_levels() if self.are_divisible else ()
         for kept in levels:
             if kept.segments is None:
                 continue
@@ -356,8 +362,6 @@ class _Variants:
             if kept is None or kept.seconds >= before.kept.seconds:
                 return
             variant = self.of(kept)
-            if variant.seconds >= before.seconds:  # one with fewer bytes takes longer still
-                return
             if variant.need <= budget:
                 yield variant
                 return
