@@ -1,23 +1,17 @@
 """The tables of docs/benchmarks.md, from rows that `run.py` and its sisters wrote.
 
-Each is a function in TABLES. A row is compared with the plain row before it in its file, which ran in
-the same process; of rows of one step, variant and budget the last stands.
+Each is a function in TABLES. Of rows of one step, variant and budget the last stands.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import records
 from cells import failure, grid, number
-from records import Record
-
-RESULTS = Path(__file__).parent / "results"
-GIB, MIB = 2**30, 2**20
+from compared import GIB, RESULTS, Compared, compared, compared_steps, latest, lines_of
 
 STEPS = (
     "h200_recompute",
@@ -30,120 +24,19 @@ STEPS = (
 """Files whose rows are training steps, timed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """A row and plain jit's of the same process."""
-
-    row: Record
-    plain: Record
-
-    @property
-    def step(self) -> str:
-        row = self.row
-        strict = (
-            {"highest": " strict", "": " TF32"}[row.precision] if row.dtype == "float32" else ""
-        )
-        return f"{row.model}({row.batch}) {row.dtype}{strict}"
-
-    @property
-    def how(self) -> str:
-        return f"`{self.row.variant}`"
-
-    @property
-    def asked(self) -> str:
-        row = self.row
-        return row.asked if "B" in row.asked else f"{row.budget:.0%}" if row.budget else ""
-
-    @property
-    def ratio(self) -> str:
-        if self.row.outcome != "ok":
-            return failure(self.row)
-        own, plain = (statistics.median(each.step_seconds) for each in (self.row, self.plain))
-        return f"{own / plain:.3f}"
-
-    @property
-    def peak(self) -> str:
-        return number(self.row.need / GIB) if self.row.need else ""
-
-    @property
-    def share(self) -> str:
-        return f"{self.row.need / self.plain.need:.0%}" if self.row.need and self.plain.need else ""
-
-    @property
-    def moved(self) -> str:
-        return number((self.row.moved_nbytes or 0) / GIB)
-
-    @property
-    def predicted(self) -> str:
-        return number(1e3 * self.row.predicted_seconds) if self.row.predicted_seconds else ""
-
-    @property
-    def ms(self) -> str:
-        steps = self.row.step_seconds
-        return number(1e3 * statistics.median(steps)) if steps else ""
-
-
-def compared(name: str) -> list[Compared]:
-    """The rows of a file beside plain jit's, in its order."""
-    plains: dict[tuple, Record] = {}
-    found = []
-    for row in records.read(RESULTS / f"{name}.jsonl"):
-        key = row.model, row.batch, row.dtype, row.precision
-        if row.variant == "plain":
-            plains[key] = row
-        elif not row.variant.endswith("without its transfers"):
-            found.append(Compared(row, plains[key]))
-    return found
-
-
-def latest(rows: Iterable[Compared]) -> list[Compared]:
-    """The last row of each step, variant and budget, by step."""
-    last = {(each.step, each.row.variant, each.asked): each for each in rows}
-    steps = list(dict.fromkeys(step for step, *_ in last))
-    return sorted(last.values(), key=lambda each: steps.index(each.step))
-
-
-def lines_of(rows: Iterable[Compared], *columns: str) -> str:
-    """A grid with these columns: what COLUMNS calls them."""
-    shown = ("step", "how", "asked", "ratio", "peak", "share", *columns)
-    return "\n" + grid(
-        [COLUMNS[name] for name in shown],
-        ([_column(each, name) for name in shown] for each in rows),
-    )
-
-
-COLUMNS = {
-    "step": "step (batch)",
-    "how": "variant",
-    "asked": "budget",
-    "ms": "ms",
-    "ratio": "time / plain",
-    "peak": "peak, GiB",
-    "share": "of plain",
-    "moved": "moved, GiB",
-    "sub_batches": "sub-batches",
-    "divided": "by cuDNN",
-    "recomputed": "recomputed",
-    "compressed": "compressed",
-    "predicted": "ms predicted",
-    "compiles": "compiles",
-    "commit": "commit",
-}
-
-
-def _column(each: Compared, name: str) -> str:
-    own = getattr(each, name, None)
-    if own is None:
-        value = getattr(each.row, name)
-        own = "" if value is None else value[:7] if name == "commit" else str(value)
-    return own
-
-
 # -- the tables
 
 
 def recompute() -> str:
-    return lines_of(compared("h200_recompute"))
+    """ResNets as `training_steps.py` timed them, but for `jax.checkpoint`."""
+    return lines_of(_recomputing())
+
+
+def _recomputing() -> list[Compared]:
+    kept = lambda row: row.variant == "checkpoint" or row.model not in RESNETS
+    rows = [each for each in compared("h200_recompute") if kept(each.row)]
+    timed = [each for name in RESNETS for each in compared_steps("training_steps_h200", name)]
+    return latest([*rows, *timed])
 
 
 def transfers() -> str:
@@ -412,10 +305,12 @@ def planning() -> str:
     return "\n" + grid([f"of {len(rows)} cases", "median", "largest"], lines)
 
 
+RESNETS = ("resnet50", "resnet152")
+
 README = {
     "VGG-16 (256)": ("vgg16", 256, "bfloat16", ("50%", "30%")),
     "VGG-116 (32)": ("vgg116", 32, "bfloat16", ("20%",)),
-    "ResNet-50 (256)": ("resnet50", 256, "bfloat16", ("40%",)),
+    "ResNet-50 (256)": ("resnet50", 256, "bfloat16", ("33%",)),
     "ResNet-152 (128)": ("resnet152", 128, "bfloat16", ("25%",)),
 }
 """The networks of the README: model, batch, dtype, budgets."""
@@ -423,8 +318,7 @@ README = {
 
 def readme() -> str:
     """Peak and time, relative to plain, of some networks in a budget, and of `jax.checkpoint`."""
-    rows = compared("h200_recompute")
-    lines = []
+    rows, lines = _recomputing(), []
     for name, (model, batch, dtype, budgets) in README.items():
         own = [e for e in rows if (e.row.model, e.row.batch, e.row.dtype) == (model, batch, dtype)]
         [wrapped] = [e for e in own if e.row.variant == "checkpoint"]

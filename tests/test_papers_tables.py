@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 import cells  # noqa: E402
+import compared  # noqa: E402
 import computed  # noqa: E402
 import manifest  # noqa: E402
 import measured  # noqa: E402
@@ -106,9 +107,11 @@ def test_what_is_run_on_a_card_next_is_of_the_tables(tmp_path):
     facts = {"image": 1, "optimizer": "sgd", "budget": None, "outcome": "no"}
     out = tmp_path / "rows.jsonl"
     records.write(out, [records.Record(**(dataclasses.asdict(c) | facts)) for c in first.cases])
-    assert papers_rows.left(out, []) == others
-    skipped = papers_rows.left(out, [others[0].network])
+    assert papers_rows.left(out, [], []) == others
+    skipped = papers_rows.left(out, [], [others[0].network])
     assert others[0] not in skipped and skipped[-1] == others[-1]
+    one = others[0]
+    assert papers_rows.left(out, [f"{one.network}:{one.dtype}"], []) == [one]
 
 
 # -- calculations
@@ -261,10 +264,10 @@ def test_a_row_is_compared_with_plain_of_its_own_process(tmp_path, monkeypatch):
     auto = row(variant="auto", asked="0.5", budget=0.5, need=4 * GIB, step_seconds=(3.0,))
     again = dataclasses.replace(plain, step_seconds=(6.0,))
     records.write(tmp_path / "some.jsonl", [plain, auto, again, auto])
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
-    first, last = measured.compared("some")
+    monkeypatch.setattr(compared, "RESULTS", tmp_path)
+    first, last = compared.compared("some")
     assert (first.ratio, last.ratio, last.share) == ("1.500", "0.500", "50%")
-    assert measured.latest([first, last]) == [last]
+    assert compared.latest([first, last]) == [last]
 
 
 def test_what_takes_too_long_is_a_row_and_is_not_run_again(tmp_path):
