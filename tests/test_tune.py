@@ -351,17 +351,20 @@ def test_nothing_is_left_to_be_made_unless_asked():
 
 
 OTHER = {"xla_cpu_enable_fast_min_max": True}
+OTHERS = {"cpu": (compat.OtherOptions("others", "dot_general", OTHER),)}
 
 
 def test_the_fastest_plan_is_timed_with_other_kernels_for_products(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "OTHER_OPTIONS", {"cpu": (("dot_general", OTHER),)})
+    monkeypatch.setattr(
+        compat, "OTHER_OPTIONS", {"cpu": (compat.OtherOptions("others", "dot_general", OTHER),)}
+    )
     budgeted = tuned(Auto(allow=("order", "recompute")))
     first = budgeted.plan(params(), batch())
     right = first.predicted_seconds
     Clock(monkeypatch, *[right] * tune.TIMED, *[0.9 * right] * tune.TIMED)
     calls(budgeted, 4 * EACH)
     explanation = budgeted.explain(params(), batch())
-    assert [one.what for one in explanation.tuning.others] == ["xla_cpu_enable_fast_min_max=True"]
+    assert [one.what for one in explanation.tuning.others] == ["others"]
     plan = explanation.plan
     assert plan.options == (*OTHER.items(),) and plan.order == first.order
     plan.save(tmp_path / "plan.json")
@@ -378,7 +381,9 @@ def test_the_fastest_plan_is_timed_with_other_kernels_for_products(monkeypatch, 
 
 @pytest.mark.parametrize("how", ["compiler_options", "XLA_FLAGS", "no products"])
 def test_kernels_that_the_user_chose_or_has_not_are_left(how, monkeypatch):
-    monkeypatch.setattr(compat, "OTHER_OPTIONS", {"cpu": (("dot_general", OTHER),)})
+    monkeypatch.setattr(
+        compat, "OTHER_OPTIONS", {"cpu": (compat.OtherOptions("others", "dot_general", OTHER),)}
+    )
     options = {"compiler_options": {**OTHER}} if how == "compiler_options" else {}
     budgeted = tuned(Auto(allow=("order", "recompute")), **options)
     first = budgeted.plan(params(), batch())
@@ -393,7 +398,8 @@ def test_kernels_that_the_user_chose_or_has_not_are_left(how, monkeypatch):
 
 def options_for(primitive):
     """What may make GPU steps with that operation faster."""
-    return dict(compat.OTHER_OPTIONS["gpu"])[primitive]
+    [found] = [each for each in compat.OTHER_OPTIONS["gpu"] if each.primitive == primitive]
+    return dict(found.options)
 
 
 @pytest.mark.gpu_compile

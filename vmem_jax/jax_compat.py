@@ -5,8 +5,8 @@ Supported: 0.10.2 (the newest for Python 3.11), 0.11.2, 0.12.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax._src import compilation_cache as _compilation_cache  # where executables are kept
@@ -256,24 +256,36 @@ STREAM_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Further compiler options, by platform, for programs with arguments in host memory."""
 
+
+class OtherOptions(NamedTuple):
+    """What compiler options change, for people; the operation that a step with them has; they."""
+
+    what: str
+    primitive: str
+    options: Mapping[str, Any]
+
+
 # What XLA:GPU has in CUDA graphs by default, and convolutions (since 0.11). They are launched one by
 # one otherwise, since not every library's can be recorded, and cut the step into hundreds of graphs.
 # On an H200 the host then takes 13 ms longer than the kernels of a traced step of ResNet-152, 39 ms;
 # with convolutions 0.9 ms, and steps take 3 to 9 % less (0.11.2).
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,CONVOLUTION"
-_RECORDED: dict[str, Any] = {"xla_gpu_enable_command_buffer": _GRAPHS}
+_IN_GRAPHS = OtherOptions(
+    "convolutions in CUDA graphs",
+    "conv_general_dilated",
+    {"xla_gpu_enable_command_buffer": _GRAPHS},
+)
 
-OTHER_OPTIONS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+OTHER_OPTIONS: dict[str, tuple[OtherOptions, ...]] = {
     "gpu": (
-        *([("conv_general_dilated", _RECORDED)] if VERSION >= (0, 11) else []),
+        *([_IN_GRAPHS] if VERSION >= (0, 11) else []),
         # XLA:GPU times its own kernels for products by Triton beside cuBLAS's, each product alone,
         # and takes the faster. In a whole step either may win: without Triton a GPT-2 takes 2 to 8 %
         # longer and a scanned decoder up to 10 % less (H100, 0.11.2).
-        ("dot_general", {"xla_gpu_enable_triton_gemm": False}),
+        OtherOptions("products by cuBLAS", "dot_general", {"xla_gpu_enable_triton_gemm": False}),
     ),
 }
-"""(an operation, compiler options that may make steps with it faster), by platform; not those of
-every step."""
+"""Compiler options, by platform, that may make some steps faster and others slower."""
 
 LONG_OPTIONS: dict[str, dict[str, str]] = {
     # XLA:GPU's multi-output fusion walks through the graph for each pair of siblings, to see whether

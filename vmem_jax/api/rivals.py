@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -71,10 +71,10 @@ def rivals_of(
         again = replan(first, entry.budget, costs)
         if again is not None and fits(again):
             yield Rival("planned again from the measurement", again)
-    for primitive, options in compat.OTHER_OPTIONS.get(step.platform, ()):
-        other = with_options(fastest(), step, primitive, options)
+    for others in compat.OTHER_OPTIONS.get(step.platform, ()):
+        other = with_options(fastest(), step, others)
         if other is not None and fits(other):
-            yield Rival(", ".join(f"{name}={value}" for name, value in options.items()), other)
+            yield Rival(others.what, other)
 
 
 def predicted_seconds(attempt: Attempt) -> float:
@@ -129,15 +129,15 @@ def replan(first: Attempt, budget: int | None, costs: Costs) -> Attempt | None:
 
 
 def with_options(
-    attempt: Attempt, step: StepContext, primitive: str, options: Mapping[str, Any]
+    attempt: Attempt, step: StepContext, others: compat.OtherOptions
 ) -> Attempt | None:
-    """The plan of `attempt` with further compiler options; None where the user chose one of them, or
-    the step has no operation `primitive`."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    is_chosen = any(name in flags or name in step.settings.compiler_options for name in options)
-    if is_chosen or not _has(step.traced.plain, primitive):
+    """The plan of `attempt` with `others`; None where the user chose one of them, or the step has not
+    their operation."""
+    given = (os.environ.get("XLA_FLAGS", ""), step.settings.compiler_options)
+    is_chosen = any(name in where for name in others.options for where in given)
+    if is_chosen or not _has(step.traced.plain, others.primitive):
         return None
-    every = {**dict(attempt.plan.options), **options}
+    every = {**dict(attempt.plan.options), **others.options}
     plan: Plan = dataclasses.replace(attempt.plan, options=tuple(every.items()))
     compiled = attempt.variant.compile_plan(plan)
     return dataclasses.replace(attempt, plan=plan, compiled=compiled, need=need_nbytes(compiled))
