@@ -11,6 +11,7 @@ from vmem_jax.capture.all_at_once import Stacked, Whole
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, is_half
 from vmem_jax.capture.donations import aliases, hosted_values
+from vmem_jax.capture.equal_stacks import with_equal_stacks_merged
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.fuse import Kernel, fuse
@@ -205,7 +206,7 @@ def capture(
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
       blas_workspace: as `Inputs` has it.
     """
-    flat = with_constants_in_loops(flatten(closed))
+    flat = with_equal_stacks_merged(with_constants_in_loops(flatten(closed)))
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
