@@ -61,7 +61,6 @@ ROWS: tuple[Asked, ...] = (
     # AlexNet's largest batch, and steps that fail or failed at another system's lowest peak
     Asked("alexnet:3584", "float32", ("auto@12GiB", "superneurons@12GiB"), 25),
     Asked("vgg16:448", "float32", ("auto@12GiB",), 30),
-    Asked("overfeat:128", "float32", ("superneurons@least", "auto@least:superneurons"), 90),
     Asked("fcn:128", "float32", ("modnn@least", "auto@least:modnn"), 95),
     Asked(
         "vgg16:256", "bfloat16", ("auto@12GiB", "auto@0.35", "auto@least", "ucudnn@12GiB"), 95, 20
@@ -71,7 +70,6 @@ ROWS: tuple[Asked, ...] = (
     Asked("resnet152:352", "float32", ("auto@12GiB",), 160),
     # µ-cuDNN where its workspaces decide; at its other missing budgets its step is predicted to need
     # more than the budget without any
-    Asked("vgg16:128", "float32", ("ucudnn@12GiB",), 45, 20),
     Asked("vgg116:32", "bfloat16", ("ucudnn@12GiB",), 60, 20),
     Asked(
         "densenet40k40:256",
