@@ -323,6 +323,13 @@ def _large(jaxpr):
     return sum(size for size in sizes if size >= np.prod(SMALL))
 
 
+def rounded(jaxpr, args):
+    """What `jaxpr` returns with each rounding that it has: by default XLA leaves out some, here and
+    there others."""
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(jaxpr_as_fun(jaxpr), compiler_options=options)(*jax.tree.leaves(args))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_its_values_are_as_near_to_float32_as_those_of_the_step(name):
     step, args = CASES[name][0]()
@@ -330,14 +337,9 @@ def test_its_values_are_as_near_to_float32_as_those_of_the_step(name):
     ours = with_carried(flat, found)
     compat.check_jaxpr(ours)
     assert _large(ours) < _large(flat)
-    # by default XLA leaves out some roundings, here and there others
-    options = {"xla_allow_excess_precision": False}
-    run = lambda jaxpr: jax.jit(jaxpr_as_fun(jaxpr), compiler_options=options)(
-        *jax.tree.leaves(args)
-    )
     exact = jax.tree.leaves(jax.jit(CASES[name][0]("float32")[0])(*args))
     off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
-    for a, b, value in zip(run(ours), run(flat), exact, strict=True):
+    for a, b, value in zip(rounded(ours, args), rounded(flat, args), exact, strict=True):
         # the root mean square of n errors is itself off by some (2 n) ** -0.5
         assert off(a, value) <= (1.1 + (2 * value.size) ** -0.5) * off(b, value) + 1e-7
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_carried as networks
-from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax import jax_compat as compat
@@ -99,12 +98,7 @@ def test_its_values_are_those_of_the_step(name):
         if eqn.primitive.name == "reduce_sum" and len(eqn.invars[0].aval.shape) == 4
     ]
     assert len(over(ours)) == len(over(flat)) - sum(len(each.sums) for each in found)
-    # by default XLA leaves out some roundings, here and there others
-    options = {"xla_allow_excess_precision": False}
-    run = lambda jaxpr: jax.jit(jaxpr_as_fun(jaxpr), compiler_options=options)(
-        *jax.tree.leaves(args)
-    )
-    for a, b in zip(run(ours), run(flat), strict=True):
+    for a, b in zip(networks.rounded(ours, args), networks.rounded(flat, args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.conv.triton import divided
 
 Elementwise = Callable[..., Sequence[jax.Array]]
 
@@ -122,13 +123,7 @@ def in_tiles(around: Around, given: Operands, tiling: Tiling, interpret: bool = 
     from jax.experimental import pallas as pl
 
     rows, (a, b) = given.rows[0].shape[0], given.weight.shape
-    if rows % tiling.rows or b % tiling.columns:
-        raise ValueError(
-            f"tiles of {tiling.rows} rows and {tiling.columns} columns do not divide a product of "
-            f"{rows} rows and {b} columns."
-        )
-    tiles = rows // tiling.rows
-    programs = min(tiling.programs, tiles)
+    tiles, programs = divided(tiling, rows, b, f"a product of {rows} rows and {b} columns")
     shapes = _results(around, given, programs)
     sizes = [
         len(x) for x in (given.rows, given.vectors, given.result_rows, given.result_vectors, (0,))

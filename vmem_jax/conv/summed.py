@@ -22,7 +22,7 @@ from jax.extend import core as jexc
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.conv.carried import Elementwise
-from vmem_jax.conv.triton import register
+from vmem_jax.conv.triton import divided, register
 
 summed_p = jexc.Primitive("summed_rows")
 summed_p.multiple_results = True
@@ -101,13 +101,7 @@ def in_tiles(
     from jax.experimental import pallas as pl
 
     height, width = rows[0].shape
-    if height % tiling.rows or width % tiling.columns:
-        raise ValueError(
-            f"tiles of {tiling.rows} rows and {tiling.columns} columns do not divide {height} rows "
-            f"of {width} channels."
-        )
-    tiles = height // tiling.rows
-    programs = min(tiling.programs, tiles)
+    tiles, programs = divided(tiling, height, width, f"{height} rows of {width} channels")
     one = lambda x: jax.ShapeDtypeStruct((1, width), x.dtype)
     made = jax.eval_shape(make, *map(one, (*rows, *vectors)))
     shapes = [jax.ShapeDtypeStruct((height, width), x.dtype) for x in made[:stored]]

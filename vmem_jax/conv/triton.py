@@ -1,4 +1,5 @@
-"""triton: lowers a primitive to a kernel of Pallas for Triton on a GPU, else to passes of XLA's."""
+"""triton: lowers a primitive to a kernel of Pallas for Triton on a GPU, else to passes of XLA's, and
+divides among its programs what such a kernel computes."""
 
 from __future__ import annotations
 
@@ -6,12 +7,41 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.interpreters import mlir
 
 from vmem_jax import jax_compat as compat
+
+
+class Tiled(Protocol):
+    """How rows and columns are divided among programs: tiles of so many of each, and so many programs
+    at the most for each block of columns."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def programs(self) -> int: ...
+
+
+def divided(tiling: Tiled, rows: int, columns: int, what: str) -> tuple[int, int]:
+    """(tiles, programs) of each block of columns.
+
+    Args:
+      what: is divided, for people.
+
+    Raises:
+      ValueError: `tiling` does not divide it.
+    """
+    if rows % tiling.rows or columns % tiling.columns:
+        raise ValueError(
+            f"tiles of {tiling.rows} rows and {tiling.columns} columns do not divide {what}."
+        )
+    tiles = rows // tiling.rows
+    return tiles, min(tiling.programs, tiles)
 
 
 def register(primitive: Any, passes: Callable[..., Any], kernel: Callable[..., Any]) -> None:
