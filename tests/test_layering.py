@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracing": {"jax", "numpy"},
     "tracing/flax.py": {"jax", "flax"},
     "tracing/equinox.py": {"jax", "equinox"},
-    "compiler": {"jax"},
+    "compiler": {"jax", "absl"},
     "techniques": {"jax"},
     "techniques/loops.py": {"absl"},
     "api": {"jax", "absl"},

@@ -243,6 +243,18 @@ OVERWRITES_VIEWS = frozenset({"cpu"})
 barrier stands between a value and its reshape, XLA:CPU makes kernels that read it in both
 (`compiler.views`; 0.11.2 and 0.12). On the GPU a reshape is part of the kernels that read it."""
 
+# What XLA:GPU has in CUDA graphs by default, and convolutions. Otherwise they are launched one by
+# one, since not every library's can be recorded, and cut the step into hundreds of graphs. A traced
+# step of ResNet-152, whose kernels take 39 ms, then waits 13 ms for the host (H200), and 0.9 with
+# convolutions in graphs; steps take up to 9 % less (0.11.2). Earlier versions cannot record them.
+GRAPHS = "xla_gpu_enable_command_buffer"
+"""The compiler option that names what CUDA graphs hold."""
+_HELD = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,CONVOLUTION"
+GRAPH_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpu": {GRAPHS: _HELD} if VERSION >= (0, 11) else {},
+}
+"""Compiler options, by platform, that have convolutions in graphs (`compiler.recorded`)."""
+
 STREAM_OPTIONS: dict[str, dict[str, Any]] = {
     # XLA:GPU schedules a copy beside kernels only while two others at most are on their way, of
     # either direction, and only while the whole program is within the card's memory, to which it adds
@@ -265,20 +277,8 @@ class OtherOptions(NamedTuple):
     options: Mapping[str, Any]
 
 
-# What XLA:GPU has in CUDA graphs by default, and convolutions (since 0.11). They are launched one by
-# one otherwise, since not every library's can be recorded, and cut the step into hundreds of graphs.
-# On an H200 the host then takes 13 ms longer than the kernels of a traced step of ResNet-152, 39 ms;
-# with convolutions 0.9 ms, and steps take 3 to 9 % less (0.11.2).
-_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,CONVOLUTION"
-_IN_GRAPHS = OtherOptions(
-    "convolutions in CUDA graphs",
-    "conv_general_dilated",
-    {"xla_gpu_enable_command_buffer": _GRAPHS},
-)
-
 OTHER_OPTIONS: dict[str, tuple[OtherOptions, ...]] = {
     "gpu": (
-        *([_IN_GRAPHS] if VERSION >= (0, 11) else []),
         # XLA:GPU times its own kernels for products by Triton beside cuBLAS's, each product alone,
         # and takes the faster. In a whole step either may win: without Triton a GPT-2 takes 2 to 8 %
         # longer and a scanned decoder up to 10 % less (H100, 0.11.2).

@@ -13,11 +13,10 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.api import corrections
+from vmem_jax.api import corrections, run_notes
 from vmem_jax.api.cache import with_cache
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.garbage import uncollected
-from vmem_jax.api.oom import note_need
 from vmem_jax.api.planner import plan_step
 from vmem_jax.api.rivals import rivals_of
 from vmem_jax.api.stages import Compiled, Lowered, run
@@ -117,11 +116,10 @@ def jit(
         convolutions (up to 90 s more). `None` times nothing and uses what was measured; `False`
         ignores that too.
       tune: time some of the first calls for each set of shapes; these wait for their results. Time up
-        to five other plans in the calls after them, and keep the fastest: those whose predictions are
+        to four other plans in the calls after them, and keep the fastest: those whose predictions are
         within the error of the first one's; one that is planned again from the measurement, if this
         differs from the prediction by more than 5 %; on a GPU also the fastest with XLA's other
-        kernels for products, and with convolutions in CUDA graphs. What was measured corrects later
-        predictions for this step.
+        kernels for products. What was measured corrects later predictions for this step.
 
     Returns:
       A `BudgetedStep`, called like `fun`.
@@ -230,7 +228,7 @@ class BudgetedStep:
             except (TypeError, ValueError):
                 pass  # other shapes or tracers: the full path handles them, or says what is wrong
             except RuntimeError as error:
-                note_need(error, self._settings.name, self._last[1], (args, kwargs))
+                run_notes.note(error, self._settings.name, self._last[1], (args, kwargs))
                 raise
         return self._call(args, kwargs)
 

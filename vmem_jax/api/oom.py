@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ def explain_oom(error: BaseException | None = None) -> str:
     """
     error = error if error is not None else getattr(sys, "last_value", None)
     message = "" if error is None else str(error)
-    if error is not None and not _lacks_memory(error):
+    if error is not None and not lacks_memory(error):
         return f"This is no lack of device memory: {type(error).__name__}: {message[:200]}"
     device = jax.local_devices()[0]
     asked = _ASKED.search(message)
@@ -51,21 +52,16 @@ def explain_oom(error: BaseException | None = None) -> str:
     return "\n".join(lines)
 
 
-def note_need(error: BaseException, name: str, compiled: Any, arguments: Any) -> None:
-    """Adds a note to XLA's error of a run that found too little memory, and to no other error: what
-    the step needs, what is there now, and what to do.
+def needed(name: str, compiled: Any, arrays: Sequence[jax.Array]) -> str:
+    """What a step that found too little memory needs, what is there now, and what to do.
 
     The step fitted when it was planned. Since then other arrays, or another process, took memory.
 
     Args:
-      error: what the run raised.
       name: of the step.
       compiled: the compiled step that ran.
-      arguments: of the run, a tree.
+      arrays: its arguments.
     """
-    if not _lacks_memory(error):
-        return
-    arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
     device = next((d for x in arrays for d in x.sharding.device_set), jax.devices()[0])
     stats = device.memory_stats() if device.platform != "cpu" else None
     need = need_nbytes(compiled)
@@ -78,14 +74,12 @@ def note_need(error: BaseException, name: str, compiled: Any, arguments: Any) ->
         limits = *host_memory.limits(lock_pages=False), *host_memory.address_space()
         limit = min(limits, key=lambda limit: limit.nbytes)
         there, who = f"{show_nbytes(limit.nbytes)} are left by {limit.name}", "something else holds"
-    lost = any(x.is_deleted() for x in arrays)
-    error.add_note(
+    return (
         f"`{name}` was planned to need {show_nbytes(need)}, of which its arguments are there. Now "
         f"{there}: {who} what is missing. The step did not run. Free that memory and call it again, "
         'or plan for what is left with `budget="device"`.'
-        + (" JAX has deleted the donated arguments: load a checkpoint." if lost else "")
     )
 
 
-def _lacks_memory(error: BaseException) -> bool:
+def lacks_memory(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)

@@ -3,8 +3,8 @@
 First those that the search left because they are not predicted to be faster by more than its
 tolerance, as far as they are not predicted to be slower by more than the error of predictions. Then,
 if the first plan took another time than predicted, the plan by costs that are corrected by it. Then
-the fastest of all with other options of the compiler, whose effect nothing predicts: kernels for
-products, and what CUDA graphs hold.
+the fastest of all with other options of the compiler, whose effect nothing predicts: other kernels
+for products.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import logging
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.api.entry import CompiledStep
-from vmem_jax.capture.primitives import inner_jaxprs
+from vmem_jax.capture.primitives import has
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import Plan
@@ -135,20 +135,12 @@ def with_options(
     their operation."""
     given = (os.environ.get("XLA_FLAGS", ""), step.settings.compiler_options)
     is_chosen = any(name in where for name in others.options for where in given)
-    if is_chosen or not _has(step.traced.plain, others.primitive):
+    if is_chosen or not has(step.traced.plain, others.primitive):
         return None
     every = {**dict(attempt.plan.options), **others.options}
     plan: Plan = dataclasses.replace(attempt.plan, options=tuple(every.items()))
     compiled = attempt.variant.compile_plan(plan)
     return dataclasses.replace(attempt, plan=plan, compiled=compiled, need=need_nbytes(compiled))
-
-
-def _has(jaxpr: Any, primitive: str) -> bool:
-    return any(
-        eqn.primitive.name == primitive
-        or any(_has(inner, primitive) for inner in inner_jaxprs(eqn))
-        for eqn in compat.open_jaxpr(jaxpr).eqns
-    )
 
 
 def _fits(entry: CompiledStep, best: Attempt, other: Attempt, host_budget: int | None) -> bool:

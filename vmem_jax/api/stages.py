@@ -9,8 +9,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.api import run_notes
 from vmem_jax.api.entry import CompiledStep
-from vmem_jax.api.oom import note_need
 from vmem_jax.core.looped import slices_nbytes
 from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
@@ -50,7 +50,7 @@ def run(
         if wait:
             jax.block_until_ready(outs)
     except RuntimeError as error:
-        note_need(error, name, entry.best.compiled, leaves)
+        run_notes.note(error, name, entry.best.compiled, leaves)
         raise
     if traced.whole is not None:
         return outs

@@ -278,6 +278,14 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     return found
 
 
+def has(jaxpr: Any, primitive: str) -> bool:
+    """Whether `jaxpr`, or what its equations hold, has that primitive."""
+    return any(
+        eqn.primitive.name == primitive or any(has(inner, primitive) for inner in inner_jaxprs(eqn))
+        for eqn in compat.open_jaxpr(jaxpr).eqns
+    )
+
+
 def workspace(eqn: JaxprEqn, of_product: Callable[[JaxprEqn], int] = lambda _: 0) -> int:
     """Bytes that live only inside an opaque equation: the peak of its largest inner jaxpr, or what a
     convolution in micro-batches was given, or what the programs of one kernel sum.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.primitives import nbytes
+from vmem_jax.capture.primitives import has, nbytes
+from vmem_jax.compiler.recorded import Recorded
 from vmem_jax.compiler.views import may_write_over_views
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import CompileError
@@ -63,6 +65,14 @@ def with_ours(
     passes = [options[_PASSES] for options in every if options.get(_PASSES)]
     merged = {name: value for options in every for name, value in options.items()}
     return {**merged, _PASSES: ",".join(passes)} if passes else merged
+
+
+def recording(given: Mapping[str, Any], platform: str) -> dict[str, Any]:
+    """The further compiler options that have convolutions in CUDA graphs; none where the user says
+    what these hold."""
+    options = compat.GRAPH_OPTIONS.get(platform, {})
+    users = {*given, *(name for name in options if name in os.environ.get("XLA_FLAGS", ""))}
+    return {} if users & options.keys() else dict(options)
 
 
 def left_out(platform: str, steps: int) -> str:
@@ -178,4 +188,8 @@ def _compiled(
 
     step.__name__ = step.__qualname__ = name
     lowered = compat.lower(jax.jit(step, keep_unused=True, **donate), *args, **kwargs)
-    return lowered.compile(compiler_options=options or None)
+    compiled = lowered.compile(compiler_options=options or None)
+    graphs = recording(given, platform)
+    if not graphs or target is not None or not fenced or not has(jaxpr, "conv_general_dilated"):
+        return compiled
+    return Recorded(compiled, lambda: lowered.compile({**options, **graphs}))
