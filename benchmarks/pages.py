@@ -29,6 +29,7 @@ from kernel_rows import kernel_tables, sums_tables
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
+from step_rows import step_tables
 from summaries import summary
 
 ROOT = Path(__file__).parent.parent
@@ -241,9 +242,10 @@ def pages() -> dict[str, str]:
     order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
     of_cards = "".join(map(card_page, cards()))
+    of_kernels = kernel_tables() + sums_tables() + step_tables()
     runs = endurance() + convergence()
     texts["rows/benchmarks.md"] = (
-        OF_BENCHMARKS + of_cards + measured.every_row() + kernel_tables() + sums_tables() + runs
+        OF_BENCHMARKS + of_cards + measured.every_row() + of_kernels + runs
     )
     return texts
 

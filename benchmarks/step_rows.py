@@ -1,0 +1,91 @@
+"""The tables of docs/rows/benchmarks.md from the rows of `graphs.py`, `tuned.py`, `gradients.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import records
+from cells import grid
+
+RESULTS = Path(__file__).parent / "results"
+
+GRAPHS = """Milliseconds a step with convolutions in CUDA graphs and launched one by one, and the
+losses of both after as many steps, by `python benchmarks/graphs.py`. From the cache: the executables
+were taken from JAX's compilation cache. In some rows the first call records graphs, too.
+"""
+
+
+def step_tables(folder: Path = RESULTS) -> str:
+    """What graphs gain, what tuning keeps, how far gradients are from float32's."""
+    return graphs_tables(folder) + tuned_tables(folder) + gradients_tables(folder)
+
+
+def graphs_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file; what failed with its error."""
+    parts = []
+    for path in sorted(folder.glob("graphs_*.jsonl")):
+        lines = [
+            [
+                "{model}({batch}) {dtype}, {way}".format(**row),
+                "cache" if row["cached"] else "",
+                "records" if row["first_records"] else "launches",
+                *(_number(row, name, 2) for name in ("ms_graphs", "ms_launches")),
+                *(_number(row, name, 6) for name in ("loss_graphs", "loss_launches")),
+                " ".join(row.get("error", "").split())[:80].replace("|", " "),
+            ]
+            for row in records.lines(path)
+        ]
+        header = ["step", "from the", "first call", "graphs", "launches"]
+        header += ["loss with graphs", "with launches", "error"]
+        parts.append(f"\n## {path.name}\n\n{GRAPHS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+TUNED = """Milliseconds a step of the plans that `tune=True` times, and predicted, by `python
+benchmarks/tuned.py`.
+"""
+
+
+def tuned_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file, a line for each plan."""
+    parts = []
+    for path in sorted(folder.glob("tuned_*.jsonl")):
+        lines = [
+            [
+                "{model}({batch}), {budget}".format(**row),
+                plan["what"],
+                f"{plan['ms']:.1f}" if plan["ms"] else plan["note"],
+                f"{plan['predicted_ms']:.1f}",
+                "kept" if plan["what"] == row["kept"] else "",
+            ]
+            for row in records.lines(path)
+            for plan in row["plans"]
+        ]
+        header = ["step", "plan", "ms", "predicted", ""]
+        parts.append(f"\n## {path.name}\n\n{TUNED}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+GRADIENTS = """The relative distance of a first step's gradients from those in float32, and the cosine
+of the angle between both: the median and the worst parameter's. By `python benchmarks/gradients.py`.
+"""
+
+
+def gradients_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file."""
+    parts = []
+    for path in sorted(folder.glob("gradients_*.jsonl")):
+        names = ("median", "most", "cosine", "least_cosine", "statistics_most")
+        lines = [
+            ["{model}({batch}) {dtype}".format(**row), f"`{row['way']}`"]
+            + [_number(row, name, 4) for name in names]
+            for row in records.lines(path)
+        ]
+        header = ["step", "way", "distance", "worst", "cosine", "least", "worst running statistic"]
+        parts.append(f"\n## {path.name}\n\n{GRADIENTS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+def _number(row: dict[str, Any], name: str, digits: int) -> str:
+    return f"{row[name]:.{digits}f}" if name in row else ""
