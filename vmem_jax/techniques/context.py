@@ -10,6 +10,7 @@ import jax
 
 from vmem_jax.capture.kernel_gradients import as_misread
 from vmem_jax.capture.row_major import as_spread
+from vmem_jax.capture.zeroed_stacks import as_zeroed
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
 from vmem_jax.core.costs import Costs, analytic
@@ -101,9 +102,11 @@ class StepContext:
     @property
     def plain_costs(self) -> Costs:
         """The same as plain jit runs it."""
-        captured = self.traced.captured
-        costs = as_misread(self.costs, captured.program, captured.misread)
-        return as_spread(costs, captured.program, captured.variables, captured.spread, self.machine)
+        captured, machine = self.traced.captured, self.machine
+        program = captured.program
+        costs = as_misread(self.costs, program, captured.misread)
+        costs = as_spread(costs, program, captured.variables, captured.spread, machine)
+        return as_zeroed(costs, program, captured.flat, captured.shards, machine)
 
     @functools.cached_property
     def peak_by_order(self) -> int:
