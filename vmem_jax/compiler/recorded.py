@@ -27,10 +27,10 @@ class Recorded:
     """
 
     def __init__(self, launched: Any, record: Callable[[], Any]) -> None:
-        self._launched = self._now = launched
+        self._launched = launched
         self._record: Callable[[], Any] | None = record
         self._lock = threading.Lock()
-        self._now = self._first
+        self._now: Callable[..., Any] = self._first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._now(*args, **kwargs)
