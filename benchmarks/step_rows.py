@@ -1,4 +1,4 @@
-"""The tables of docs/rows/benchmarks.md from the rows of `graphs.py`, `tuned.py`, `gradients.py`."""
+"""The tables of docs/rows/benchmarks.md of graphs, tuning, gradients and predictions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ were taken from JAX's compilation cache. In some rows the first call records gra
 
 
 def step_tables(folder: Path = RESULTS) -> str:
-    """What graphs gain, what tuning keeps, how far gradients are from float32's."""
-    return graphs_tables(folder) + tuned_tables(folder) + gradients_tables(folder)
+    """What graphs gain, what tuning keeps, how far gradients are from float32's, and predictions from
+    what was measured."""
+    found = graphs_tables(folder) + tuned_tables(folder) + gradients_tables(folder)
+    return found + errors_table(folder / "prediction_errors.jsonl")
 
 
 def graphs_tables(folder: Path = RESULTS) -> str:
@@ -85,6 +87,24 @@ def gradients_tables(folder: Path = RESULTS) -> str:
         header = ["step", "way", "distance", "worst", "cosine", "least", "worst running statistic"]
         parts.append(f"\n## {path.name}\n\n{GRADIENTS}\n" + grid(header, lines))
     return "".join(parts)
+
+
+ERRORS = """Milliseconds of a step by plain `jax.jit`, measured, and predicted without a profile by
+the code at the commit behind them, by `python benchmarks/prediction_errors.py`.
+"""
+
+
+def errors_table(path: Path) -> str:
+    rows = records.lines(path)
+    lines = []
+    for row in rows:
+        shape = [f"{row[name]} {name}" for name in ("layers", "tokens", "attention") if name in row]
+        kind = "scanned" if row["scanned"] else "unrolled"
+        step = ", ".join(["{model}({batch})".format(**row), kind, *shape])
+        figures = [_number(row, "ms", 1), _number(row, "predicted_ms", 1), _number(row, "ratio", 3)]
+        lines.append([step, row["device"], *figures, row["measured_at"][:7], row["commit"][:7]])
+    header = ["step", "card", "ms", "predicted", "ratio", "measured at", "predicted at"]
+    return f"\n## {path.name}\n\n{ERRORS}\n" + grid(header, lines)
 
 
 def _number(row: dict[str, Any], name: str, digits: int) -> str:
