@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,8 +49,7 @@ def main(_: Any) -> None:
         row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         row["commit"] = records.commit()
         print(json.dumps(row), flush=True)
-        with open(FLAGS.out, "a") as out:
-            out.write(json.dumps(row) + "\n")
+        records.append(Path(FLAGS.out), [row])
 
 
 Leaves = list[np.ndarray]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -100,8 +101,7 @@ def main(_: Any) -> None:
                 row = {"model": each, "way": way, "commit": records.commit()}
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
             print(json.dumps(row), flush=True)
-            with open(FLAGS.out, "a") as out:
-                out.write(json.dumps(row) + "\n")
+            records.append(Path(FLAGS.out), [row])
 
 
 if __name__ == "__main__":

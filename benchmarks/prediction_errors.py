@@ -21,6 +21,7 @@ from absl import app, flags
 from step_models import MODELS, UNROLLED
 
 import vmem_jax
+from vmem_jax.core.cards import CARDS
 
 FLAGS = flags.FLAGS
 RESULTS = Path(__file__).parent / "results"
@@ -50,9 +51,9 @@ def predicted(row: dict[str, Any]) -> float:
         jax.eval_shape(train.init, jax.random.key(0)),
         jax.eval_shape(train.batch, jax.random.key(1)),
     )
-    card = "h200" if "H200" in row["device"] else "h100"
+    titles = {card.hardware.title: name for name, card in CARDS.items() if card.hardware}
     step = vmem_jax.jit(train.step, budget=1.0, donate_argnums=0)
-    return 1e3 * sum(step.context(args, {}, card).plain_costs.seconds)
+    return 1e3 * sum(step.context(args, {}, titles[row["device"]]).plain_costs.seconds)
 
 
 def main(_: Any) -> None:

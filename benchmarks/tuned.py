@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,8 +59,7 @@ def main(_: Any) -> None:
         except Exception as error:  # a row says so, and the other budgets go on
             row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
-        with open(FLAGS.out, "a") as out:
-            out.write(json.dumps(row) + "\n")
+        records.append(Path(FLAGS.out), [row])
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_a_step_without_convolutions_is_compiled_once(compiles):
     assert compiles and not any(with_others(compiles))
 
 
-def test_plain_programs_and_targets_stay_as_they_are(compiles):
+def test_a_policy_that_leaves_the_program_plain_leaves_its_convolutions(compiles):
     lowered = vmem_jax.jit(images, budget=1.0, policy="exact").lower(*IMAGES)
     assert isinstance(lowered.compile()._entry.best.compiled, Recorded)
     keep = vmem_jax.jit(images, budget=1.0, policy="keep").lower(*IMAGES)
@@ -153,6 +153,13 @@ def test_what_runs_is_the_recorded_program(needs):
     for _ in range(4):
         step(jnp.ones(2))
     assert (launched.calls, other.calls) == (1, 3)
+
+
+@pytest.mark.gpu_compile
+def test_a_step_for_a_card_that_is_not_there_is_compiled_once():
+    args = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in IMAGES]
+    made = vmem_jax.jit(images, budget="1GiB", policy="exact").lower(*args).compile(target="h200")
+    assert not isinstance(made._entry.best.compiled, Recorded)
 
 
 @pytest.mark.gpu_compile

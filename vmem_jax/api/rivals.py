@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from absl import logging
 from vmem_jax import jax_compat as compat
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.capture.primitives import has
+from vmem_jax.compiler.compile import is_chosen
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import Plan
@@ -133,9 +133,8 @@ def with_options(
 ) -> Attempt | None:
     """The plan of `attempt` with `others`; None where the user chose one of them, or the step has not
     their operation."""
-    given = (os.environ.get("XLA_FLAGS", ""), step.settings.compiler_options)
-    is_chosen = any(name in where for name in others.options for where in given)
-    if is_chosen or not has(step.traced.plain, others.primitive):
+    given = step.settings.compiler_options
+    if is_chosen(others.options, given) or not has(step.traced.plain, others.primitive):
         return None
     every = {**dict(attempt.plan.options), **others.options}
     plan: Plan = dataclasses.replace(attempt.plan, options=tuple(every.items()))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.api import oom
+from vmem_jax.compiler.compile import is_chosen
 
 DELETED = " JAX has deleted the donated arguments: load a checkpoint."
 
@@ -27,7 +27,7 @@ def note(error: BaseException, name: str, compiled: Any, arguments: Any) -> None
     deleted = DELETED if any(x.is_deleted() for x in arrays) else ""
     if oom.lacks_memory(error):
         error.add_note(oom.needed(name, compiled, arrays) + deleted)
-    elif "capture" in str(error).lower() and compat.GRAPHS not in os.environ.get("XLA_FLAGS", ""):
+    elif "capture" in str(error).lower() and not is_chosen([compat.GRAPHS], ()):
         error.add_note(
             f"A library's kernel of `{name}` cannot be recorded into a CUDA graph; vmem_jax has "
             f"convolutions recorded. Add --{compat.GRAPHS}=-convolution to the environment variable "

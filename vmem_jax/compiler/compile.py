@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -67,12 +67,17 @@ def with_ours(
     return {**merged, _PASSES: ",".join(passes)} if passes else merged
 
 
+def is_chosen(options: Iterable[str], given: Container[str]) -> bool:
+    """Whether the user sets one of `options`, in XLA_FLAGS or, `given`, for this step."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return any(name in flags or name in given for name in options)
+
+
 def recording(given: Mapping[str, Any], platform: str) -> dict[str, Any]:
     """The further compiler options that have convolutions in CUDA graphs; none where the user says
     what these hold."""
     options = compat.GRAPH_OPTIONS.get(platform, {})
-    users = {*given, *(name for name in options if name in os.environ.get("XLA_FLAGS", ""))}
-    return {} if users & options.keys() else dict(options)
+    return {} if is_chosen(options, given) else dict(options)
 
 
 def left_out(platform: str, steps: int) -> str:
