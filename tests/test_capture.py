@@ -164,6 +164,23 @@ def test_dropout_keeps_the_mask_and_not_the_bits():
     assert not any("uint32[64,32]" in b.label for b in held)
 
 
+@pytest.mark.parametrize(("platform", "indices"), [("gpu", 1), ("cpu", 0)])
+def test_the_index_of_an_overlapping_pool_is_made_once_on_a_gpu(platform, indices):
+    """Not in the gradient's kernel, which reads it once for each of four windows."""
+
+    def loss(w, x):
+        y = jax.nn.relu(jnp.einsum("bhwc,cd->bhwd", x, w))
+        return jnp.square(nn.max_pool(y, (3, 3), (2, 2)) @ w).sum()
+
+    x = jnp.ones((2, 9, 9, 32))
+    found = capture(jax.jit(sgd(loss)).trace(W, x).jaxpr, platform=platform)
+    assert "max_pool_overlap" in [each.rule for each in found.applied]
+    buffers, pooled = found.program.buffers, 2 * 4 * 4 * 32
+    made = [b for s in found.program.steps for b in s.writes if "uint8" in buffers[b].label]
+    assert [buffers[b].nbytes for b in made] == [pooled] * indices
+    assert all(len(found.program.readers[b]) == 1 for b in made)
+
+
 def test_a_mask_is_read_in_the_backward_pass_however_long_it_was_held():
     """It waits for its gradient in any case, so that what this makes of it need not exist as well."""
 
