@@ -29,13 +29,14 @@ from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.siblings import shared_nbytes
+from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
-from vmem_jax.capture.sub_batches import SubBatches, divided
+from vmem_jax.capture.sub_batches import SubBatches, divided, movable_within, repeated
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
-from vmem_jax.core.program import BEGIN, END, Buffer, LoopSegments, Program, Step
+from vmem_jax.core.program import BEGIN, END, Buffer, LoopSegments, Phase, Program, Step
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
 Bodies = Callable[[ClosedJaxpr, str], ClosedJaxpr]
@@ -302,16 +303,21 @@ def _captured(
     """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
-    kernels = fuse(flat, boundary, given.platform)
+    kernels: Sequence[Kernel] = fuse(flat, boundary, given.platform)
     shards = follow_shards(flat, given.shardings) if shards is None else shards
     slices = stacks(flat)
 
     inputs = [*opened.invars, *opened.constvars]
     names = [given.name(i) for i in range(len(opened.invars))]
     names += [f"constant {i}" for i in range(len(opened.constvars))]
+    phases: Sequence[Phase] = phases_of(kernels, eqns)
+    updates: Mapping[Kernel, int] = {}
+    in_host_memory = hosted_values(flat, given.hosted)
+    if given.platform == "gpu" and not is_body and shards.device_count == 1:
+        joined = with_small_updates_joined(kernels, phases, eqns, in_host_memory)
+        kernels, phases, updates = joined
     variables: list[Var] = [*inputs, *(v for k in kernels for v in k.writes)]
     index = {v: b for b, v in enumerate(variables)}
-    phases = phases_of(kernels, eqns)
 
     # outputs in order, each buffer once; a literal output is no buffer
     outputs = tuple(dict.fromkeys(index[a] for a in opened.outvars if isinstance(a, Var)))
@@ -344,6 +350,10 @@ def _captured(
         made.step(kernel, phase, *((None, 0) if body is None else (body.program, copied)))
         for kernel, phase, (body, copied) in zip(kernels, phases, bodies, strict=True)
     ]
+    steps = [
+        dataclasses.replace(step, updates=updates[kernel]) if kernel in updates else step
+        for step, kernel in zip(steps, kernels, strict=True)
+    ]
     size = lambda atom: nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
     if given.platform == "cpu":
         looped = is_body or sub_batches is not None
@@ -364,11 +374,10 @@ def _captured(
             for step, less in zip(steps, shared, strict=True)
         ]
     if sub_batches is not None:
-        steps = _repeated(steps, sub_batches.count)
-        buffers = _within(buffers, steps)
+        steps = repeated(steps, sub_batches.count)
+        buffers = movable_within(buffers, steps)
     for b in _carried_into_results(steps, len(inputs), set(outputs)):
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
-    in_host_memory = hosted_values(flat, given.hosted)
     streamed = {v for v in in_host_memory if not compat.is_in_host_memory(v.aval)}
     apart = streamed if given.platform == "cpu" else in_host_memory
     program = Program(
@@ -402,26 +411,6 @@ def _carried_into_results(steps: Sequence[Step], inputs: int, outputs: set[int])
             same = [r for r, w in step.in_place if w in outputs or w in found]
             found.update(r for r in same if inputs <= r and readers[r] == 1 and r not in outputs)
     return found
-
-
-def _repeated(steps: Sequence[Step], count: int) -> list[Step]:
-    """`steps` with those between the boundaries repeated `count` times."""
-    ops = [step.op for step in steps]
-    begin, end = ops.index(BEGIN), ops.index(END)
-    return [
-        dataclasses.replace(step, times=count) if begin < s < end else step
-        for s, step in enumerate(steps)
-    ]
-
-
-def _within(buffers: Sequence[Buffer], steps: Sequence[Step]) -> list[Buffer]:
-    """`buffers`, of which only those can move that are of one sub-batch alone."""
-    inside = {b for step in steps if step.times > 1 for b in step.writes}
-    outside = {b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)}
-    return [
-        dataclasses.replace(buffer, movable=buffer.movable and b in inside - outside, slices=1)
-        for b, buffer in enumerate(buffers)
-    ]
 
 
 def capture_body(

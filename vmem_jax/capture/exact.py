@@ -261,10 +261,13 @@ def _max_pool_overlap(editor: Editor) -> list[Applied]:
         pool: Any = (params["window_dimensions"], params["window_strides"], params["padding"])
         # where a mask reads the pool's input in the backward pass, the index need not be held
         is_there = not editor.backward.isdisjoint({*editor.users(y)} - {i})
-        at = eqn if is_there else editor.eqns[forward[0]]
-        index, code = spliced(lambda y, p=pool: overlap.window_index(*p, y), [y], at)
+        index, code = spliced(
+            lambda y, p=pool: overlap.window_index(p[0], p[1], p[2], y),
+            [y],
+            editor.eqns[forward[0]],
+        )
         gradient, _ = spliced(
-            lambda g, c, p=pool, s=y.aval.shape: overlap.scatter(*p, s, g, c),
+            lambda g, c, p=pool, s=y.aval.shape: overlap.scatter(p[0], p[1], p[2], s, g, c),
             [grad, code],
             eqn,
             eqn.outvars[0],

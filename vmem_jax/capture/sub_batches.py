@@ -33,7 +33,7 @@ from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.sliced import Slicer, opened, put
 from vmem_jax.capture.updates import updated_in_loops
-from vmem_jax.core.program import BEGIN, END
+from vmem_jax.core.program import BEGIN, END, Buffer, Step
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 begin_p = Primitive(BEGIN)
@@ -98,6 +98,26 @@ def totals_nbytes(flat: ClosedJaxpr, batch: Batch) -> int:
     ends = [*divider.opened.outvars, *(a for eqn in loops for a in eqn.invars)]
     others = {a for a in ends if isinstance(a, Var)}
     return sum(nbytes(divider._total_aval(v)) for v in needed if v not in others)
+
+
+def repeated(steps: Sequence[Step], count: int) -> list[Step]:
+    """`steps` with those between the boundaries repeated `count` times."""
+    ops = [step.op for step in steps]
+    begin, end = ops.index(BEGIN), ops.index(END)
+    return [
+        dataclasses.replace(step, times=count) if begin < s < end else step
+        for s, step in enumerate(steps)
+    ]
+
+
+def movable_within(buffers: Sequence[Buffer], steps: Sequence[Step]) -> list[Buffer]:
+    """`buffers`, of which only those can move that are of one sub-batch alone."""
+    inside = {b for step in steps if step.times > 1 for b in step.writes}
+    outside = {b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)}
+    return [
+        dataclasses.replace(buffer, movable=buffer.movable and b in inside - outside, slices=1)
+        for b, buffer in enumerate(buffers)
+    ]
 
 
 class _Divider:

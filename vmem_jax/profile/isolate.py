@@ -137,6 +137,8 @@ def isolate(
     trouble = _trouble(eqns)
     if any(program.steps[s].fetched or program.steps[s].returned for s in steps):
         trouble = "it streams state that lies in host memory"
+    if any(program.steps[s].updates > 1 for s in steps):
+        trouble = "it updates several parameters, which are one kernel in the step alone"
     if not results:
         trouble = trouble or "it has no result"
     if any(program.buffers[b].nbytes != nbytes(variables[b].aval) for b in values):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from vmem_jax import jax_compat as compat
@@ -18,7 +20,7 @@ from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.planned import states_row_major
-from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END
+from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END, Step
 from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.core.stated_layouts import may_be_left
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -106,6 +108,7 @@ class _Rewriter:
         self.configurations = dict(plan.divided)
         self.maker = {v: eqn for eqn in self.opened.eqns for v in eqn.outvars}
         self.numbers: dict[int, Var] = {}  # equation that fills an array -> its number
+        self.shared: dict[int, Var] = {}  # length -> what all updates of so many elements read
         self.outside: dict[Var, Var] = {}  # as `current`, where the sub-batches begin
         self.left: set[Var] = set()  # gradients whose layouts are left to XLA
         if not body and not states_row_major(self.program, plan):
@@ -175,6 +178,9 @@ class _Rewriter:
             self.variables[b]: self.current[self.variables[b]] for b in step.reads
         }
 
+        if step.updates > 1:
+            local |= self._reading_one_array(step)
+
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else local[atom]
 
@@ -206,6 +212,25 @@ class _Rewriter:
         for b in step.writes:
             v = self.variables[b]
             self.current[v] = local[v]
+
+    def _reading_one_array(self, step: Step) -> dict[Var, Atom]:
+        """The gradients that `step` reads, each taken where a vector is true, which it always is.
+
+        XLA:GPU makes one kernel of chains that read one array (`capture.small_updates`).
+        """
+        size_of: Callable[[Var], int] = lambda v: math.prod(getattr(v.aval, "shape", ()))
+        size = size_of(self.variables[step.writes[0]])
+        like = self.opened.eqns[step.equations[-1]]
+        if size not in self.shared:
+            true = lambda: lax.optimization_barrier(jnp.ones(size, bool))
+            [self.shared[size]] = self.calls.bind(true, [], like)
+        made = [self.variables[b] for b in step.reads if self.program.producer[b] >= 0]
+        taken = lambda here, x: lax.select(here.reshape(x.shape), x, lax.full_like(x, 0))
+        return {
+            v: self.calls.bind(taken, [self.shared[size], self.current[v]], like)[0]
+            for v in made
+            if size_of(v) == size
+        }
 
     def _behind(self, s: int) -> Behind | None:
         """The epilogue that the calls of step `s` run after its convolution; None without one."""

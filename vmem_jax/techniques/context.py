@@ -10,6 +10,7 @@ import jax
 
 from vmem_jax.capture.kernel_gradients import as_misread
 from vmem_jax.capture.row_major import as_spread
+from vmem_jax.capture.small_updates import as_apart
 from vmem_jax.capture.zeroed_stacks import as_zeroed
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
@@ -106,7 +107,8 @@ class StepContext:
         program = captured.program
         costs = as_misread(self.costs, program, captured.misread)
         costs = as_spread(costs, program, captured.variables, captured.spread, machine)
-        return as_zeroed(costs, program, captured.flat, captured.shards, machine)
+        costs = as_zeroed(costs, program, captured.flat, captured.shards, machine)
+        return as_apart(costs, program, machine)
 
     @functools.cached_property
     def peak_by_order(self) -> int:

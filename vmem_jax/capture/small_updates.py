@@ -1,0 +1,166 @@
+"""small_updates: updates of small arrays, several of which run as one kernel.
+
+A network has hundreds of small parameters: the scale and the bias of each norm. An update of one
+takes as long as it takes to launch a kernel. XLA:GPU makes one kernel of elementwise chains of one
+shape, but only of those that read the same array (multi-output fusion). So updates of one shape whose
+gradients are all there are one step, and `rewrite` has all of them read one array more.
+
+What is updated early by itself would free no more than its gradient, which is as small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.machine import Machine
+from vmem_jax.core.program import Phase, Program
+from vmem_jax.jax_compat import JaxprEqn, Var
+
+LARGEST = 16 << 10
+"""Bytes of an array up to which it is small: a card reads and writes several of them in the time in
+which it launches a kernel, 2 us of an H200."""
+
+_MOST = 95
+"""Arrays that one of XLA's fusions reads and writes (96 in 0.11.2), but for the one that is read
+besides."""
+
+
+def with_small_updates_joined(
+    kernels: Sequence[Kernel],
+    phases: Sequence[Phase],
+    eqns: Sequence[JaxprEqn],
+    apart: Collection[Var] = (),
+) -> tuple[list[Kernel], list[Phase], dict[Kernel, int]]:
+    """`kernels` with several updates as one, behind the last of which its phase is; and of how many
+    parameters each such kernel is the update.
+
+    Args:
+      phases: of each kernel.
+      eqns: those of the flat jaxpr.
+      apart: values that are not joined: those in host memory.
+    """
+    groups = [group for group in _groups(kernels, phases, eqns, apart) if len(group) > 1]
+    last = {max(k for update in group for k in update): group for group in groups}
+    gone = {k for group in groups for update in group for k in update}
+    found: list[Kernel] = []
+    found_phases: list[Phase] = []
+    counts: dict[Kernel, int] = {}
+    for k, (kernel, phase) in enumerate(zip(kernels, phases, strict=True)):
+        if k in last:
+            kernel = _joined([kernels[each] for update in last[k] for each in update])
+            counts[kernel] = len(last[k])
+        if k in last or k not in gone:
+            found.append(kernel)
+            found_phases.append(phase)
+    return found, found_phases, counts
+
+
+def as_apart(costs: Costs, program: Program, machine: Machine) -> Costs:
+    """`costs` of a step in which each update is a kernel of its own, as in plain jit."""
+    seconds = [
+        each + (step.updates - 1) * machine.launch
+        for each, step in zip(costs.seconds, program.steps, strict=True)
+    ]
+    return dataclasses.replace(costs, seconds=tuple(seconds))
+
+
+def _groups(
+    kernels: Sequence[Kernel],
+    phases: Sequence[Phase],
+    eqns: Sequence[JaxprEqn],
+    apart: Collection[Var],
+) -> Iterator[list[list[int]]]:
+    """Updates of one shape that fit into one kernel, each as the kernels that it is made of."""
+    waiting: dict[tuple[int, ...], list[list[int]]] = {}
+    for update in _updates(kernels, phases, eqns, apart):
+        shape = _shape(kernels[update[0]])
+        before = waiting.setdefault(shape, [])
+        whole = _joined([kernels[k] for each in (*before, update) for k in each])
+        if before and len(whole.reads) + len(whole.writes) > _MOST:
+            yield waiting.pop(shape)
+        waiting.setdefault(shape, []).append(update)
+    yield from waiting.values()
+
+
+def _updates(
+    kernels: Sequence[Kernel],
+    phases: Sequence[Phase],
+    eqns: Sequence[JaxprEqn],
+    apart: Collection[Var],
+) -> Iterator[list[int]]:
+    """The kernels of each update that may be joined: those of one shape that read each other, which
+    make nothing that others read, from something of that size that the step made."""
+    readers: dict[Var, set[int]] = {}
+    maker: dict[Var, int] = {}
+    for k, kernel in enumerate(kernels):
+        maker.update(dict.fromkeys(kernel.writes, k))
+        for v in kernel.reads:
+            readers.setdefault(v, set()).add(k)
+    small = {
+        k
+        for k, (kernel, phase) in enumerate(zip(kernels, phases, strict=True))
+        if phase is Phase.UPDATE and _is_small(kernel, eqns, apart)
+    }
+    seen: set[int] = set()
+    for k in sorted(small):
+        if k in seen:
+            continue
+        shape, update, stack = _shape(kernels[k]), {k}, [k]
+        while stack:
+            kernel = kernels[stack.pop()]
+            near = {r for v in kernel.writes for r in readers.get(v, ())}
+            near |= {maker[v] for v in kernel.reads if v in maker}
+            more = {n for n in near & small - update if _shape(kernels[n]) == shape}
+            update |= more
+            stack += more
+        seen |= update
+        made = {v for each in update for v in kernels[each].writes}
+        is_read_elsewhere = any(readers.get(v, set()) - update for v in made)
+        whole = _joined([kernels[each] for each in sorted(update)])
+        if not is_read_elsewhere and gradients(whole, maker):
+            yield sorted(update)
+
+
+def gradients(whole: Kernel, made: Collection[Var]) -> list[Var]:
+    """What an update reads of the size that it writes, of what the step made."""
+    size = math.prod(_shape(whole))
+    return [v for v in whole.reads if v in made and math.prod(_shape_of(v)) == size]
+
+
+def _joined(parts: Sequence[Kernel]) -> Kernel:
+    made = {v for part in parts for v in part.writes}
+    return Kernel(
+        equations=tuple(sorted({i for part in parts for i in part.equations})),
+        root=parts[-1].root,
+        reads=tuple(dict.fromkeys(v for part in parts for v in part.reads if v not in made)),
+        writes=tuple(v for part in parts for v in part.writes),
+    )
+
+
+def _is_small(kernel: Kernel, eqns: Sequence[JaxprEqn], apart: Collection[Var]) -> bool:
+    """Whether it is an elementwise chain that writes small arrays of one shape."""
+    kinds = {class_of(eqns[i]) for i in kernel.equations}
+    return (
+        kinds <= {Class.FUSIBLE, Class.VIEW}
+        and not kernel.tied
+        and not any(eqns[i].effects for i in kernel.equations)
+        and len({_shape_of(v) for v in kernel.writes}) == 1
+        and all(0 < nbytes(v.aval) <= LARGEST for v in kernel.writes)
+        and math.prod(_shape(kernel)) > 1
+        and not {*kernel.reads, *kernel.writes} & {*apart}
+    )
+
+
+def _shape(kernel: Kernel) -> tuple[int, ...]:
+    return _shape_of(kernel.writes[0])
+
+
+def _shape_of(v: Var) -> tuple[int, ...]:
+    aval: Any = v.aval
+    return tuple(aval.shape)
