@@ -34,7 +34,7 @@ from .programs import VERSION, build, draw_spec
 from .results import WRONG, distance
 from .shrink import shrink
 
-SECONDS = 60
+SECONDS = 40
 
 ROOT = Path(__file__).parents[2]
 
