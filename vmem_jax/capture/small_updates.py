@@ -37,8 +37,8 @@ def with_small_updates_joined(
     eqns: Sequence[JaxprEqn],
     apart: Collection[Var] = (),
 ) -> tuple[list[Kernel], list[Phase], dict[Kernel, int]]:
-    """`kernels` with several updates as one, behind the last of which its phase is; and of how many
-    parameters each such kernel is the update.
+    """`kernels`, of which several updates are joined to one where the last of them stood; the phase
+    of each; and for each that is joined the number of parameters that it updates.
 
     Args:
       phases: of each kernel.
