@@ -19,7 +19,7 @@ from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
-from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.program import END, Phase, Program
 from vmem_jax.jax_compat import JaxprEqn, Var
 
 LARGEST = 16 << 10
@@ -102,10 +102,12 @@ def _updates(
         maker.update(dict.fromkeys(kernel.writes, k))
         for v in kernel.reads:
             readers.setdefault(v, set()).add(k)
+    ends = [k for k, each in enumerate(kernels) if eqns[each.root].primitive.name == END]
+    behind = max(ends, default=-1)  # what a sub-batch makes stays in its loop
     small = {
         k
         for k, (kernel, phase) in enumerate(zip(kernels, phases, strict=True))
-        if phase is Phase.UPDATE and _is_small(kernel, eqns, apart)
+        if k > behind and phase is Phase.UPDATE and _is_small(kernel, eqns, apart)
     }
     seen: set[int] = set()
     for k in sorted(small):
