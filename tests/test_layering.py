@@ -70,6 +70,7 @@ SAME_IDEA = {
     "plan.py",
     "profile.py",
     "recompute.py",
+    "pooling.py",
     "summing.py",
     "sub_batches.py",
 }

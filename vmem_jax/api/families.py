@@ -19,7 +19,7 @@ from vmem_jax.search.params import DEFAULT as PARAMS
 from vmem_jax.search.variant import Family, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.bits import in_bits, likely_to_fit, packs, with_bits
-from vmem_jax.techniques.carry import carry_contexts, with_carry, with_sums
+from vmem_jax.techniques.carry import carry_contexts, with_carry, with_passes
 from vmem_jax.techniques.compress import compressing, compressing_loops, with_compressed
 from vmem_jax.techniques.logits import logit_chunks, with_logits
 from vmem_jax.techniques.loops import (
@@ -216,8 +216,8 @@ def form_for(step: StepContext, plan: Plan) -> StepContext:
         step = with_logits(step, plan.logit_chunks)
     if plan.carried:
         step = with_carry(step, plan.carried)
-    if plan.summed:
-        step = with_sums(step)
+    if plan.summed or plan.pooled:
+        step = with_passes(step)
     if plan.kept is not None:
         step = with_loops(step, plan.kept, plan.segments)
     return _compressed(step, plan)
@@ -304,6 +304,8 @@ def _new_variant(
         name += f", {len(program.carried)} convolutions with what stands around them"
     if program.summed:
         name += f", {program.summed} passes for several sums each"
+    if program.pooled:
+        name += f", {program.pooled} max-pools with their index"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
     costs = corrected(step, program, form.costs)

@@ -125,6 +125,7 @@ class Captured:
             logit_chunks=like.logit_chunks,
             carried=like.carried,
             summed=like.summed,
+            pooled=like.pooled,
             bits=like.bits,
         )
         return dataclasses.replace(self, program=program)

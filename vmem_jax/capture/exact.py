@@ -25,7 +25,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -258,20 +257,12 @@ def _max_pool_overlap(editor: Editor) -> list[Applied]:
             or any(getattr(getattr(y.aval, "sharding", None), "spec", ()))
         ):
             continue
-        pool: Any = (params["window_dimensions"], params["window_strides"], params["padding"])
         # where a mask reads the pool's input in the backward pass, the index need not be held
         is_there = not editor.backward.isdisjoint({*editor.users(y)} - {i})
-        index, code = spliced(
-            lambda y, p=pool: overlap.window_index(p[0], p[1], p[2], y),
-            [y],
-            editor.eqns[forward[0]],
-        )
-        gradient, _ = spliced(
-            lambda g, c, p=pool, s=y.aval.shape: overlap.scatter(p[0], p[1], p[2], s, g, c),
-            [grad, code],
-            eqn,
-            eqn.outvars[0],
-        )
+        made = functools.partial(overlap.index_p.bind, **params)
+        index, code = spliced(made, [y], editor.eqns[forward[0]])
+        summed = functools.partial(overlap.gradient_p.bind, **params, shape=y.aval.shape)
+        gradient, _ = spliced(summed, [grad, code], eqn, eqn.outvars[0])
         editor.replaced[i] = [*index, *gradient] if is_there else gradient
         if not is_there:
             editor.inserted.setdefault(forward[0], []).extend(index)

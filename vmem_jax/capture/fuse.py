@@ -21,9 +21,9 @@ from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.draws import draws
 from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
+from vmem_jax.capture.overlap import is_made_apart
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
 from vmem_jax.capture.softmax import makes_exponentials
-from vmem_jax.capture.stencils import made_apart
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
@@ -102,8 +102,8 @@ class _Fuser:
             for i, eqn in enumerate(self.eqns):
                 if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, makers):
                     self.classes[i] = Class.REDUCE
-            for i in made_apart(self.eqns, self.classes, self.readers):
-                self.classes[i] = Class.REDUCE
+                elif is_made_apart(eqn):
+                    self.classes[i] = Class.REDUCE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:
                 self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE

@@ -41,6 +41,8 @@ _ON_GPU = _ON_CPU | {
     "carried_product",
     "dot_general",
     "normalising_convolution",
+    "pooled_windows",
+    "spread_windows",
     "summed_rows",
     BACKWARD,
     FORWARD,
@@ -48,6 +50,14 @@ _ON_GPU = _ON_CPU | {
 """What a library computes. Its result is an element of a tuple, with a workspace, on a GPU, and XLA
 reuses the memory of no such element for what reads it."""
 
+
+_OF_OURS = {
+    "carried_product": "carried",
+    "pooled_windows": "pooled",
+    "spread_windows": "spread",
+    "summed_rows": "summed",
+}
+"""The parameter of each kernel of ours that says what it computes, and how fast."""
 
 _SIZE_FIRST = 0.8
 """The share of its rate that a product of unaligned heads reaches where no loop carries these: XLA
@@ -257,10 +267,9 @@ class StepMaker:
         root = self.eqns[kernel.root]
         if root.primitive.name == "normalising_convolution" and self.is_gpu:
             return 1 / slowdown(root.params["convolution"])
-        if root.primitive.name == "carried_product" and self.is_gpu:
-            return float(root.params["carried"].efficiency)
-        if root.primitive.name == "summed_rows" and self.is_gpu:
-            return float(root.params["summed"].efficiency)
+        described = _OF_OURS.get(root.primitive.name)
+        if described is not None and self.is_gpu:
+            return float(root.params[described].efficiency)
         return efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0)
 
 

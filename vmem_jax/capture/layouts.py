@@ -391,7 +391,7 @@ _RULES: dict[str, _Rule] = {
     ),
     **dict.fromkeys(
         "reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add "
-        "select_and_gather_add".split(),
+        "select_and_gather_add window_index window_gradient".split(),
         _window,
     ),
     **dict.fromkeys(
@@ -435,6 +435,7 @@ _SIZED = {
     "reshape": "new_sizes",
     "slice": "limit_indices",
     "dynamic_slice": "slice_sizes",
+    "window_gradient": "shape",
 }
 """The parameter that has the shape of the result."""
 

@@ -11,15 +11,34 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.extend import core as jexc
+from jax.interpreters import mlir
+
+from vmem_jax.jax_compat import JaxprEqn
 
 Padding = Sequence[tuple[int, int]]
 
-_NONE = 255
+index_p = jexc.Primitive("window_index")
+"""`window_index` of a pool's input. Its parameters have the names of those of `reduce_window_max`."""
+
+gradient_p = jexc.Primitive("window_gradient")
+"""`scatter` of the gradient and the index, with the parameters of `index_p`, and `shape`."""
+
+NONE = 255
 """An index that no window has."""
+
+
+def is_made_apart(eqn: JaxprEqn) -> bool:
+    """Whether the result of `eqn` is an index that elements read of several windows each."""
+    params = eqn.params
+    return eqn.primitive is index_p and any(
+        w > s for w, s in zip(params["window_dimensions"], params["window_strides"], strict=True)
+    )
 
 
 def window_index(
@@ -35,10 +54,7 @@ def window_index(
       window, strides, padding: of the pool, one entry a dimension.
       y: the pool's input, floats.
     """
-    shape = [
-        (n + lo + hi - w) // s + 1
-        for n, w, s, (lo, hi) in zip(y.shape, window, strides, padding, strict=True)
-    ]
+    shape = _pooled(window, strides, padding, y.shape)
     padded = lax.pad(y, lax.full((), -np.inf, y.dtype), [(lo, hi, 0) for lo, hi in padding])
 
     def element(offset: Sequence[int]) -> jax.Array:
@@ -79,7 +95,7 @@ def scatter(
     counts = (-(-w // s) for w, s in zip(window, strides, strict=True))
     for back in itertools.product(*(range(n - 1, -1, -1) for n in counts)):
         of_window = functools.partial(_spread, strides, padding, shape, back)
-        chosen = lax.eq(of_window(index, _NONE), _place(window, strides, padding, shape, back))
+        chosen = lax.eq(of_window(index, NONE), _place(window, strides, padding, shape, back))
         total = lax.add(total, lax.select(chosen, of_window(grad, 0), lax.full_like(total, 0)))
     return total
 
@@ -92,7 +108,7 @@ def _place(
     back: Sequence[int],
 ) -> jax.Array:
     """Row-major index, as uint8, of each element in the window that begins `back` windows before the
-    last one that begins at or before it; `_NONE` where that window ends before the element."""
+    last one that begins at or before it; `NONE` where that window ends before the element."""
     place, inside = lax.full(shape, 0, np.int32), lax.full(shape, True, np.bool_)
     for d, (w, s, (low, _)) in enumerate(zip(window, strides, padding, strict=True)):
         if w == 1 == s:
@@ -102,7 +118,7 @@ def _place(
         place = place * np.int32(w) + along
         if (back[d] + 1) * s > w:
             inside = lax.bitwise_and(inside, lax.lt(along, np.int32(w)))
-    return lax.select(inside, place, lax.full(shape, _NONE, np.int32)).astype(np.uint8)
+    return lax.select(inside, place, lax.full(shape, NONE, np.int32)).astype(np.uint8)
 
 
 def _spread(
@@ -129,3 +145,49 @@ def _spread(
     spread = lax.reshape(lax.broadcast_in_dim(entries, split, outer), whole)
     ends = [start + n for start, n in zip(starts, shape, strict=True)]
     return lax.slice(spread, starts, ends)
+
+
+def _pooled(
+    window: Sequence[int], strides: Sequence[int], padding: Padding, shape: Sequence[int]
+) -> list[int]:
+    """The shape of the pooled value."""
+    every = zip(shape, window, strides, padding, strict=True)
+    return [(n + low + high - w) // s + 1 for n, w, s, (low, high) in every]
+
+
+@index_p.def_abstract_eval
+def _index_abstract(
+    y: Any, *, window_dimensions: Any, window_strides: Any, padding: Any
+) -> jax.core.ShapedArray:
+    shape = _pooled(window_dimensions, window_strides, padding, y.shape)
+    return jax.core.ShapedArray(shape, np.uint8)
+
+
+@gradient_p.def_abstract_eval
+def _gradient_abstract(grad: Any, index: Any, *, shape: Any, **_: Any) -> jax.core.ShapedArray:
+    del index
+    return jax.core.ShapedArray(shape, grad.dtype)
+
+
+def _index(y: jax.Array, *, window_dimensions: Any, window_strides: Any, padding: Any) -> jax.Array:
+    return window_index(window_dimensions, window_strides, padding, y)
+
+
+def _gradient(
+    grad: jax.Array,
+    index: jax.Array,
+    *,
+    window_dimensions: Any,
+    window_strides: Any,
+    padding: Any,
+    shape: Any,
+) -> jax.Array:
+    return scatter(window_dimensions, window_strides, padding, shape, grad, index)
+
+
+index_p.def_impl(lambda *given, **params: jax.jit(functools.partial(_index, **params))(*given))
+gradient_p.def_impl(
+    lambda *given, **params: jax.jit(functools.partial(_gradient, **params))(*given)
+)
+mlir.register_lowering(index_p, mlir.lower_fun(_index, multiple_results=False))
+mlir.register_lowering(gradient_p, mlir.lower_fun(_gradient, multiple_results=False))

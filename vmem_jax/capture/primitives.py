@@ -44,7 +44,7 @@ erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag integer_pow iota is_fini
 log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
 population_count pow real rem rev round rsqrt select_and_gather_add select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square sub tan tanh xor
-copy_p pack_bits unpack_bits
+copy_p pack_bits unpack_bits window_gradient window_index
 """.split()
 
 _REDUCE = """
@@ -56,7 +56,7 @@ ELEMENTWISE = (
     .difference(
         """
 broadcast broadcast_in_dim concatenate dynamic_slice gather iota pack_bits pad rev
-select_and_gather_add slice split unpack_bits
+select_and_gather_add slice split unpack_bits window_gradient window_index
 """.split()
     )
     .union(
@@ -123,8 +123,21 @@ def _dot_flops(eqn: JaxprEqn) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contract)
 
 
+_POOLED, _INDEXED, _GATHERED = 25, 50, 30
+"""Operations of XLA:GPU for an element of a window that is pooled, or in which the largest is found,
+and for a window that an element lies in: what its kernels of 3 x 3 windows take on an H200, each
+element read by itself under a test of the padding (`benchmarks/pools.py`)."""
+
+
 def _window_flops(eqn: JaxprEqn) -> int:
-    return math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.params["window_dimensions"])
+    each = _INDEXED if eqn.primitive.name == "window_index" else _POOLED
+    return each * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.params["window_dimensions"])
+
+
+def _windows_flops(eqn: JaxprEqn) -> int:
+    sizes = zip(eqn.params["window_dimensions"], eqn.params["window_strides"], strict=True)
+    windows = math.prod(-(-w // s) for w, s in sizes)
+    return _GATHERED * math.prod(eqn.outvars[0].aval.shape) * windows
 
 
 def _scan_flops(eqn: JaxprEqn) -> int:
@@ -140,6 +153,8 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "reduce_window_max": _window_flops,
     "reduce_window_sum": _window_flops,
     "reduce_window": _window_flops,
+    "window_index": _window_flops,
+    "window_gradient": _windows_flops,
     "scan": _scan_flops,
     cudnn_attention.FORWARD: cudnn_attention.flops,
     cudnn_attention.BACKWARD: cudnn_attention.flops,

@@ -363,7 +363,7 @@ _NESTED: dict[str, Callable[..., tuple[list[Split], list[bool]]]] = {
 
 _WINDOWS = frozenset(
     "cumsum cumprod cummax cummin cumlogsumexp reduce_window_max reduce_window_sum reduce_window "
-    "select_and_scatter_add select_and_gather_add".split()
+    "select_and_scatter_add select_and_gather_add window_index window_gradient".split()
 )
 """Split as their operands are, along the dimensions that no window runs over."""
 

@@ -36,7 +36,7 @@ _CONVOLUTIONS = (
     "normalising_convolution",
 )
 
-_SLOWER = ("normalising_convolution", "summed_rows")
+_SLOWER = ("normalising_convolution", "pooled_windows", "spread_windows", "summed_rows")
 """Operations that take longer by their efficiency whatever bounds them."""
 
 LEAST_BUSY = 1.0

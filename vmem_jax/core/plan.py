@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 17
+FORMAT = 18
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -63,7 +63,7 @@ def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list
 def form_of(one: Program | Plan) -> Hashable:
     """What distinguishes the forms of a step, but for sub-batches and compression: programs of
     several forms may be equal, of other jaxprs."""
-    return one.kept, one.segments, one.logit_chunks, one.carried, one.summed, one.bits
+    return one.kept, one.segments, one.logit_chunks, one.carried, one.summed, one.pooled, one.bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Plan:
         with a workspace that is not known.
       sub_batches: how often the steps on samples run, each time for a part of the batch.
       options: the compiler's options beside those of every step, as pairs (name, whether it is on).
-      compressed, kept, segments, logit_chunks, carried, summed, bits, sub_batch_size: the same
-        fields of the program that it was made for.
+      compressed, kept, segments, logit_chunks, carried, summed, pooled, bits, sub_batch_size: the
+        same fields of the program that it was made for.
     """
 
     program: str
@@ -108,6 +108,7 @@ class Plan:
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
     summed: int = 0
+    pooled: int = 0
     bits: bool = False
     sub_batch_size: int | None = None
     options: tuple[tuple[str, bool], ...] = ()
@@ -158,6 +159,7 @@ class Plan:
         count = len(self.carried)
         moved += f", {count} convolutions with what stands around them" if count else ""
         moved += f", {self.summed} passes for several sums each" if self.summed else ""
+        moved += f", {self.pooled} max-pools with their index" if self.pooled else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -232,6 +234,7 @@ class Plan:
             "logit_chunks": _is_int(values["logit_chunks"]) and values["logit_chunks"] > 0,
             "carried": isinstance(values["carried"], list) and all(map(_is_int, values["carried"])),
             "summed": _is_int(values["summed"]) and values["summed"] >= 0,
+            "pooled": _is_int(values["pooled"]) and values["pooled"] >= 0,
             "bits": isinstance(values["bits"], bool),
             "sub_batch_size": values["sub_batch_size"] is None
             or (_is_int(values["sub_batch_size"]) and values["sub_batch_size"] > 0),
@@ -334,6 +337,7 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         logit_chunks=program.logit_chunks,
         carried=program.carried,
         summed=program.summed,
+        pooled=program.pooled,
         bits=program.bits,
         sub_batch_size=program.sub_batch_size,
     )

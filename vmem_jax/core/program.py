@@ -207,6 +207,7 @@ class Program:
       carried: of the convolutions that can carry what stands around them, in their order, the indices
         of those that do.
       summed: how many passes compute several sums each.
+      pooled: how many max-pools compute their index, too.
       bits: whether masks wait for the backward pass in bits.
       on_gpu: whether it is compiled for a GPU.
     """
@@ -223,6 +224,7 @@ class Program:
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
     summed: int = 0
+    pooled: int = 0
     bits: bool = False
     sub_batch_size: int | None = None
     last_nbytes: tuple[int, ...] = ()

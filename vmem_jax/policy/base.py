@@ -148,6 +148,7 @@ def finish(
         logit_chunks=program.logit_chunks,
         carried=program.carried,
         summed=program.summed,
+        pooled=program.pooled,
         bits=program.bits,
         sub_batch_size=program.sub_batch_size,
     )

@@ -6,7 +6,8 @@ normalisation, a ReLU and a residual sum before a convolution, the statistics of
 behind it, and in the backward pass both gradients and the sums of the batch norm before. Their values
 are the same but for the order of sums. A normalised value that only such kernels read is not written,
 and not kept. A form of the step has the one or the other; the search takes the fastest. In each, one
-pass makes all sums of the gradient behind a ReLU that is left, where XLA makes two.
+pass makes all sums of the gradient behind a ReLU that is left, where XLA makes two, and a max-pool
+whose windows overlap has one kernel for its result and its index, and one for its gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.carried import Carrying, find_carrying
 from vmem_jax.capture.normalising import Normalising, find_normalising
+from vmem_jax.capture.pooling import find_pooling
 from vmem_jax.capture.summing import find_summing
 from vmem_jax.conv.carrying import Way, by_xla, ways
 from vmem_jax.core.convolution import Convolution
@@ -26,6 +28,8 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.rewrite.carried import describe, with_carried
 from vmem_jax.rewrite.normalising import with_normalising
+from vmem_jax.rewrite.pooling import describe as describe_pool
+from vmem_jax.rewrite.pooling import with_pooling
 from vmem_jax.rewrite.summing import describe as describe_sums
 from vmem_jax.rewrite.summing import with_summing
 from vmem_jax.techniques.base import AbstractTechnique
@@ -56,13 +60,14 @@ class Carry(AbstractTechnique):
             return "it runs on several devices"
         if (step.settings.sub_batches or 1) > 1:
             return "the kernels that carry need all samples at once, and `sub_batches` is given"
-        if with_sums(step) is not step:
+        if with_passes(step) is not step:
             return ""
         found = _found(step)
         if not found.products and not found.normalising:
             return (
                 "no 1×1 convolution in 16 bits, channels last, stands beside elementwise work, no "
-                "other in float16 beside a batch norm, and no ReLU's gradient in 16 bits has two sums"
+                "other in float16 beside a batch norm, no ReLU's gradient in 16 bits has two sums, "
+                "and no max-pool in 16 bits has windows that overlap"
             )
         if not _choices(step):
             return "no kernel for convolutions of these widths is known to be faster"
@@ -80,13 +85,26 @@ def carry_contexts(step: StepContext) -> list[StepContext]:
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
-    forms = [with_sums(form(chosen)) for chosen in _choices(step)]
-    return forms or [with_sums(step)]
+    forms = [with_passes(form(chosen)) for chosen in _choices(step)]
+    return forms or [with_passes(step)]
 
 
-def with_sums(step: StepContext) -> StepContext:
-    """`step` with one pass for the sums that its kernel can compute together; itself without such."""
-    return step.cached("sums", lambda: _with_sums(step))
+def with_passes(step: StepContext) -> StepContext:
+    """`step` with one kernel for each overlapping max-pool and its index, and one pass for the sums
+    that its kernel can compute together; itself without such."""
+    return step.cached("sums", lambda: _with_sums(_with_pools(step)))
+
+
+def _with_pools(step: StepContext) -> StepContext:
+    captured, on_gpu = step.traced.captured, step.platform == "gpu"
+    eqns = compat.open_jaxpr(captured.separate).eqns
+    described = ((each, describe_pool(each, eqns)) for each in find_pooling(captured.separate))
+    both = lambda pooled: [pooled.tiling, pooled.spread.tiling]
+    fits = lambda pooled: pooled is not None and not (on_gpu and None in both(pooled))
+    found = [each for each, pooled in described if fits(pooled)]
+    if not found:
+        return step
+    return _with(step, with_pooling(captured.separate, found), pooled=len(found))
 
 
 def _with_sums(step: StepContext) -> StepContext:
