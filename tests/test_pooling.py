@@ -75,6 +75,21 @@ def test_a_pool_reads_what_exists_and_keeps_its_bits(name):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_kernel_has_no_maximum_of_tritons():
+    """Which returns the other operand for a NaN."""
+    flat, [each] = found_in(stem())
+    described = describe(each, compat.open_jaxpr(flat).eqns)
+    assert described is not None
+    given = [v.aval for v in (*each.tile.rows, *each.tile.vectors)]
+    names = lambda closed: {eqn.primitive.name for eqn in compat.open_jaxpr(closed).eqns}
+    [raw, *vectors] = (jnp.ones((8, aval.shape[-1]), aval.dtype) for aval in given)
+    vectors = [v[:1] for v in vectors]
+    assert "max" in {eqn.primitive.name for eqn in described.elementwise.equations}
+    assert "max" not in names(jax.make_jaxpr(described.elementwise)(raw, *vectors))
+    [made] = described.elementwise(raw.at[2, 3].set(jnp.nan), *vectors)
+    assert np.isnan(made[2, 3]) and np.isnan(made).sum() == 1
+
+
 @pytest.mark.parametrize("name", NONE)
 def test_what_xla_does_as_well_is_left_alone(name):
     assert not found_in(stem(**NONE[name]))[1]

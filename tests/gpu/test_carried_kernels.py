@@ -6,11 +6,15 @@ import jax
 import numpy as np
 import pytest
 import test_carried as networks
+import test_pooling as pools
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.carried import find_carrying
+from vmem_jax.capture.pooling import find_pooling
 from vmem_jax.capture.summing import find_summing
 from vmem_jax.rewrite.carried import with_carried
+from vmem_jax.rewrite.pooling import with_pooling
 from vmem_jax.rewrite.summing import with_summing
 
 pytestmark = pytest.mark.gpu
@@ -57,3 +61,22 @@ def test_one_pass_sums_as_near_to_float32_as_several(case):
     ours = with_summing(flat, find_summing(flat))
     assert len(kernels(ours, "summed")) == 5
     assert_as_near(ours, flat, args, 1.2)
+
+
+@pytest.mark.parametrize("name", ["carried", "summed", "pooled"])
+def test_a_nan_is_not_hidden(case, name):
+    """By a ReLU in a kernel of Triton, whose maximum returns the other operand."""
+    step, (params, x) = case
+    if name == "pooled":
+        step, (params, x) = pools.stem(side=56)
+    args = params, x.at[0, 3, 3].set(np.nan)
+    flat = networks.found_in((step, args))[0]
+    find, rewrite = {
+        "carried": (find_carrying, with_carried),
+        "summed": (find_summing, with_summing),
+        "pooled": (find_pooling, with_pooling),
+    }[name]
+    ours = rewrite(flat, find(flat))
+    assert kernels(ours, name)
+    *_, loss = jax.jit(jaxpr_as_fun(ours))(*jax.tree.leaves(args))
+    assert np.isnan(loss)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -91,9 +91,28 @@ class Elementwise:
                 values[out] = operands[0]
             elif eqn.primitive.name == "add_any":
                 values[out] = operands[0] + operands[1]
+            elif eqn.primitive.name in _WITH_NAN:
+                values[out] = _WITH_NAN[eqn.primitive.name](*operands)
             else:
                 values[out] = eqn.primitive.bind(*operands, **eqn.params)
         return [read(v) for v in self.made]
+
+
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.where((a <= b) | (b != b), b, a)
+
+
+def _smaller(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.where((a >= b) | (b != b), b, a)
+
+
+_WITH_NAN: dict[str, Callable[..., jax.Array]] = {
+    "max": _larger,
+    "min": _smaller,
+    "clamp": lambda low, x, high: _smaller(_larger(x, low), high),
+}
+"""What a NaN goes through: Pallas for Triton returns the other operand for one, so that a ReLU would
+hide it (JAX 0.10.2 to 0.12)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
