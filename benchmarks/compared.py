@@ -90,16 +90,17 @@ def compared_steps(name: str, model: str) -> list[Compared]:
     last: dict[str, Compared] = {}
     plain: Record | None = None
     lines = [r for r in records.lines(RESULTS / f"{name}.jsonl") if r["model"] == model]
+    network, _, dtype = model.partition("_")
     for line in lines:
         if line["commit"] != lines[-1]["commit"] or "note" in line or "ms" not in line:
             continue
         way = line["way"]
         share = float(way) if way.replace(".", "").isdigit() else None
         row = Record(
-            model=model,
+            model=network,
             batch=line["batch"],
             image=0,
-            dtype="bfloat16",
+            dtype=dtype or "bfloat16",
             optimizer="momentum",
             variant=way if share is None else "auto",
             budget=share,

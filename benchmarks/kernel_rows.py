@@ -1,4 +1,4 @@
-"""The tables of docs/rows/benchmarks.md from the rows of `kernel_table.py` and `sums.py`."""
+"""The tables of docs/rows/benchmarks.md of `kernel_table.py`, `sums.py` and `pools.py`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,30 @@ def sums_tables(folder: Path = RESULTS) -> str:
         ]
         header = ["sums", "XLA", "one kernel", "XLA, gradient", "one kernel, gradient", "TB/s"]
         parts.append(f"\n## {path.name}\n\n{SUMS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+POOLS = """Microseconds of a max-pool of 3 × 3 windows behind a batch norm and a ReLU, with its index,
+and of its gradient, by XLA's passes and by one kernel, by `python benchmarks/pools.py`.
+"""
+
+
+def pools_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file that have the usual tiling."""
+    parts = []
+    for path in sorted(folder.glob("pools_*.jsonl")):
+        lines = [
+            [
+                "{batch} of {layer}, {dtype}, {half}".format(**row),
+                *(f"{row[name]:.0f}" for name in ("xla_us", "us")),
+                f"{row['nbytes'] / row['us'] / 1e6:.2f}",
+                "yes" if row["same"] else "no",
+            ]
+            for row in records.lines(path)
+            if row["usual"]
+        ]
+        header = ["images", "XLA", "one kernel", "TB/s", "the same values"]
+        parts.append(f"\n## {path.name}\n\n{POOLS}\n" + grid(header, lines))
     return "".join(parts)
 
 

@@ -39,10 +39,16 @@ def _recomputing() -> list[Compared]:
     return latest([*rows, *timed])
 
 
+def _others(name: str) -> list[Compared]:
+    """The rows of a file but for steps that `recompute` has of newer code."""
+    newer = {each.step for each in _recomputing() if each.row.model in RESNETS}
+    return [each for each in compared(name) if each.step not in newer]
+
+
 def transfers() -> str:
     """Plans that move beside plans that may not, at the tightest budgets of each network."""
     wanted = {"33%", "20%", "35%", "25%", "30%"}
-    rows = [each for each in latest(compared("h200_transfers")) if each.asked in wanted]
+    rows = [each for each in latest(_others("h200_transfers")) if each.asked in wanted]
     variants = ("auto", "auto:recompute", "auto:offload")
     moving = {(e.step, e.asked) for e in rows if e.row.variant in variants and e.row.moved_nbytes}
     rows = [each for each in rows if (each.step, each.asked) in moving]
@@ -65,7 +71,7 @@ def compression() -> str:
 
 def convolutions() -> str:
     """Plans with and without cuDNN's configurations; equal ones are left out."""
-    rows = latest(compared("h200_convolutions"))
+    rows = latest(_others("h200_convolutions"))
     changed = {(e.step, e.asked) for e in rows if e.row.divided or e.row.outcome != "ok"}
     return lines_of([each for each in rows if (each.step, each.asked) in changed], "divided")
 
@@ -87,6 +93,10 @@ _STEPS = {
     "vit": "ViT-L/16, dropout, scanned ({batch})",
     "resnet": "ResNet-152, scanned ({batch})",
     "resnet50": "ResNet-50 ({batch})",
+    "resnet50_float16": "ResNet-50 in float16 ({batch})",
+    "resnet152": "ResNet-152 ({batch})",
+    "resnet152_float16": "ResNet-152 in float16 ({batch})",
+    "lstm": "LSTM ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
     "convnext": "ConvNeXt-B ({batch})",
     "unet": "U-Net of latent diffusion ({batch})",
@@ -305,7 +315,7 @@ def planning() -> str:
     return "\n" + grid([f"of {len(rows)} cases", "median", "largest"], lines)
 
 
-RESNETS = ("resnet50", "resnet152")
+RESNETS = ("resnet50", "resnet50_float16", "resnet152", "resnet152_float16")
 
 README = {
     "VGG-16 (256)": ("vgg16", 256, "bfloat16", ("50%", "30%")),

@@ -5,7 +5,7 @@
 
 A row is of one layer and one half of the work: "pool" is the pooled value and its index of what is
 normalised, "spread" the gradient of what is normalised. It has microseconds of XLA's passes and of
-the kernel, the bytes that a kernel reads and writes, and whether the results have the same bits. With
+the kernel, the bytes that a kernel reads and writes, and whether the results are the same. With
 --tilings also those of other tilings.
 """
 
@@ -119,7 +119,7 @@ def rows(side: int, channels: int, dtype: Any) -> Iterator[dict[str, Any]]:
                 "nbytes": moved,
                 "tiling": [tiling.rows, tiling.columns, tiling.warps],
                 "usual": tiling == usual,
-                "same_bits": same,
+                "same": same,
             }
 
 
