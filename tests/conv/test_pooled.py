@@ -78,7 +78,7 @@ def test_tiles_that_do_not_divide_are_refused():
     x, factor, grad = _case(windows, "float16")
     with pytest.raises(ValueError, match="do not divide 140 rows of 32 channels"):
         pooled_in_tiles(_made, windows, [_flat(x)], [factor], tiling)
-    with pytest.raises(ValueError, match="do not divide 192 rows"):
+    with pytest.raises(ValueError, match="do not divide 192 groups"):
         spread_in_tiles(windows, _flat(grad), _flat(grad), tiling)
 
 

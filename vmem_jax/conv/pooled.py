@@ -23,7 +23,7 @@ from jax.extend import core as jexc
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import overlap
 from vmem_jax.conv.carried import Elementwise
-from vmem_jax.conv.triton import divided, register
+from vmem_jax.conv.triton import register, tiles_of
 
 pooled_p = jexc.Primitive("pooled_windows")
 pooled_p.multiple_results = True
@@ -47,8 +47,7 @@ class Tiling:
 
     rows: int
     columns: int
-    warps: int = _WARPS
-    programs: int = _MOST
+    warps: int
 
 
 def tiling_of(rows: int, channels: int, pixels: int) -> Tiling | None:
@@ -150,7 +149,7 @@ def pooled_in_tiles(
     w, (high, wide) = windows, windows.pooled
     count, channels = rows[0].shape
     made = count // (w.height * w.width) * high * wide
-    tiles, _ = divided(tiling, made, channels, f"{made} rows of {channels} channels")
+    tiles = tiles_of(tiling, made, channels, f"{made} rows of {channels} channels")
     one = lambda x: jax.ShapeDtypeStruct((1, channels), x.dtype)
     [value] = jax.eval_shape(make, *map(one, (*rows, *vectors)))
     shapes = [jax.ShapeDtypeStruct((made, channels), d) for d in (value.dtype, np.uint8)]
@@ -216,7 +215,8 @@ def spread_in_tiles(
     w, (high, wide), (down, across) = windows, windows.pooled, windows.groups
     count, channels = grad.shape
     images = count // (high * wide)
-    tiles, _ = divided(tiling, images * down * across, channels, f"{images * down * across} rows")
+    groups = images * down * across
+    tiles = tiles_of(tiling, groups, channels, f"{groups} groups of {channels} channels")
     along = [w.around(0), w.around(1)]
     whole = down * w.strides[0] == w.height and across * w.strides[1] == w.width
 

@@ -15,32 +15,42 @@ from jax.interpreters import mlir
 from vmem_jax import jax_compat as compat
 
 
-class Tiled(Protocol):
-    """How rows and columns are divided among programs: tiles of so many of each, and so many programs
-    at the most for each block of columns."""
+class Tile(Protocol):
+    """So many rows and columns."""
 
     @property
     def rows(self) -> int: ...
     @property
     def columns(self) -> int: ...
+
+
+class Tiled(Tile, Protocol):
+    """How rows and columns are divided among programs: tiles of so many of each, and so many programs
+    at the most for each block of columns."""
+
     @property
     def programs(self) -> int: ...
 
 
-def divided(tiling: Tiled, rows: int, columns: int, what: str) -> tuple[int, int]:
-    """(tiles, programs) of each block of columns.
+def tiles_of(tile: Tile, rows: int, columns: int, what: str) -> int:
+    """The tiles of each block of columns.
 
     Args:
       what: is divided, for people.
 
     Raises:
-      ValueError: `tiling` does not divide it.
+      ValueError: `tile` does not divide it.
     """
-    if rows % tiling.rows or columns % tiling.columns:
+    if rows % tile.rows or columns % tile.columns:
         raise ValueError(
-            f"tiles of {tiling.rows} rows and {tiling.columns} columns do not divide {what}."
+            f"tiles of {tile.rows} rows and {tile.columns} columns do not divide {what}."
         )
-    tiles = rows // tiling.rows
+    return rows // tile.rows
+
+
+def divided(tiling: Tiled, rows: int, columns: int, what: str) -> tuple[int, int]:
+    """(tiles, programs) of each block of columns; the arguments and errors of `tiles_of`."""
+    tiles = tiles_of(tiling, rows, columns, what)
     return tiles, min(tiling.programs, tiles)
 
 
