@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture import overlap
 from vmem_jax.capture.tiles import Tile, Tiles, convolves_in
 from vmem_jax.jax_compat import ClosedJaxpr, Var
@@ -37,7 +38,8 @@ class Pooling:
 
 def find_pooling(flat: ClosedJaxpr) -> tuple[Pooling, ...]:
     """The pools of `flat`, in its order."""
-    return tuple(_Finder(flat).found()) if convolves_in(flat, DTYPES) else ()
+    has_one = any(eqn.primitive is overlap.index_p for eqn in compat.open_jaxpr(flat).eqns)
+    return tuple(_Finder(flat).found()) if has_one and convolves_in(flat, DTYPES) else ()
 
 
 class _Finder(Tiles):

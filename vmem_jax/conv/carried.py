@@ -4,10 +4,10 @@ On an NVIDIA GPU it is one kernel (`conv.products`), where one is known for its 
 elsewhere XLA's passes. Its operands and results are those of the step: images, channels last, and
 kernels as the convolutions take and give them.
 
-Neither cuDNN (9.19) nor CUTLASS (4.2.0) has convolutions in bfloat16 with a scale, a bias and a ReLU of
-the operand: CUTLASS's compute these by `fma.rn.f16x2.relu` on the bits of whatever type they are made
-for (`FpropScaleBiasReluTransform` and `WgradScaleBiasReluTransform`). 3×3 convolutions in bfloat16 read
-what a pass has normalised.
+Neither cuDNN (9.19) nor CUTLASS (4.2.0) has convolutions in bfloat16 with a scale, a bias and a ReLU
+of the operand: CUTLASS's compute these by `fma.rn.f16x2.relu` on the bits of whatever type they are
+made for (`FpropScaleBiasReluTransform`, `WgradScaleBiasReluTransform`). 3×3 convolutions in bfloat16
+read what a pass has normalised.
 """
 
 from __future__ import annotations
