@@ -146,7 +146,7 @@ def pooled_in_tiles(
     """
     from jax.experimental import pallas as pl
 
-    w, (high, wide) = windows, windows.pooled
+    w, (high, wide), c = windows, windows.pooled, tiling.columns
     count, channels = rows[0].shape
     made = count // (w.height * w.width) * high * wide
     tiles = tiles_of(tiling, made, channels, f"{made} rows of {channels} channels")
@@ -176,11 +176,10 @@ def pooled_in_tiles(
             new = element(offset)
             keep = best >= new
             found, best = jnp.where(keep, found, k), jnp.where(keep, best, new)
-            is_nan |= new != new  # which what follows replaces
+            is_nan |= new != new  # the scan replaces a NaN by what follows it
         pooled[pl.ds(here, tiling.rows), columns] = jnp.where(is_nan, jnp.nan, best)
         index[pl.ds(here, tiling.rows), columns] = found.astype(jnp.uint8)
 
-    c = tiling.columns
     return pl.pallas_call(
         kernel,
         out_shape=shapes,
@@ -213,7 +212,7 @@ def spread_in_tiles(
     from jax.experimental.pallas import triton
 
     w, (high, wide), (down, across) = windows, windows.pooled, windows.groups
-    count, channels = grad.shape
+    c, (count, channels) = tiling.columns, grad.shape
     images = count // (high * wide)
     groups = images * down * across
     tiles = tiles_of(tiling, groups, channels, f"{groups} groups of {channels} channels")
@@ -245,7 +244,6 @@ def spread_in_tiles(
                 mask = jnp.broadcast_to(inside[:, None], total.shape)
                 triton.store(out.at[at, columns], total, mask=mask)
 
-    c = tiling.columns
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((images * w.height * w.width, channels), grad.dtype),
@@ -256,6 +254,7 @@ def spread_in_tiles(
 
 
 def _shifts(around: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """Those of all pixels of a group, as `Windows.around` has them."""
     return sorted({shift for each in around for shift, _ in each})
 
 
