@@ -85,13 +85,10 @@ def rows(side: int, channels: int, dtype: Any) -> Iterator[dict[str, Any]]:
     back, spread = microseconds(jax.jit(spreads), grad, index)
     pixels, made = batch * side * side, grad.size // channels
     each = {
-        "pool": (by_xla + of_index, (pooled, index)),
-        "spread": (back, spread),
+        "pool": (by_xla + of_index, (pooled, index), tiling_of(made, channels, pixels)),
+        "spread": (back, spread, Spread(windows, x.shape).tiling),
     }
-    for name, (xla, expected) in each.items():
-        usual = tiling_of(made, channels, pixels)
-        if name == "spread":
-            usual = Spread(windows, x.shape).tiling
+    for name, (xla, expected, usual) in each.items():
         assert usual is not None
         others = [usual]
         if FLAGS.tilings:

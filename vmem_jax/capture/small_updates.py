@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from vmem_jax.capture.fuse import Kernel
@@ -125,14 +125,14 @@ def _updates(
         made = {v for each in update for v in kernels[each].writes}
         is_read_elsewhere = any(readers.get(v, set()) - update for v in made)
         whole = _joined([kernels[each] for each in sorted(update)])
-        if not is_read_elsewhere and gradients(whole, maker):
+        if not is_read_elsewhere and gradients(whole.reads, whole.writes[0], maker):
             yield sorted(update)
 
 
-def gradients(whole: Kernel, made: Collection[Var]) -> list[Var]:
-    """What an update reads of the size that it writes, of what the step made."""
-    size = math.prod(_shape(whole))
-    return [v for v in whole.reads if v in made and math.prod(_shape_of(v)) == size]
+def gradients(reads: Iterable[Var], written: Var, made: Container[Var]) -> list[Var]:
+    """What an update that writes `written` reads of that size, of what the step `made`."""
+    size = math.prod(_shape_of(written))
+    return [v for v in reads if v in made and math.prod(_shape_of(v)) == size]
 
 
 def _joined(parts: Sequence[Kernel]) -> Kernel:

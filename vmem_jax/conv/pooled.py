@@ -344,13 +344,19 @@ def _spread_abstract(grad: Any, index: Any, *, spread: Spread) -> Any:
     return jax.core.ShapedArray(spread.shape, grad.dtype)
 
 
-def _pooled_by_passes(*operands: jax.Array, pooled: Pooled) -> list[jax.Array]:
-    each = pooled.elementwise
-    shape = each.made[0].aval.shape
-    count = len(each.rows)
+def _flat(
+    pooled: Pooled, operands: Sequence[jax.Array]
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """Rows (pixels, channels) and vectors (channels,) of the operands."""
+    count = len(pooled.elementwise.rows)
     rows = [x.reshape(pooled.read) for x in operands[:count]]
-    [made] = each(*rows, *(x.reshape(1, -1) for x in operands[count:]))
-    made = made.reshape(shape)
+    return rows, [x.reshape(-1) for x in operands[count:]]
+
+
+def _pooled_by_passes(*operands: jax.Array, pooled: Pooled) -> list[jax.Array]:
+    rows, vectors = _flat(pooled, operands)
+    [made] = pooled.elementwise(*rows, *(v[None, :] for v in vectors))
+    made = made.reshape(pooled.spread.shape)
     size, strides, padding = pooled.windows.whole
     largest = lax.reduce_window(made, -jnp.inf, lax.max, size, strides, padding)
     return [largest, overlap.window_index(size, strides, padding, made)]
@@ -364,11 +370,8 @@ def _pooled_on_cuda(*operands: jax.Array, pooled: Pooled) -> list[jax.Array]:
     tiling = pooled.tiling
     if tiling is None:
         return _pooled_by_passes(*operands, pooled=pooled)
-    each = pooled.elementwise
-    count = len(each.rows)
-    rows = [x.reshape(pooled.read) for x in operands[:count]]
-    vectors = [x.reshape(-1) for x in operands[count:]]
-    made = pooled_in_tiles(each, pooled.windows, rows, vectors, tiling)
+    rows, vectors = _flat(pooled, operands)
+    made = pooled_in_tiles(pooled.elementwise, pooled.windows, rows, vectors, tiling)
     return [x.reshape(pooled.made) for x in made]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.capture import Captured
 from vmem_jax.capture.convolutions import Behind, Matched, match, match_epilogue
+from vmem_jax.capture.small_updates import gradients
 from vmem_jax.conv.fused import fused_convolution
 from vmem_jax.conv.primitive import micro_convolution
 from vmem_jax.core.convolution import Configuration
@@ -218,8 +219,8 @@ class _Rewriter:
 
         XLA:GPU makes one kernel of chains that read one array (`capture.small_updates`).
         """
-        size_of: Callable[[Var], int] = lambda v: math.prod(getattr(v.aval, "shape", ()))
-        size = size_of(self.variables[step.writes[0]])
+        written = self.variables[step.writes[0]]
+        size = math.prod(getattr(written.aval, "shape", ()))
         like = self.opened.eqns[step.equations[-1]]
         if size not in self.shared:
             true = lambda: lax.optimization_barrier(jnp.ones(size, bool))
@@ -228,8 +229,7 @@ class _Rewriter:
         taken = lambda here, x: lax.select(here.reshape(x.shape), x, lax.full_like(x, 0))
         return {
             v: self.calls.bind(taken, [self.shared[size], self.current[v]], like)[0]
-            for v in made
-            if size_of(v) == size
+            for v in gradients(made, written, made)
         }
 
     def _behind(self, s: int) -> Behind | None:
