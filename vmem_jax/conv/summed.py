@@ -53,7 +53,8 @@ _ELEMENTS = 2048
 _WARPS = 4
 _PROGRAMS = 528
 """Four to each of 132 multiprocessors of an H100 or an H200. With twice as many, and tiles twice as
-large, an H200 takes 1.14 to 1.43 times as long for ResNet-152's layers of 14 × 14 and 28 × 28."""
+large, an H200 takes 1.14 to 1.43 times as long for ResNet-152's layers of 14 × 14 and 28 × 28
+(`benchmarks/results/summed_tilings_h200.jsonl`)."""
 _EFFICIENCY = 0.9
 """The share of the memory's rate: 0.91 to 0.97 of large arrays in a step of ResNet-50 on an H100,
 less of small ones and of those with five sums; 0.86 of all bytes."""
