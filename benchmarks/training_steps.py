@@ -8,7 +8,8 @@ The networks and what is picked by hand are in `step_models`. A way is one of th
 policies; or BUDGET, POLICY, POLICY@BUDGET, each with *PARTS behind it for so many sub-batches. A
 budget is a size, a share of plain's need, or "@" and a way by hand, for what that one compiled to;
 without a budget it is what plain needs. Without a policy it is `auto`. "lowest" is `auto` at its
-minimum peak, compiled and not timed.
+minimum peak, compiled and not timed. "torch.compile" is of the unrolled ResNets; torch.compile@SHARE
+has that activation memory budget. It runs in a process of its own (`torch_resnet`).
 
 All ways run in one process and take turns, block by block, on one donated state. A row has the
 median, the least and the most milliseconds a step of a way over its blocks, what the compiler says
@@ -43,6 +44,7 @@ import jax.numpy as jnp
 import records
 from absl import app, flags
 from locks import held
+from peers import Peer
 from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, UNROLLED, Training
 from traces import traced
 
@@ -58,6 +60,9 @@ WHOLE = 2**18
 
 LOWEST = "lowest"
 """The way that is `auto` at its minimum peak."""
+
+TORCH = "torch.compile"
+"""The way that is `torch.compile`."""
 
 WAY = re.compile(
     r"(?:(?P<policy>[a-z]+)@?)?(?P<budget>@[a-z_]+|[\d.]+(?:[KMG]iB)?)?(?:\*(?P<parts>\d+))?"
@@ -98,6 +103,8 @@ def main(_: Any) -> None:
             try:
                 if way in POLICIES or way == SEGMENTS:
                     steps[way], found = _by_hand(make(way).step, state, data)
+                elif way.partition("@")[0] == TORCH:
+                    steps[way], found = _by_torch(way, batch)
                 elif way == LOWEST:
                     found = _lowest(given.step, state, data)
                 else:
@@ -167,6 +174,14 @@ def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
     return compiled, {"gib": need_nbytes(compiled) / 2**30}
 
 
+def _by_torch(way: str, batch: int) -> tuple[Peer, dict[str, Any]]:
+    """The process of a network by `torch.compile`; and what its row says."""
+    name, _, dtype = FLAGS.model.partition("_")
+    peer = Peer(name, str(batch), dtype or "bfloat16", way.partition("@")[2] or "1")
+    found = dict(peer.about)
+    return peer, {"gib": found.pop("nbytes") / 2**30, **found}
+
+
 def _lowest(step: Callable, *args: Any) -> dict[str, Any]:
     """What the row of the step at its minimum peak says."""
     options = {"donate_argnums": 0, "allow": FLAGS.allow, "profile": FLAGS.profile}
@@ -219,6 +234,8 @@ def _time(
     """Adds to each row what its way takes."""
     state = None
     for way, step in [*steps.items()]:
+        if isinstance(step, Peer):
+            continue
         del state
         state = start(jax.random.key(0))
         try:
@@ -237,6 +254,9 @@ def _time(
     blocks: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(FLAGS.rounds):
         for way, step in steps.items():
+            if isinstance(step, Peer):
+                blocks[way].append(step.block(FLAGS.steps))
+                continue
             state, loss = step(state, data)
             jax.block_until_ready(loss)
             begun = time.perf_counter()
@@ -244,6 +264,9 @@ def _time(
                 state, loss = step(state, data)
             jax.block_until_ready((state, loss))
             blocks[way].append(1e3 * (time.perf_counter() - begun) / FLAGS.steps)
+    for peer in steps.values():
+        if isinstance(peer, Peer):
+            peer.close()
     for way, ms in blocks.items():
         rows[way] |= {"ms": statistics.median(ms), "ms_least": min(ms), "ms_most": max(ms)}
         if "plain" in blocks:
