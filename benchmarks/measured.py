@@ -96,6 +96,8 @@ _STEPS = {
     "resnet50_float16": "ResNet-50 in float16 ({batch})",
     "resnet152": "ResNet-152 ({batch})",
     "resnet152_float16": "ResNet-152 in float16 ({batch})",
+    "googlenet": "GoogLeNet ({batch})",
+    "inception4": "Inception-v4 ({batch})",
     "lstm": "LSTM ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
     "convnext": "ConvNeXt-B ({batch})",

@@ -380,7 +380,7 @@ def resnet(hand: str, batch: int, layers: int = 36, width: int = 64, **options: 
     return _trained(loss, init, _images(batch), optax.sgd(0.1, momentum=0.9))
 
 
-def unrolled_resnet(hand: str, batch: int, name: str, dtype: str = "bfloat16") -> Training:
+def published(hand: str, batch: int, name: str, dtype: str = "bfloat16") -> Training:
     """Of `vmem_jax.models`, all in `dtype`, with momentum; "checkpoint" is around each block."""
     wrap: Any = None if hand == "plain" else hand
     made = job(name, batch=batch, dtype=dtype, optimizer="momentum", wrap=wrap)
@@ -430,17 +430,19 @@ MODELS: dict[str, Callable[..., Training]] = {
     "lstm": lstm,
     "resnet": resnet,
     **{
-        f"{name}{ending}": functools.partial(unrolled_resnet, name=name, dtype=dtype)
+        f"{name}{ending}": functools.partial(published, name=name, dtype=dtype)
         for name in ("resnet50", "resnet152")
         for ending, dtype in (("", "bfloat16"), ("_float16", "float16"))
     },
+    "googlenet": functools.partial(published, name="googlenet"),
+    "inception4": functools.partial(published, name="inception4"),
     "convnext": convnext,
     "unet": unet,
 }
 """(what is picked by hand, batch, further options of the network) -> its training."""
 
 RESNETS = ("resnet50", "resnet50_float16", "resnet152", "resnet152_float16")
-UNROLLED = (*RESNETS, "convnext", "unet")
+UNROLLED = (*RESNETS, "googlenet", "inception4", "convnext", "unet")
 """Those without a scan."""
 
 BATCHES: dict[str, int] = {
@@ -455,6 +457,8 @@ BATCHES: dict[str, int] = {
     "resnet50_float16": 256,
     "resnet152": 128,
     "resnet152_float16": 128,
+    "googlenet": 128,
+    "inception4": 32,
     "convnext": 128,
     "unet": 16,
 }

@@ -10,6 +10,7 @@ from test_jit import assert_close, batch, params, step
 
 import vmem_jax
 from vmem_jax import DifferentiationError
+from vmem_jax.api import stages
 from vmem_jax.techniques import context
 
 
@@ -89,14 +90,24 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("args", BAD.values(), ids=BAD)
-def test_other_arguments_are_a_type_error_and_nothing_is_compiled(compiles, args):
+def test_other_arguments_are_a_type_error_and_nothing_is_compiled(compiles, args, ran):
     found = compiled()
+    if ran:
+        found(params(), batch())
     compiles.clear()
     with pytest.raises(TypeError):
         found(*args())
     assert compiles == []
     assert_close(found(params(), batch()), jax.jit(step)(params(), batch()))
+
+
+def test_from_its_second_call_on_it_looks_at_no_argument_itself(monkeypatch):
+    found = compiled()
+    expected = found(params(), batch())
+    monkeypatch.setattr(stages.frameworks, "prepare", None)
+    assert_close(found(params(), batch()), expected)
 
 
 def test_an_argument_of_another_shape_is_named():
@@ -132,10 +143,14 @@ TRACES = {
 }
 
 
+@pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
-def test_it_cannot_be_traced(trace):
+def test_it_cannot_be_traced(trace, ran):
+    found = compiled()
+    if ran:
+        found(params(), batch())
     with pytest.raises(DifferentiationError):
-        trace(compiled())
+        trace(found)
 
 
 def test_donated_arguments_are_gone():

@@ -13,13 +13,13 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.api import corrections, run_notes
+from vmem_jax.api import corrections
 from vmem_jax.api.cache import with_cache
 from vmem_jax.api.entry import CompiledStep
 from vmem_jax.api.garbage import uncollected
 from vmem_jax.api.planner import plan_step
 from vmem_jax.api.rivals import rivals_of
-from vmem_jax.api.stages import Compiled, Lowered, run
+from vmem_jax.api.stages import REFUSED, Compiled, Lowered, run, run_directly
 from vmem_jax.api.sweep import front, point_of
 from vmem_jax.api.tune import tuned
 from vmem_jax.capture import capture
@@ -221,15 +221,10 @@ class BudgetedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._last is not None and self._last[0] == _config():
-            # The usual call, of nothing but arrays: the compiled step checks their tree, shapes and
-            # shardings itself, faster than we could, and refuses before anything runs.
-            try:
-                return self._last[1](*args, **kwargs)
-            except (TypeError, ValueError):
-                pass  # other shapes or tracers: the full path handles them, or says what is wrong
-            except RuntimeError as error:
-                run_notes.note(error, self._settings.name, self._last[1], (args, kwargs))
-                raise
+            # the usual call, of nothing but arrays
+            out = run_directly(self._settings.name, self._last[1], args, kwargs)
+            if out is not REFUSED:  # else of other shapes or tracers
+                return out
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -57,6 +57,31 @@ def run(
     return call.finish(jax.tree.unflatten(traced.out_tree, outs), traced.aux)
 
 
+REFUSED = object()
+"""What `run_directly` returns in place of a result."""
+
+
+def run_directly(name: str, compiled: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs a compiled step that takes the arguments of its user unchanged.
+
+    The compiled step checks their tree, shapes and shardings itself, before anything runs, and faster
+    than we could: looking at each of 400 arrays in Python takes 2 to 4 ms.
+
+    Args:
+      name: of the step.
+
+    Returns:
+      Its results; REFUSED for other arguments, of which the caller says what is wrong.
+    """
+    try:
+        return compiled(*args, **kwargs)
+    except (TypeError, ValueError):
+        return REFUSED
+    except RuntimeError as error:
+        run_notes.note(error, name, compiled, (args, kwargs))
+        raise
+
+
 class Lowered:
     """A budgeted step for given arguments, not yet compiled."""
 
@@ -93,6 +118,7 @@ class Compiled:
     ) -> None:
         self._settings, self._entry, self._runs = settings, entry, runs
         self._tree, self._static = jax.tree.structure(call.tree), call.static
+        self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -101,7 +127,11 @@ class Compiled:
           TypeError: the step was compiled for other arguments.
           ValueError: the step was compiled for a `target`.
         """
-        name = self._settings.name
+        name, entry = self._settings.name, self._entry
+        if self._ran and entry.tuner is None and entry.traced.whole is not None:
+            out = run_directly(name, entry.best.compiled, args, kwargs)
+            if out is not REFUSED:
+                return out
         if not self._runs:
             raise ValueError(
                 f"`{name}` was compiled for a card that is not there, so it cannot run. Leave out "
@@ -120,7 +150,7 @@ class Compiled:
                 f"with {tree}, or with other static arguments. Compile it for those, or call the "
                 "step that `vmem_jax.jit` returned."
             )
-        traced = self._entry.traced
+        traced = entry.traced
         for label, leaf, made in zip(traced.names, leaves, traced.avals, strict=True):
             given = arguments.aval_of(leaf)
             if (given.shape, given.dtype) != (made.shape, made.dtype):
@@ -129,7 +159,9 @@ class Compiled:
                     f"called with {given.dtype}{list(given.shape)}. Compile it for that, or call the "
                     "step that `vmem_jax.jit` returned."
                 )
-        return run(name, self._entry, call, leaves, args, kwargs)
+        out = run(name, entry, call, leaves, args, kwargs)
+        self._ran = True
+        return out
 
     @property
     def plan(self) -> Plan:
