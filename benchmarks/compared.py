@@ -85,14 +85,16 @@ def compared(name: str) -> list[Compared]:
 
 
 def compared_steps(name: str, model: str) -> list[Compared]:
-    """The rows of a file of `training_steps.py` that are of that model, of the last commit that timed
-    it, and have no note, largest budgets first; the last of each stands."""
+    """The rows of a file of `training_steps.py` that are of that model and have no note, of the last
+    commit that timed it so, largest budgets first, then other frameworks'; the last of each stands.
+    """
     last: dict[str, Compared] = {}
     plain: Record | None = None
-    lines = [r for r in records.lines(RESULTS / f"{name}.jsonl") if r["model"] == model]
+    rows = (r for r in records.lines(RESULTS / f"{name}.jsonl") if r["model"] == model)
+    lines = [r for r in rows if "note" not in r and "ms" in r]
     network, _, dtype = model.partition("_")
     for line in lines:
-        if line["commit"] != lines[-1]["commit"] or "note" in line or "ms" not in line:
+        if line["commit"] != lines[-1]["commit"]:
             continue
         way = line["way"]
         share = float(way) if way.replace(".", "").isdigit() else None
@@ -113,7 +115,8 @@ def compared_steps(name: str, model: str) -> list[Compared]:
             plain = row
         elif plain is not None:
             last[way] = Compared(row, plain)
-    return sorted(last.values(), key=lambda each: -(each.row.budget or 1))
+    is_other = lambda row: row.variant.startswith("torch")
+    return sorted(last.values(), key=lambda each: (is_other(each.row), -(each.row.budget or 1)))
 
 
 def latest(rows: Iterable[Compared]) -> list[Compared]:
