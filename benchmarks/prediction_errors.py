@@ -31,11 +31,12 @@ SHAPE = ("layers", "width", "tokens", "attention")
 
 
 def newest() -> Iterator[dict[str, Any]]:
-    """The last timed row of plain jit of each step on each card, on one device."""
+    """The last timed row of plain jit of each step on each card, on one device, without a note."""
     found: dict[tuple, dict[str, Any]] = {}
     for path in sorted(RESULTS.glob("training_steps_*.jsonl")):
         for row in records.lines(path):
-            if row["way"] == "plain" and "ms" in row and row.get("mesh", 1) == 1:
+            noted = "note" in row or row.get("mesh", 1) > 1
+            if row["way"] == "plain" and "ms" in row and not noted:
                 about = tuple(row.get(name) for name in ("model", "batch", "scanned", *SHAPE))
                 found[(row["device"], *about)] = row
     yield from found.values()

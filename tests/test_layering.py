@@ -273,6 +273,7 @@ NO_PARAMETERS = {
         "LEAST_BUSY",
     },
     "core/packing.py": {"ALIGNMENT"},
+    "core/tensor_cores.py": {"_PIXELS", "_TILES", "_CORES", "_VECTOR", "_LOADED"},
     "core/plan.py": {"FORMAT"},
     "core/tuning.py": {"_HALVINGS"},
     "policy/modnn.py": {"_WORKSPACE"},

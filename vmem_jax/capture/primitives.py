@@ -140,6 +140,22 @@ def _windows_flops(eqn: JaxprEqn) -> int:
     return _GATHERED * math.prod(eqn.outvars[0].aval.shape) * windows
 
 
+_OF_OURS = 14
+"""The same of our kernels, of those of the 49 T operations a second that their share of the memory's
+rate leaves: 3 x 3 windows of stride 2 take 1.0 to 1.3 T elements a second, gradients 1.4 to 2.8
+(`benchmarks/results/pools_h200.jsonl`). With stride 1 these bound them, not bytes."""
+
+
+def _pooled_flops(eqn: JaxprEqn) -> int:
+    pooled = eqn.params["pooled"]
+    return _OF_OURS * math.prod(pooled.made) * math.prod(pooled.windows.size)
+
+
+def _spread_flops(eqn: JaxprEqn) -> int:
+    windows = math.prod(eqn.invars[0].aval.shape)
+    return _OF_OURS * windows * math.prod(eqn.params["spread"].windows.size)
+
+
 def _scan_flops(eqn: JaxprEqn) -> int:
     return eqn.params["length"] * jaxpr_flops(eqn.params["jaxpr"])
 
@@ -155,6 +171,8 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "reduce_window": _window_flops,
     "window_index": _window_flops,
     "window_gradient": _windows_flops,
+    "pooled_windows": _pooled_flops,
+    "spread_windows": _spread_flops,
     "scan": _scan_flops,
     cudnn_attention.FORWARD: cudnn_attention.flops,
     cudnn_attention.BACKWARD: cudnn_attention.flops,
@@ -209,7 +227,8 @@ def is_strict(eqn: JaxprEqn) -> bool:
 
 def computed_in(eqn: JaxprEqn) -> str:
     """The dtype that `flops` are done in; "" where no rate of tensor cores holds for it."""
-    return "" if is_strict(eqn) else _operand_dtype(eqn)
+    on_others = is_strict(eqn) or eqn.primitive.name in ("pooled_windows", "spread_windows")
+    return "" if on_others else _operand_dtype(eqn)
 
 
 def _operand_dtype(eqn: JaxprEqn) -> str:

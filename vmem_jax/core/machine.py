@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.program import Step
+from vmem_jax.core.tensor_cores import more_seconds, share_of_rate
 
 _UNALIGNED = 10
 """How much slower unaligned convolutions are. An H200 runs ResNet-50's 3-channel stem (bf16, batch
@@ -61,7 +62,8 @@ class Machine:
       link_both: the total while both directions are busy, bytes a second.
       link_delay: seconds by which a step starts later during a copy.
       between: from one device to others of its host, bytes a second.
-      convolutions: operations a second of convolutions by dtype; `flops` for other dtypes.
+      convolutions: operations a second of convolutions of 256 channels and more on tensor cores, by
+        dtype; `flops` for other dtypes.
       pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
       product: the least seconds of a matrix product: each of its programs goes along the summed
         dimension step by step, however few there are.
@@ -118,6 +120,8 @@ class Machine:
         elif not step.aligned:
             rate /= _UNALIGNED
         once = max(step.flops / rate, moving) + self.launch
+        if step.convolution is not None:
+            once += self._more(step.convolution)
         if step.op == "dot_general":
             once = max(once, self.product)
         behind = step.transposed / self.bandwidth
@@ -127,11 +131,18 @@ class Machine:
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""
         by_flops = convolution.flops / self._convolution_rate(convolution)
-        return max(by_flops, convolution.nbytes / self.bandwidth) + self.launch
+        once = max(by_flops, convolution.nbytes / self.bandwidth) + self.launch
+        return once + self._more(convolution)
+
+    def _more(self, c: Convolution) -> float:
+        """Seconds of the kernels beside that of a convolution on tensor cores."""
+        return more_seconds(c) if c.dtype in self.convolutions else 0.0
 
     def _convolution_rate(self, c: Convolution) -> float:
         """Operations a second."""
         if c.groups == c.features_in > 1:
             return self.flops[""] / _DEPTHWISE
         dtype = "" if c.strict else c.dtype
-        return self.convolutions.get(dtype, self.flops.get(dtype, self.flops[""]))
+        if dtype not in self.convolutions:
+            return self.flops.get(dtype, self.flops[""])
+        return self.convolutions[dtype] * share_of_rate(c)
