@@ -142,7 +142,9 @@ def _looping(
     """The forms of `base`, and those of `step` whose convolutions carry what stands around them;
     `every` as `loop_contexts` has it."""
     carrying = carry_contexts(step)
-    more = (c for form in carrying for c in loop_contexts(form, budget, every))
+    # with other stacks they run as a whole
+    wholes = carrying if (step.settings.sub_batches or 1) == 1 else []
+    more = (c for form in wholes for c in loop_contexts(form, budget, every))
     return [*_forms(base, budget, every), *carrying, *more]
 
 

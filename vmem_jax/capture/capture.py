@@ -32,7 +32,7 @@ from vmem_jax.capture.siblings import shared_nbytes
 from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
-from vmem_jax.capture.sub_batches import SubBatches, divided, movable_within, repeated
+from vmem_jax.capture.sub_batches import Replaced, SubBatches, divided, in_parts, twins
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
@@ -54,8 +54,9 @@ class Captured:
       shards: how its values are split over its devices.
       applied: the exact-residual rules that were applied to get `flat`.
       inputs: what is known of its inputs.
-      separate: `flat` with all updates behind the loops that make their gradients; what is divided
-        into sub-batches.
+      separate: `flat` with all updates behind the loops that make their gradients.
+      replaced: the equations of it that others stand for; None where there are none, or where others
+        were changed since.
       sub_batches: how its batch runs in parts; None where it runs as a whole. Then `flat` is of one
         of them.
       stacked: gradients of loops that exist all at once.
@@ -72,10 +73,16 @@ class Captured:
     inputs: Inputs
     separate: ClosedJaxpr
     sub_batches: SubBatches | None = None
+    replaced: Replaced | None = None
     stacked: tuple[Stacked, ...] = ()
     whole: tuple[Whole, ...] = ()
     misread: frozenset[Convolution] = frozenset()
     spread: Spread = dataclasses.field(default_factory=Spread)
+
+    @property
+    def divisible(self) -> ClosedJaxpr:
+        """What is divided into sub-batches: `separate`, with the equations that are replaced."""
+        return self.separate if self.replaced is None else self.replaced.before
 
     @property
     def sliced(self) -> tuple[int, ...]:
@@ -141,7 +148,11 @@ class Captured:
         `rewritten` has it, `size` as `divided`."""
         if count == 1:
             return self
-        flat, sub_batches = divided(self.separate, batch, count, size)
+        flat, sub_batches = divided(self.divisible, batch, count, size)
+        ours = self.program
+        if self.replaced is not None:
+            flat, sub_batches, counts = self.replaced.within(flat, sub_batches)
+            ours = dataclasses.replace(ours, **counts)
         given, last = self.inputs, sub_batches.last
         laid_out = lambda flat: with_stack_layouts(flat, given.platform)
         ordered = lambda flat: bodies(laid_out(flat), given.platform)
@@ -150,7 +161,6 @@ class Captured:
             last, _ = _by_slices(last, given, laid_out, why)
             sub_batches = dataclasses.replace(sub_batches, last=last)
         parts = _captured(found, flat, self.applied, given, sub_batches)
-        ours = self.program
         parts = parts._keeping(ours.kept, ours.segments, ours)
         return dataclasses.replace(parts, whole=given.whole(self.separate, why))
 
@@ -167,11 +177,7 @@ class Captured:
 
     def of(self, flat: ClosedJaxpr) -> Captured:
         """The same for `flat`, which has the same equations on other shapes."""
-        ours, theirs = compat.open_jaxpr(self.flat), compat.open_jaxpr(flat)
-        twin = dict(zip(ours.invars, theirs.invars, strict=True))
-        twin.update(zip(ours.constvars, theirs.constvars, strict=True))
-        for a, b in zip(ours.eqns, theirs.eqns, strict=True):
-            twin.update(zip(a.outvars, b.outvars, strict=True))
+        twin = twins(self.flat, flat)
         variables = tuple(twin[v] for v in self.variables)
         return dataclasses.replace(self, flat=flat, variables=variables)
 
@@ -375,8 +381,7 @@ def _captured(
             for step, less in zip(steps, shared, strict=True)
         ]
     if sub_batches is not None:
-        steps = repeated(steps, sub_batches.count)
-        buffers = movable_within(buffers, steps)
+        buffers, steps = in_parts(buffers, steps, sub_batches.count)
     for b in _carried_into_results(steps, len(inputs), set(outputs)):
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     streamed = {v for v in in_host_memory if not compat.is_in_host_memory(v.aval)}

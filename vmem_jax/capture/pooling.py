@@ -8,7 +8,7 @@ say, of which a batch norm and a ReLU make it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -34,6 +34,10 @@ class Pooling:
     pooled: int
     index: int
     gradient: int
+
+    def of(self, twin: Mapping[Var, Var]) -> Pooling:
+        """As `Tile.of`."""
+        return dataclasses.replace(self, tile=self.tile.of(twin))
 
 
 def find_pooling(flat: ClosedJaxpr) -> tuple[Pooling, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,44 @@ def divided(
     return first, SubBatches(whole + 1, size, other, last)
 
 
+Replace = Callable[[Sequence[ClosedJaxpr]], tuple[Sequence[ClosedJaxpr], Mapping[str, Any]]]
+"""Jaxprs with the same equations on other shapes -> the same with some of these replaced, which are
+chosen in the first, and how many are, by fields of `Program`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """Equations of a step that others stand for. These say nothing about samples, so the batch is
+    divided first.
+
+    Attributes:
+      before: the step with the equations that are replaced.
+      replace: replaces them, in the whole step or in that of a sub-batch.
+    """
+
+    before: ClosedJaxpr
+    replace: Replace
+
+    def within(
+        self, first: ClosedJaxpr, sub_batches: SubBatches
+    ) -> tuple[ClosedJaxpr, SubBatches, Mapping[str, Any]]:
+        """What `divided` made of `before`, with its equations replaced, and how many are."""
+        every = [first] if sub_batches.last is None else [first, sub_batches.last]
+        (first, *smaller), counts = self.replace(every)
+        last = smaller[0] if smaller else None
+        return first, dataclasses.replace(sub_batches, last=last), counts
+
+
+def twins(ours: ClosedJaxpr, theirs: ClosedJaxpr, count: int | None = None) -> dict[Var, Var]:
+    """For each variable of `ours` that of `theirs`, which has the same equations on other shapes; of
+    what the first `count` equations make, if that is given."""
+    a, b = compat.open_jaxpr(ours), compat.open_jaxpr(theirs)
+    pairs = [*zip(a.invars, b.invars, strict=True), *zip(a.constvars, b.constvars, strict=True)]
+    for one, other in zip(a.eqns[:count], b.eqns[:count], strict=True):
+        pairs += zip(one.outvars, other.outvars, strict=True)
+    return dict(pairs)
+
+
 def totals_nbytes(flat: ClosedJaxpr, batch: Batch) -> int:
     """Bytes of the totals that are there at once behind the last sub-batch, however many there are.
     Those that are results of the step do not count, nor what a loop may carry into one."""
@@ -100,24 +138,24 @@ def totals_nbytes(flat: ClosedJaxpr, batch: Batch) -> int:
     return sum(nbytes(divider._total_aval(v)) for v in needed if v not in others)
 
 
-def repeated(steps: Sequence[Step], count: int) -> list[Step]:
-    """`steps` with those between the boundaries repeated `count` times."""
+def in_parts(
+    buffers: Sequence[Buffer], steps: Sequence[Step], count: int
+) -> tuple[list[Buffer], list[Step]]:
+    """`steps` with those between the boundaries repeated `count` times, and `buffers`, of which only
+    those can move that are of one sub-batch alone."""
     ops = [step.op for step in steps]
     begin, end = ops.index(BEGIN), ops.index(END)
-    return [
+    steps = [
         dataclasses.replace(step, times=count) if begin < s < end else step
         for s, step in enumerate(steps)
     ]
-
-
-def movable_within(buffers: Sequence[Buffer], steps: Sequence[Step]) -> list[Buffer]:
-    """`buffers`, of which only those can move that are of one sub-batch alone."""
     inside = {b for step in steps if step.times > 1 for b in step.writes}
     outside = {b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)}
-    return [
+    buffers = [
         dataclasses.replace(buffer, movable=buffer.movable and b in inside - outside, slices=1)
         for b, buffer in enumerate(buffers)
     ]
+    return buffers, steps
 
 
 class _Divider:

@@ -13,7 +13,7 @@ them together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -37,6 +37,10 @@ class Summing:
     sums: tuple[int, ...]
     tile: Tile
     stored: tuple[Var, ...]
+
+    def of(self, twin: Mapping[Var, Var]) -> Summing:
+        """As `Tile.of`."""
+        return Summing(self.sums, self.tile.of(twin), tuple(twin[v] for v in self.stored))
 
 
 def find_summing(flat: ClosedJaxpr) -> tuple[Summing, ...]:

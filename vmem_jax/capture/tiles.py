@@ -48,6 +48,13 @@ class Tile:
     vectors: tuple[Var, ...]
     made: tuple[Var, ...]
 
+    def of(self, twin: Mapping[Var, Var]) -> Tile:
+        """The same in a jaxpr with the same equations, whose variables are those of `twin`."""
+        return Tile(
+            self.equations,
+            *(tuple(twin[v] for v in every) for every in (self.rows, self.vectors, self.made)),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Behind:

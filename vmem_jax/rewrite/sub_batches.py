@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.flatten import drop_dead
-from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
+from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p, twins
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
@@ -57,7 +57,7 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
     smaller, indices = None, [*range(free)]
     if last is not None:
         smaller = _Part(last)
-        twin = _twins(last, closed, part.begin)
+        twin = twins(last, closed, part.begin)  # they share these equations
         indices = [part.free.index(twin[v]) for v in smaller.free]
     avals = [v.aval for v in begin.outvars[1 + through :]]
     whole = sub_batches.count - (last is not None)
@@ -99,13 +99,3 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
             closed,
         )
     )
-
-
-def _twins(last: ClosedJaxpr, closed: ClosedJaxpr, begin: int) -> dict[Var, Var]:
-    """For every variable of `last` that of `closed`, with which it shares the first `begin`
-    equations: for those that they make."""
-    a, b = compat.open_jaxpr(last), compat.open_jaxpr(closed)
-    pairs = [*zip(a.invars, b.invars, strict=True), *zip(a.constvars, b.constvars, strict=True)]
-    for one, other in zip(a.eqns[:begin], b.eqns[:begin], strict=True):
-        pairs += zip(one.outvars, other.outvars, strict=True)
-    return dict(pairs)

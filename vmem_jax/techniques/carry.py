@@ -13,6 +13,7 @@ whose windows overlap has one kernel for its result and its index, and one for i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,20 +21,17 @@ from typing import Any, ClassVar
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.carried import Carrying, find_carrying
 from vmem_jax.capture.normalising import Normalising, find_normalising
-from vmem_jax.capture.pooling import find_pooling
-from vmem_jax.capture.summing import find_summing
+from vmem_jax.capture.sub_batches import Replaced
 from vmem_jax.conv.carrying import Way, by_xla, ways
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.machine import Machine
 from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.rewrite import passes
 from vmem_jax.rewrite.carried import describe, with_carried
 from vmem_jax.rewrite.normalising import with_normalising
-from vmem_jax.rewrite.pooling import describe as describe_pool
-from vmem_jax.rewrite.pooling import with_pooling
-from vmem_jax.rewrite.summing import describe as describe_sums
-from vmem_jax.rewrite.summing import with_summing
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
+from vmem_jax.techniques.sub_batches import parts_of
 
 _POLICIES = ("auto", "exact")
 """Those that use it unasked: the published systems have their own convolutions."""
@@ -58,8 +56,6 @@ class Carry(AbstractTechnique):
             )
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
-        if (step.settings.sub_batches or 1) > 1:
-            return "the kernels that carry need all samples at once, and `sub_batches` is given"
         if with_passes(step) is not step:
             return ""
         found = _found(step)
@@ -69,9 +65,16 @@ class Carry(AbstractTechnique):
                 "other in float16 beside a batch norm, no ReLU's gradient in 16 bits has two sums, "
                 "and no max-pool in 16 bits has windows that overlap"
             )
+        if _must_divide(step):
+            return "the kernels that carry need all samples at once, and `sub_batches` is given"
         if not _choices(step):
             return "no kernel for convolutions of these widths is known to be faster"
         return ""
+
+
+def _must_divide(step: StepContext) -> bool:
+    """Whether `sub_batches` says that the batch runs in parts."""
+    return (step.settings.sub_batches or 1) > 1
 
 
 def _is_timed_on(card: str) -> bool:
@@ -81,40 +84,32 @@ def _is_timed_on(card: str) -> bool:
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
     """The forms of `step` whose convolutions carry what stands around them, each with one pass for
-    several sums; none if it does not use that."""
+    several sums; none if it does not use that. The last has such passes alone, where there is no
+    other or its batch can run in parts, which that of no other can."""
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
-    forms = [with_passes(form(chosen)) for chosen in _choices(step)]
-    return forms or [with_passes(step)]
+    choices = [] if _must_divide(step) else _choices(step)
+    forms = [with_passes(form(chosen)) for chosen in choices]
+    apart = with_passes(step)
+    if not forms or (apart is not step and len(parts_of(apart).counts) > 1):
+        forms.append(apart)
+    return forms
 
 
 def with_passes(step: StepContext) -> StepContext:
     """`step` with one kernel for each overlapping max-pool and its index, and one pass for the sums
     that its kernel can compute together; itself without such."""
-    return step.cached("sums", lambda: _with_sums(_with_pools(step)))
+    return step.cached("passes", lambda: _with_passes(step))
 
 
-def _with_pools(step: StepContext) -> StepContext:
-    captured, on_gpu = step.traced.captured, step.platform == "gpu"
-    eqns = compat.open_jaxpr(captured.separate).eqns
-    described = ((each, describe_pool(each, eqns)) for each in find_pooling(captured.separate))
-    both = lambda pooled: [pooled.tiling, pooled.spread.tiling]
-    fits = lambda pooled: pooled is not None and not (on_gpu and None in both(pooled))
-    found = [each for each, pooled in described if fits(pooled)]
-    if not found:
+def _with_passes(step: StepContext) -> StepContext:
+    replace = functools.partial(passes.with_passes, on_gpu=step.platform == "gpu")
+    before = step.traced.captured.separate
+    [separate], counts = replace([before])
+    if not any(counts.values()):
         return step
-    return _with(step, with_pooling(captured.separate, found), pooled=len(found))
-
-
-def _with_sums(step: StepContext) -> StepContext:
-    captured, on_gpu = step.traced.captured, step.platform == "gpu"
-    eqns = compat.open_jaxpr(captured.separate).eqns
-    fits = lambda each: not on_gpu or describe_sums(each, eqns).tiling is not None
-    found = [each for each in find_summing(captured.separate) if fits(each)]
-    if not found:
-        return step
-    return _with(step, with_summing(captured.separate, found), summed=len(found))
+    return _with(step, separate, Replaced(before, replace), **counts)
 
 
 def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
@@ -138,11 +133,13 @@ def with_carry(step: StepContext, chosen: Sequence[int]) -> StepContext:
     return _with(step, flat, carried=tuple(chosen))
 
 
-def _with(step: StepContext, separate: ClosedJaxpr, **fields: Any) -> StepContext:
+def _with(
+    step: StepContext, separate: ClosedJaxpr, replaced: Replaced | None = None, **fields: Any
+) -> StepContext:
     """`step` by the equations `separate`, with `fields` in its program."""
     captured = step.traced.captured.rewritten(separate)
     program = dataclasses.replace(captured.program, **fields)
-    captured = dataclasses.replace(captured, program=program)
+    captured = dataclasses.replace(captured, program=program, replaced=replaced)
     return step.of(dataclasses.replace(step.traced, captured=captured, plain=captured.flat))
 
 

@@ -123,7 +123,7 @@ def least_in_parts(step: StepContext, count: int) -> int:
     if isinstance(found, str) or step.traced.hosted or count in (1, -found.size):
         return 0
     captured = step.traced.captured
-    totals = step.cached("totals", lambda: totals_nbytes(captured.separate, found))
+    totals = step.cached("totals", lambda: totals_nbytes(captured.divisible, found))
     return captured.program.arguments_nbytes + totals
 
 
@@ -217,8 +217,9 @@ def _follow(traced: TracedStep) -> Batch | str:
         return traced.batch.why
     if traced.captured.shards.device_count > 1:
         return "it runs on several devices"
-    found = follow_batch(traced.captured.separate, traced.batch.layouts, traced.batch.size)
-    return found if isinstance(found, Batch) else _said(traced.captured.separate, found)
+    flat = traced.captured.divisible
+    found = follow_batch(flat, traced.batch.layouts, traced.batch.size)
+    return found if isinstance(found, Batch) else _said(flat, found)
 
 
 def _said(flat: ClosedJaxpr, mixing: Mixing) -> str:
