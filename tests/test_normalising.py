@@ -24,6 +24,7 @@ from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import Epilogue, Micro, Pass
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.slowdown import bare, slowdown
+from vmem_jax.errors import TechniqueError
 from vmem_jax.rewrite.normalising import with_normalising
 from vmem_jax.techniques.carry import _worth
 from vmem_jax.transfer import extension
@@ -200,6 +201,8 @@ def test_nothing_is_carried_where_the_batch_runs_in_parts():
     allow = ("order", "sub_batches", "carry")
     plan = vmem_jax.jit(step, budget="1GiB", allow=allow, sub_batches=2).plan(*args)
     assert plan.sub_batches == 2 and not plan.carried
+    with pytest.raises(TechniqueError, match="need all samples at once"):
+        vmem_jax.jit(step, budget="1GiB", allow="carry", sub_batches=2).plan(*args)
     assert vmem_jax.jit(step, budget=1.0, policy="exact", allow=allow).plan(*args).carried
 
 

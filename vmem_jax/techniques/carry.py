@@ -7,7 +7,8 @@ behind it, and in the backward pass both gradients and the sums of the batch nor
 are the same but for the order of sums. A normalised value that only such kernels read is not written,
 and not kept. A form of the step has the one or the other; the search takes the fastest. In each, one
 pass makes all sums of the gradient behind a ReLU that is left, where XLA makes two, and a max-pool
-whose windows overlap has one kernel for its result and its index, and one for its gradient.
+whose windows overlap has one kernel for its result and its index, and one for its gradient. A form
+with these passes alone also runs in sub-batches; convolutions that carry need all samples at once.
 """
 
 from __future__ import annotations
