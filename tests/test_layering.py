@@ -262,7 +262,8 @@ def test_meta_a_circle_is_found(late):
 NO_PARAMETERS = {
     "core/compression.py": {"BLOCK_NBYTES", "UNIT_NBYTES", "_WIDEST", "_ROUNDING"},
     "core/convolution.py": {"XLA"},
-    "core/list_schedule.py": {"_POINTER", "_SCALAR"},
+    "core/instructions.py": {"POINTER"},
+    "core/list_schedule.py": {"_SCALAR"},
     "core/looped.py": {"IN_FLIGHT", "EXTRA"},
     "core/machine.py": {
         "_DEPTHWISE",

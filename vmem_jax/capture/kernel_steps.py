@@ -147,6 +147,7 @@ class StepMaker:
         sizes = {index[v]: size(v) for v in values}
         gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
         carried = compat.scan_counts(root)[1] if root.primitive.name == "scan" else None
+        stacks = () if carried is None else root.outvars[carried:]
         if body is None:
             own_nbytes = workspace(root, self._product_workspace)
         else:
@@ -218,6 +219,7 @@ class StepMaker:
             transposed=2 * sum(map(size, turned)),
             transposed_aligned=all(self.transposed[v] for v in turned),
             copied=tuple(index[v] for v in copies),
+            stacked=tuple(index[v] for v in stacks if v in kernel.writes),
             recopied=recopied,
             sent=self.collectives.sent(root, phase),
             fetched=fetched,

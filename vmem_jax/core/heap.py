@@ -54,7 +54,7 @@ def intervals(
 
     Args:
       events: what is emitted, where that is of another program than this one.
-      as_run: whether it is the order in which XLA runs them (`core.list_schedule`).
+      as_run: whether it is the order in which XLA runs them (`core.run_order`).
       early: whether filters are transposed as early as that may be (`core.filters`).
     """
     events = schedule(program, order, transfers) if events is None else events

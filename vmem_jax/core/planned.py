@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.heap import heap_nbytes
-from vmem_jax.core.list_schedule import is_listed, listed
+from vmem_jax.core.list_schedule import is_listed
 from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
+from vmem_jax.core.run_order import as_run
 from vmem_jax.core.schedule import schedule
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
@@ -66,16 +67,16 @@ def _need_and_layouts(program: Program, plan: Plan) -> tuple[int, bool]:
     transfers = plan.transfers
     events = schedule(program, plan.order, transfers, looped=plan.looped)
     changed = planned_program(program, plan)
-    as_run = is_listed(program) and not transfers and not plan.looped
-    if as_run:
-        changed, events = listed(changed, events, [s for s, _ in plan.convolutions])
+    is_run = is_listed(program) and not transfers and not plan.looped
+    if is_run:
+        changed, events = as_run(changed, events, [s for s, _ in plan.convolutions])
         order, transfers = range(len(changed.steps)), ()
-    stated = heap_nbytes(changed, order, transfers, events, as_run)
+    stated = heap_nbytes(changed, order, transfers, events, is_run)
     optional = [w for step in program.steps if may_be_left(step) for w in step.writes]
     tolerated = PARAMS.row_major_part * stated
     if sum(program.buffers[b].nbytes for b in optional) <= tolerated:
         return stated, True  # no more than these are there twice
-    left = heap_nbytes(left_to_xla(changed), order, transfers, events, as_run)
+    left = heap_nbytes(left_to_xla(changed), order, transfers, events, is_run)
     most = stated
     if transfers and left >= stated - tolerated:  # what moves has to save memory, whatever XLA does
         most = heap_nbytes(changed, order, transfers, events, early=True)

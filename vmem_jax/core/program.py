@@ -112,6 +112,7 @@ class Step:
         row-major, and not cast (`core.stated_layouts`).
       normalises: whether XLA:GPU makes one Triton kernel of it and of the sum or maximum of rows that
         it reads, and so writes its result into no stack.
+      stacked: of a loop, the stacks that it writes slice by slice.
       updates: of how many small parameters it is the update (`capture.small_updates`).
     """
 
@@ -149,6 +150,7 @@ class Step:
     row_major: bool = False
     normalises: bool = False
     updates: int = 1
+    stacked: tuple[int, ...] = ()
 
     @property
     def is_boundary(self) -> bool:
