@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import vmem_jax
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.heap import heap_nbytes
-from vmem_jax.core.list_schedule import is_listed, listed
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.core.program import BEGIN, END
+from vmem_jax.core.run_order import as_run, is_known
 from vmem_jax.core.schedule import Do, Event, actions
 from vmem_jax.core.validate import check_program
 from vmem_jax.models import job
@@ -33,7 +33,7 @@ def test_what_frees_most_runs_first():
     second = b.step([x], 4)  # layer 2
     third = b.step([second], 1)  # layer 3 frees 3
     program = b.program([b.step([first, third], 1)])
-    found, events = listed(program, actions(program, range(5)))
+    found, events = as_run(program, actions(program, range(5)))
     assert layers_of(found) == ["layer0", "layer2", "layer1", "layer3", "layer4"]
     assert [e.index for e in events if e.do is Do.RUN] == [0, 1, 2, 3, 4]
 
@@ -46,8 +46,8 @@ def test_a_barrier_holds_back_what_reads_its_results():
     run = [*actions(program, range(4))]
     at = next(i for i, e in enumerate(run) if e.position == 2)
     held = [*run[:at], Event(Do.BARRIER, 2, buffers=(x, first)), *run[at:]]
-    assert layers_of(listed(program, run)[0]) == ["layer0", "layer2", "layer1", "layer3"]
-    found, events = listed(program, held)
+    assert layers_of(as_run(program, run)[0]) == ["layer0", "layer2", "layer1", "layer3"]
+    found, events = as_run(program, held)
     assert layers_of(found) == ["layer0", "layer1", "layer2", "layer3"]
     [barrier] = [e for e in events if e.do is Do.BARRIER]
     assert barrier.position == 2 and len(barrier.buffers) == 2
@@ -60,7 +60,7 @@ def test_each_version_of_a_value_is_a_buffer():
     y = b.step([b.step([x], 8)], 8)
     program = b.program([b.step([x, y], 1)])
     order = (0, 1, 2, 0, 3)
-    found, events = listed(program, actions(program, order))
+    found, events = as_run(program, actions(program, order))
     check_program(found)
     assert len(found.steps) == 5 and len(found.buffers) == len(program.buffers) + 1
     assert found.resident_nbytes == program.resident_nbytes
@@ -78,12 +78,12 @@ def test_xla_pads_in_a_kernel_of_its_own(which):
     program = b.program([b.step([out], 1)])
     assert convolution.padded_nbytes == 20
     run = [*actions(program, range(5))]
-    found, _ = listed(program, run)
+    found, _ = as_run(program, run)
     check_program(found)
     first, second = (step for step in found.steps if step.layer == "layer3")
     assert not first.workspace and not second.workspace
     assert found.buffers[first.writes[0]].nbytes == 20 and first.writes[0] in second.reads
-    ours, _ = listed(program, run, own=[3])  # a call of ours asks for its workspace
+    ours, _ = as_run(program, run, own=[3])  # a call of ours asks for its workspace
     assert [s.workspace for s in ours.steps if s.layer == "layer3"] == [20]
 
 
@@ -98,7 +98,7 @@ def test_two_that_read_the_same_are_one_kernel_unless_one_waits_for_the_other(wa
     steps = list(program.steps)
     steps[2] = dataclasses.replace(steps[2], equations=(2, 2))  # of several operations
     program = dataclasses.replace(program, steps=tuple(steps))
-    found, _ = listed(program, actions(program, range(6)))
+    found, _ = as_run(program, actions(program, range(6)))
     assert sorted(len(step.writes) for step in found.steps)[-1] == (1 if waits else 2)
 
 
@@ -111,7 +111,7 @@ def test_an_update_reads_the_transposed_filter():
     back = b.step([g, turned], 20, BACKWARD)  # layer 3: frees 28 behind the update, else 12
     other = b.step([g], 24, BACKWARD)  # layer 4
     program = b.program([new, b.step([back, other], 1, BACKWARD)], [(w, new)])
-    found = layers_of(listed(program, actions(program, range(6)))[0])
+    found = layers_of(as_run(program, actions(program, range(6)))[0])
     assert found.index("layer2") < found.index("layer3") < found.index("layer4")
 
 
@@ -126,7 +126,7 @@ def test_every_step_runs_once_and_behind_what_it_reads(program, random):
         ran = {w for e in events[:at] if e.do is Do.RUN for w in program.steps[e.index].writes}
         held = tuple(b for b in random.sample(made, min(len(made), 4)) if b in ran)
         events.insert(at, Event(Do.BARRIER, 0, buffers=held))
-    found, scheduled = listed(program, events)
+    found, scheduled = as_run(program, events)
     check_program(found)
     assert sorted(layers_of(found)) == sorted(layers_of(program))
     assert found.resident_nbytes == program.resident_nbytes
@@ -137,11 +137,11 @@ def test_is_known_of_whole_steps_on_a_gpu():
     b = Builder()
     x = b.input(1)
     whole = dataclasses.replace(b.program([b.step([x], 1)]), on_gpu=True)
-    assert is_listed(whole) and not is_listed(dataclasses.replace(whole, on_gpu=False))
-    assert not is_listed(dataclasses.replace(whole, hosted=(x,)))
+    assert is_known(whole) and not is_known(dataclasses.replace(whole, on_gpu=False))
+    assert not is_known(dataclasses.replace(whole, hosted=(x,)))
     b = Builder()
     split = b.program([b.step([b.step([b.input(1)], 1, op=BEGIN)], 1, op=END)])
-    assert not is_listed(dataclasses.replace(split, on_gpu=True))
+    assert not is_known(dataclasses.replace(split, on_gpu=True))
 
 
 @pytest.mark.gpu_compile

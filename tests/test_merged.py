@@ -12,7 +12,7 @@ from jax import lax
 
 import vmem_jax
 from vmem_jax.capture import capture
-from vmem_jax.core.list_schedule import listed
+from vmem_jax.core.run_order import as_run
 from vmem_jax.core.schedule import schedule
 
 TOKENS, BATCH, WIDTH, WORDS = 64, 32, 128, 256
@@ -87,7 +87,7 @@ def test_an_operand_that_is_summed_over_its_slowest_dimension_is_not_copied():
 def test_copies_are_kernels_of_their_own_in_xlas_order():
     program = programs()
     order = range(len(program.steps))
-    found, _ = listed(program, schedule(program, order, ()))
+    found, _ = as_run(program, schedule(program, order, ()))
     copies = [s for s in found.steps if s.op == "transpose"]
     assert [found.buffers[s.writes[0]].nbytes for s in copies] == [HIDDEN] * 3
     assert all(s.workspace == 0 for s in products(found))

@@ -10,34 +10,11 @@ where there are loops.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 from vmem_jax.core.instructions import Instructions
-from vmem_jax.core.program import Program
-from vmem_jax.core.schedule import Event
 
 _SCALAR = (1 << 62, 1 << 62)
 """The worth of a kernel that makes one number: it runs as soon as it can."""
-
-
-def is_listed(program: Program) -> bool:
-    """Whether `listed` knows the order of `program`: XLA:GPU runs it, it has no sub-batches, and
-    nothing of it is in host memory."""
-    is_split = any(step.is_boundary for step in program.steps)
-    return program.on_gpu and not program.hosted and not is_split
-
-
-def listed(
-    program: Program, events: Iterable[Event], own: Iterable[int] = ()
-) -> tuple[Program, tuple[Event, ...]]:
-    """What XLA runs of `events`, steps and barriers, as a program in which each kernel runs once, by
-    list scheduling, and each version of a value is a buffer; and its events.
-
-    Args:
-      own: convolutions that no call of XLA runs, so that nothing is padded for them.
-    """
-    graph = Instructions(program, events, own)
-    return graph.scheduled(list_order(graph))
 
 
 def list_order(graph: Instructions) -> list[int]:

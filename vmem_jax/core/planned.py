@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.heap import heap_nbytes
-from vmem_jax.core.list_schedule import is_listed
 from vmem_jax.core.looped import costs_with_looped, with_looped
 from vmem_jax.core.params import PARAMS
 from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
-from vmem_jax.core.run_order import as_run
+from vmem_jax.core.run_order import as_run, is_known
 from vmem_jax.core.schedule import schedule
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
@@ -67,7 +66,7 @@ def _need_and_layouts(program: Program, plan: Plan) -> tuple[int, bool]:
     transfers = plan.transfers
     events = schedule(program, plan.order, transfers, looped=plan.looped)
     changed = planned_program(program, plan)
-    is_run = is_listed(program) and not transfers and not plan.looped
+    is_run = is_known(program) and not transfers and not plan.looped
     if is_run:
         changed, events = as_run(changed, events, [s for s, _ in plan.convolutions])
         order, transfers = range(len(changed.steps)), ()

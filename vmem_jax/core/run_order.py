@@ -24,10 +24,23 @@ from vmem_jax.core.program import Program
 from vmem_jax.core.schedule import Event
 
 
+def is_known(program: Program) -> bool:
+    """Whether `as_run` knows the order of `program`: XLA:GPU runs it, it has no sub-batches, and
+    nothing of it is in host memory."""
+    is_split = any(step.is_boundary for step in program.steps)
+    return program.on_gpu and not program.hosted and not is_split
+
+
 def as_run(
-    program: Program, events: Sequence[Event], own: Iterable[int] = ()
+    program: Program, events: Iterable[Event], own: Iterable[int] = ()
 ) -> tuple[Program, tuple[Event, ...]]:
-    """As `list_schedule.listed`, in the one of its three orders that XLA takes."""
+    """What XLA runs of `events`, steps and barriers, as a program in which each kernel runs once, in
+    the one of the three orders that XLA takes, and each version of a value is a buffer; and its
+    events.
+
+    Args:
+      own: convolutions that no call of XLA runs, so that nothing is padded for them.
+    """
     graph = Instructions(program, events, own)
     listed = list_order(graph)
     allocating = graph.with_allocations()
