@@ -12,6 +12,7 @@ from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Buffer, Kind, Phase, Program, Step
+from vmem_jax.core.schedule import Do, Event, actions
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 
@@ -300,3 +301,15 @@ def orders(draw: st.DrawFn, program: Program, repeats: int = 6) -> tuple[int, ..
                 order.append(again[draw(upto(len(again) - 1))])
                 repeats -= 1
     return tuple(order)
+
+
+def with_barriers(program, random) -> list[Event]:
+    """The steps of `program` as events, and three barriers, each with a few values made before it."""
+    events = [*actions(program, range(len(program.steps)))]
+    made = [w for step in program.steps for w in step.writes]
+    for _ in range(3):
+        at = random.randrange(len(events) + 1)
+        ran = {w for e in events[:at] if e.do is Do.RUN for w in program.steps[e.index].writes}
+        held = tuple(b for b in random.sample(made, min(len(made), 4)) if b in ran)
+        events.insert(at, Event(Do.BARRIER, 0, buffers=held))
+    return events

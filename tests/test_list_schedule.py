@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import pytest
-from helpers import BACKWARD, UPDATE, Builder, programs
+from helpers import BACKWARD, UPDATE, Builder, programs, with_barriers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,14 +118,7 @@ def test_an_update_reads_the_transposed_filter():
 @settings(max_examples=50, deadline=None)
 @given(programs(), st.randoms())
 def test_every_step_runs_once_and_behind_what_it_reads(program, random):
-    order = [*range(len(program.steps))]
-    events = [*actions(program, order)]
-    made = [w for step in program.steps for w in step.writes]
-    for _ in range(3):
-        at = random.randrange(len(events) + 1)
-        ran = {w for e in events[:at] if e.do is Do.RUN for w in program.steps[e.index].writes}
-        held = tuple(b for b in random.sample(made, min(len(made), 4)) if b in ran)
-        events.insert(at, Event(Do.BARRIER, 0, buffers=held))
+    events = with_barriers(program, random)
     found, scheduled = as_run(program, events)
     check_program(found)
     assert sorted(layers_of(found)) == sorted(layers_of(program))

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import BACKWARD, Builder, programs
+from helpers import BACKWARD, Builder, programs, with_barriers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,13 +77,7 @@ def test_depth_first_takes_what_is_read_more_than_once_first():
 @given(programs(), st.randoms())
 def test_each_order_has_every_instruction_once_behind_its_operands(program, random):
     loops = [s for s in range(len(program.steps)) if random.random() < 0.3]
-    events = [*actions(program, range(len(program.steps)))]
-    made = [w for step in program.steps for w in step.writes]
-    for _ in range(3):
-        at = random.randrange(len(events) + 1)
-        ran = {w for e in events[:at] if e.do is Do.RUN for w in program.steps[e.index].writes}
-        held = tuple(b for b in random.sample(made, min(len(made), 4)) if b in ran)
-        events.insert(at, Event(Do.BARRIER, 0, buffers=held))
+    events = with_barriers(program, random)
     program = looping(program, *loops)
     graph = Instructions(program, events).with_allocations()
     for order in (f(graph) for f in ORDERS):

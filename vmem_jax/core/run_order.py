@@ -42,14 +42,13 @@ def as_run(
       own: convolutions that no call of XLA runs, so that nothing is padded for them.
     """
     graph = Instructions(program, events, own)
-    listed = list_order(graph)
     allocating = graph.with_allocations()
     if not allocating.allocations:
-        return graph.scheduled(listed)
+        return graph.scheduled(list_order(graph))
     orders = [f(allocating) for f in (list_order, depth_first, post_order)]
     needs = [counted_nbytes(allocating, order) for order in orders]
     best = needs.index(min(needs))
-    return graph.scheduled(orders[best] if best else listed)
+    return graph.scheduled(orders[best] if best else list_order(graph))
 
 
 def counted_nbytes(graph: Instructions, order: Sequence[int]) -> int:
