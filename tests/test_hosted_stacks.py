@@ -85,7 +85,7 @@ PARTS += [("two loops", "sgd", everything, 3), ("lax", "clipped", moments, 3)]
 
 @pytest.mark.parametrize(("model", "optimiser", "hosted", "count"), PARTS)
 def test_in_sub_batches_they_come_in_each_and_what_is_updated_once(model, optimiser, hosted, count):
-    """Three of four samples are two and a smaller last one."""
+    """Three of four samples are two and a smaller one."""
     step, state = training(MODELS[model], {**OPTIMISERS, "clipped": CLIPPED}[optimiser])
     ours = after_two_steps(step, state, hosted, sub_batches=count)
     assert same(ours, after_two_steps(step, state, nothing, sub_batches=count))

@@ -217,7 +217,7 @@ def test_sub_batches_pack_their_own_masks(drop):
     assert isinstance(batch, Batch)
     part, parts = divided(packed, batch, 2, 4)
     assert 4 in {eqn.invars[0].aval.shape[0] for eqn in packs(part)}
-    results = jax.jit(jaxpr_as_fun(looped(part, parts, parts.last)))(*jax.tree.leaves(args))
+    results = jax.jit(jaxpr_as_fun(looped(part, parts, parts.smaller)))(*jax.tree.leaves(args))
     assert_equal(results, jax.tree.leaves(jax.jit(step)(*args)))
 
 

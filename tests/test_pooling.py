@@ -139,7 +139,7 @@ def _within(jaxpr):
 
 
 @pytest.mark.parametrize("policy", ["exact", "auto"])
-@pytest.mark.parametrize("count", [2, 3])  # of 4, or of 3 samples and a last one of 2
+@pytest.mark.parametrize("count", [2, 3])  # of 4, or of 2 samples and two of 3
 def test_a_pool_and_sums_run_in_sub_batches(count, policy, tmp_path):
     step, args = stem(affine)
     rounded = functools.partial(
@@ -180,7 +180,7 @@ def test_sub_batches_are_not_asked_of_forms_with_other_stacks():
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("count", [2, 3])
 def test_kernels_run_in_sub_batches_on_a_card(count):
-    """The last one of 3 has 84 images, the others 86."""
+    """The first one of 3 has 84 images, the others 86."""
     step, (params, x) = stem(affine, side=112)
     x = jax.ShapeDtypeStruct((256, *x.shape[1:]), x.dtype)
     run = vmem_jax.jit(step, budget=1.0, policy="exact", sub_batches=count)

@@ -213,9 +213,9 @@ def traced(fun):
 def test_sub_batches_compute_what_the_whole_batch_does(name):
     captured, batch, leaves = traced(SPLIT[name])
     assert isinstance(batch, Batch), batch
-    split = captured.in_sub_batches(batch, 3)  # of 4, 4 and 2 samples
+    split = captured.in_sub_batches(batch, 3)  # of 2, 4 and 4 samples
     assert (split.sub_batches.count, split.sub_batches.size) == (3, 4)
-    assert split.sub_batches.last_size == 2 and split.program.sub_batches == 3
+    assert split.sub_batches.smaller_size == 2 and split.program.sub_batches == 3
     compat.check_jaxpr(split.flat)
     rewritten = rewrite(split, keep_plan(split.program, None, 0, 0.0))
     compat.check_jaxpr(rewritten)
@@ -229,19 +229,19 @@ def test_sub_batches_compute_what_the_whole_batch_does(name):
 
 
 @pytest.mark.parametrize("size", [6, 7, 9])
-def test_a_last_sub_batch_of_any_size(size):
-    """As many samples as are wanted, and then those that are left, with what moves in both."""
+def test_a_smaller_sub_batch_of_any_size(size):
+    """Those that are left, and then as many samples as are wanted, with what moves in both."""
     captured, batch, leaves = traced(SPLIT["layer norm"])
     split = captured.in_sub_batches(batch, 2, size=size)
     program = split.program
-    assert (split.sub_batches.size, split.sub_batches.last_size) == (size, N - size)
+    assert (split.sub_batches.size, split.sub_batches.smaller_size) == (size, N - size)
     assert program.sub_batches == 2 and program.sub_batch_size == size
     inside = {b for step in program.steps if step.times == 2 for b in step.writes}
     moved = [b for b in inside if program.buffers[b].movable and program.buffers[b].nbytes]
     assert moved
-    for b in moved:  # what is of samples is smaller in the last one
-        now, last = program.buffers[b].nbytes, program.last_nbytes[b]
-        assert last in (now, now * (N - size) // size)
+    for b in moved:  # what is of samples is smaller
+        now, smaller = program.buffers[b].nbytes, program.smaller_nbytes[b]
+        assert smaller in (now, now * (N - size) // size)
     assert captured.in_sub_batches(batch, 2).program.sub_batch_size is None
     parts = jax.jit(jaxpr_as_fun(rewrite(split, keep_plan(program, None, 0, 0.0))))(*leaves)
     whole = jax.jit(SPLIT["layer norm"])(W, X, Y, MASK)

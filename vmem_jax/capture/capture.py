@@ -153,13 +153,13 @@ class Captured:
         if self.replaced is not None:
             flat, sub_batches, counts = self.replaced.within(flat, sub_batches)
             ours = dataclasses.replace(ours, **counts)
-        given, last = self.inputs, sub_batches.last
+        given, smaller = self.inputs, sub_batches.smaller
         laid_out = lambda flat: with_stack_layouts(flat, given.platform)
         ordered = lambda flat: bodies(laid_out(flat), given.platform)
         found, why = _by_slices(flat, given, ordered)
-        if last is not None:
-            last, _ = _by_slices(last, given, laid_out, why)
-            sub_batches = dataclasses.replace(sub_batches, last=last)
+        if smaller is not None:
+            smaller, _ = _by_slices(smaller, given, laid_out, why)
+            sub_batches = dataclasses.replace(sub_batches, smaller=smaller)
         parts = _captured(found, flat, self.applied, given, sub_batches)
         parts = parts._keeping(ours.kept, ours.segments, ours)
         return dataclasses.replace(parts, whole=given.whole(self.separate, why))
@@ -398,10 +398,10 @@ def _captured(
     )
     every = tuple(variables)
     found = Captured(flat, program, every, shards, applied, given, separate, sub_batches)
-    if sub_batches is None or sub_batches.last is None:
+    if sub_batches is None or sub_batches.smaller is None:
         return found
-    smaller = tuple(nbytes(v.aval) for v in found.of(sub_batches.last).variables)
-    return dataclasses.replace(found, program=dataclasses.replace(program, last_nbytes=smaller))
+    smaller = tuple(nbytes(v.aval) for v in found.of(sub_batches.smaller).variables)
+    return dataclasses.replace(found, program=dataclasses.replace(program, smaller_nbytes=smaller))
 
 
 def _carried_into_results(steps: Sequence[Step], inputs: int, outputs: set[int]) -> set[int]:

@@ -53,20 +53,20 @@ class SubBatches:
 
     Attributes:
       count: the number of sub-batches.
-      size: samples in each sub-batch, except perhaps the last.
-      last: the step for a smaller last sub-batch, with the same equations; None if there is none.
-      last_size: samples in the last sub-batch.
+      size: samples in each sub-batch, except perhaps one, which has the first samples.
+      smaller: the step for a smaller sub-batch, with the same equations; None if there is none.
+      smaller_size: samples in the smaller sub-batch.
     """
 
     count: int
     size: int
-    last: ClosedJaxpr | None = None
-    last_size: int = 0
+    smaller: ClosedJaxpr | None = None
+    smaller_size: int = 0
 
     @property
     def is_even(self) -> bool:
         """Whether no sub-batch can be smaller than it is with so many of them."""
-        whole = self.size * (self.count - (self.last is not None)) + self.last_size
+        whole = self.size * (self.count - (self.smaller is not None)) + self.smaller_size
         return self.size == -(-whole // self.count)
 
 
@@ -75,18 +75,18 @@ def divided(
 ) -> tuple[ClosedJaxpr, SubBatches]:
     """`flat` for one of at most `count` sub-batches, and their division.
 
-    All are equal, except the last one if `count` does not divide the batch, or where `size` says how
+    All are equal, except a smaller one if `count` does not divide the batch, or where `size` says how
     many samples the others have.
     """
     size = size or -(-batch.size // count)
-    whole, last = divmod(batch.size, size)
-    first = _Divider(flat, batch, size).run()
-    if not last:
-        return first, SubBatches(whole, size)
-    other = _Divider(flat, batch, last).run()
+    whole, left = divmod(batch.size, size)
+    most = _Divider(flat, batch, size).run()
+    if not left:
+        return most, SubBatches(whole, size)
+    smaller = _Divider(flat, batch, left).run()
     names = lambda closed: [eqn.primitive for eqn in compat.open_jaxpr(closed).eqns]
-    assert names(first) == names(other), "the last sub-batch differs in size alone"
-    return first, SubBatches(whole + 1, size, other, last)
+    assert names(most) == names(smaller), "the smaller sub-batch differs in size alone"
+    return most, SubBatches(whole + 1, size, smaller, left)
 
 
 Replace = Callable[[Sequence[ClosedJaxpr]], tuple[Sequence[ClosedJaxpr], Mapping[str, Any]]]
@@ -108,13 +108,13 @@ class Replaced:
     replace: Replace
 
     def within(
-        self, first: ClosedJaxpr, sub_batches: SubBatches
+        self, most: ClosedJaxpr, sub_batches: SubBatches
     ) -> tuple[ClosedJaxpr, SubBatches, Mapping[str, Any]]:
         """What `divided` made of `before`, with its equations replaced, and how many are."""
-        every = [first] if sub_batches.last is None else [first, sub_batches.last]
-        (first, *smaller), counts = self.replace(every)
-        last = smaller[0] if smaller else None
-        return first, dataclasses.replace(sub_batches, last=last), counts
+        every = [most] if sub_batches.smaller is None else [most, sub_batches.smaller]
+        (most, *others), counts = self.replace(every)
+        smaller = others[0] if others else None
+        return most, dataclasses.replace(sub_batches, smaller=smaller), counts
 
 
 def twins(ours: ClosedJaxpr, theirs: ClosedJaxpr, count: int | None = None) -> dict[Var, Var]:

@@ -204,7 +204,7 @@ class Program:
         divided; None where none is.
       sub_batch_size: samples of each sub-batch but the last, where they are more than an even
         division has; else None.
-      last_nbytes: bytes of every buffer in a smaller last sub-batch; empty if there is none.
+      smaller_nbytes: bytes of every buffer in a smaller sub-batch; empty if there is none.
       logit_chunks: in how many chunks of tokens its largest product runs, with what follows it.
       carried: of the convolutions that can carry what stands around them, in their order, the indices
         of those that do.
@@ -229,7 +229,7 @@ class Program:
     pooled: int = 0
     bits: bool = False
     sub_batch_size: int | None = None
-    last_nbytes: tuple[int, ...] = ()
+    smaller_nbytes: tuple[int, ...] = ()
     on_gpu: bool = False
 
     @functools.cached_property

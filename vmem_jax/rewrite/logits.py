@@ -19,7 +19,7 @@ def in_chunks(flat: ClosedJaxpr, tail: Tail, count: int) -> ClosedJaxpr:
     """
     opened = compat.open_jaxpr(flat)
     part, parts = divided(tail.closed, tail.batch, count)
-    closed = looped(part, parts, parts.last)
+    closed = looped(part, parts, parts.smaller)
     loop = compat.open_jaxpr(closed)
     like = opened.eqns[tail.backward]
     env: dict[Var, Atom] = dict(zip(loop.invars, tail.reads, strict=True))

@@ -57,13 +57,13 @@ def rewrite(
     rewritten = _in_order(captured, plan, transport, store, body)
     if parts is None:
         return finished(rewritten)
-    last = None
-    if parts.last is not None:  # its convolutions are smaller, and so XLA's own
+    smaller = None
+    if parts.smaller is not None:  # its convolutions are smaller, and so XLA's own
         times = [step.times for step in captured.program.steps]
         others = tuple((s, each) for s, each in plan.convolutions if times[s] == 1)
         plan = dataclasses.replace(plan, convolutions=others)
-        last = _in_order(captured.of(parts.last), plan, transport, is_last=True)
-    return finished(looped(rewritten, parts, last))
+        smaller = _in_order(captured.of(parts.smaller), plan, transport, is_smaller=True)
+    return finished(looped(rewritten, parts, smaller))
 
 
 def _in_order(
@@ -72,13 +72,13 @@ def _in_order(
     transport: AbstractTransport | None,
     store: int = 0,
     body: bool = False,
-    is_last: bool = False,
+    is_smaller: bool = False,
 ) -> ClosedJaxpr:
     """`captured.flat` in the order of `plan`, with its fences and transfers."""
     untouched = not plan.fenced and plan.order == tuple(range(len(captured.program.steps)))
     if untouched and not captured.program.compressed:
         return captured.flat
-    return _Rewriter(captured, plan, transport, store, body, is_last).run()
+    return _Rewriter(captured, plan, transport, store, body, is_smaller).run()
 
 
 class _Rewriter:
@@ -89,7 +89,7 @@ class _Rewriter:
         transport: AbstractTransport | None,
         store: int,
         body: bool,
-        is_last: bool,
+        is_smaller: bool,
     ) -> None:
         self.program = captured.program
         self.store = store
@@ -127,7 +127,7 @@ class _Rewriter:
         )
         if plan.moves or self.program.hosted:
             calls = self.calls
-            self.transfers = Transfers(captured, plan, transport, calls, self.current, is_last)
+            self.transfers = Transfers(captured, plan, transport, calls, self.current, is_smaller)
             for b in set(self.program.hosted) & set(self.program.inputs):
                 self.invars[b] = compat.new_var(compat.in_host_memory(self.invars[b].aval))
                 self.transfers.lies_in_host_memory(b, self.invars[b])

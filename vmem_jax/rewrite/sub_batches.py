@@ -1,6 +1,8 @@
 """sub_batches: puts the equations between the two boundaries into a `lax.scan` over sub-batches.
 
-A smaller last sub-batch follows the loop, with its equations in the same order.
+A smaller sub-batch stands in front of the loop, with its equations in the same order. Behind the loop
+it would need the totals twice: XLA writes the result of an addition over its operand, but not where
+that is one of a loop's results.
 """
 
 from __future__ import annotations
@@ -44,23 +46,25 @@ class _Part:
         )
 
 
-def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | None) -> ClosedJaxpr:
+def looped(
+    closed: ClosedJaxpr, sub_batches: SubBatches, smaller: ClosedJaxpr | None
+) -> ClosedJaxpr:
     """`closed` with its one sub-batch replaced by a loop over all sub-batches.
 
     Args:
-      last: the same step for a smaller last sub-batch, if there is one.
+      smaller: the same step for the smaller sub-batch, if there is one.
     """
     opened = compat.open_jaxpr(closed)
     part = _Part(closed)
     begin, end = part.eqns[part.begin], part.eqns[part.end]
-    through, free = len(begin.invars), len(part.free)
-    smaller, indices = None, [*range(free)]
-    if last is not None:
-        smaller = _Part(last)
-        twin = twins(last, closed, part.begin)  # they share these equations
-        indices = [part.free.index(twin[v]) for v in smaller.free]
+    through = len(begin.invars)
+    front, indices = None, list[int]()
+    if smaller is not None:
+        front = _Part(smaller)
+        twin = twins(smaller, closed, part.begin)  # they share these equations
+        indices = [part.free.index(twin[v]) for v in front.free]
     avals = [v.aval for v in begin.outvars[1 + through :]]
-    whole = sub_batches.count - (last is not None)
+    whole = sub_batches.count - (front is not None)
 
     def loop(*values: Any) -> Any:
         entered, outside = values[:through], values[through:]
@@ -68,19 +72,13 @@ def looped(closed: ClosedJaxpr, sub_batches: SubBatches, last: ClosedJaxpr | Non
         def once(totals: Any, offset: Any) -> Any:
             return tuple(part.run(offset, *entered, *totals, *outside)), None
 
-        zeros = tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
-        if smaller is not None:  # XLA would hold the zeros of its loops from here on, too
-            none = (lax.optimization_barrier(jnp.zeros((), a.dtype)) for a in avals)
-            zeros = tuple(lax.broadcast(x, a.shape) for x, a in zip(none, avals, strict=True))
-        offsets = jnp.arange(whole, dtype=jnp.int32) * sub_batches.size
-        totals, _ = lax.scan(once, zeros, offsets)
-        if smaller is not None:
-            offset = jnp.int32(whole * sub_batches.size)
-            if totals:  # XLA would run its forward pass before the loop, and hold what that makes
-                least = min(range(len(totals)), key=lambda i: totals[i].size)
-                offset, tied = lax.optimization_barrier((offset, totals[least]))
-                totals = (*totals[:least], tied, *totals[least + 1 :])
-            totals = smaller.run(offset, *entered, *totals, *(outside[p] for p in indices))
+        totals = tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+        if front is not None:
+            totals = tuple(
+                front.run(jnp.int32(0), *entered, *totals, *(outside[p] for p in indices))
+            )
+        offsets = jnp.arange(whole, dtype=jnp.int32) * sub_batches.size + sub_batches.smaller_size
+        totals, _ = lax.scan(once, totals, offsets)
         return list(totals)
 
     equations = [*part.eqns[: part.begin]]

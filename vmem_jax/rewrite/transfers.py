@@ -34,7 +34,7 @@ def layout_of(program: Program, plan: Plan) -> Layout:
 
     It has the slots of `parked_spans`: one for each transfer, except those of hosted buffers, whose
     host memory is the caller's; then one for each looped stack, as deep as the loop is long. What
-    moves in a smaller last sub-batch has slots of its own, behind all others and in use after them.
+    moves in a smaller sub-batch has slots of its own, behind all others and never in use with them.
     """
     moving, spans = parked(program, plan), parked_spans(program, plan)
     slots = [
@@ -44,10 +44,10 @@ def layout_of(program: Program, plan: Plan) -> Layout:
     for b, span in zip(plan.looped, spans[len(moving) :], strict=True):
         buffer = program.buffers[b]
         slots.append(Parked(buffer.nbytes // buffer.slices, *span, buffer.slices + EXTRA))
-    if last := program.last_nbytes:
-        after = len(plan.order)
+    if smaller := program.smaller_nbytes:
+        after = len(plan.order)  # it runs before them, but no span begins before 0
         slots += [
-            Parked(last[t.buffer], start + after, back + after)
+            Parked(smaller[t.buffer], start + after, back + after)
             for t, (start, back) in zip(moving, spans, strict=False)
         ]
     return Layout.of(slots)
@@ -61,7 +61,7 @@ class Transfers:
         use XLA's own copies, since XLA owns their memory.
       calls: emits into the rewritten jaxpr.
       current: the current variable of each captured value; changed when a buffer returns.
-      is_last: whether `captured` is the smaller last sub-batch, which has the last slots.
+      is_smaller: whether `captured` is the smaller sub-batch, which has the last slots.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Transfers:
         transport: AbstractTransport | None,
         calls: Calls,
         current: dict[Var, Var],
-        is_last: bool = False,
+        is_smaller: bool = False,
     ) -> None:
         program = captured.program
         self._plan, self._calls = plan, calls
         streams = MemoryKinds(Layout((), 0))
         moving = parked(program, plan)
-        before = len(moving) if is_last else 0  # in a sub-batch no stack is looped
+        before = len(moving) if is_smaller else 0  # in a sub-batch no stack is looped
         slots = {t: slot for slot, t in enumerate(moving, before)}
         if slots and transport is None:
             raise ValueError("the plan has transfers, but there is no transport for them")
@@ -88,8 +88,8 @@ class Transfers:
         arena = None if transport is None else transport.arena
         if arena is not None:
             used = arena.layout.slots
-            if program.last_nbytes:
-                used = used[before:] if is_last else used[: len(moving)]
+            if program.smaller_nbytes:
+                used = used[before:] if is_smaller else used[: len(moving)]
             extents = [(s.offset, s.offset + s.depth * s.stride) for s in used]
             if broken := layout_violations(program, plan, extents):
                 raise ValueError(f"the layout of the arena is not valid for this plan: {broken[0]}")

@@ -134,10 +134,9 @@ def by_size(
     the variant of each; in samples, negative, so that they rise.
 
     First that of equation 3 of moDNN (`policy.sub_batch`), with room for the fastest convolutions, or
-    at least for those of the smallest workspaces; the last sub-batch has what is left. XLA may need
-    more than predicted, above all where a smaller last one stands behind the loop, so the even sizes
-    of `parts.counts` follow. Where no size fits, it is all of them, for the lowest peak: sums of
-    gradients may take more than smaller sub-batches save.
+    at least for those of the smallest workspaces; a smaller sub-batch has what is left. XLA may need
+    more than predicted, so the even sizes of `parts.counts` follow. Where no size fits, it is all of
+    them, for the lowest peak: sums of gradients may take more than smaller sub-batches save.
 
     Args:
       variant: samples -> the step in sub-batches of so many.
@@ -177,27 +176,27 @@ def _part_costs(step: StepContext, parts: TracedStep) -> Costs:
     """Costs of `step` in sub-batches, from those of the whole batch.
 
     A step of the Program stands for all sub-batches, and so does a transfer: the link is slower by
-    their number. A smaller last one counts as much as its share of samples.
+    their number. A smaller one counts as much as its share of samples.
     """
     whole, costs = step.traced.captured.program, step.costs
     found = of_parts(parts.captured.program, step.machine, whole, costs)
     link, division = costs.link, parts.captured.sub_batches
     assert division is not None
     count: float = division.count
-    if division.last is not None:
-        count -= 1 - division.last_size / division.size
-        found = _with_a_smaller_last(parts.captured.program, step.machine, found, division)
+    if division.smaller is not None:
+        count -= 1 - division.smaller_size / division.size
+        found = _with_a_smaller_one(parts.captured.program, step.machine, found, division)
     if link is not None and not parts.hosted:
         slower = {lane: getattr(link, lane) / count for lane in ("out", "into", "both")}
         link = dataclasses.replace(link, **slower)
     return dataclasses.replace(found, link=link)
 
 
-def _with_a_smaller_last(
+def _with_a_smaller_one(
     program: Program, machine: Machine, costs: Costs, division: Division
 ) -> Costs:
-    """`costs`, in which every sub-batch takes as long, with a last one of fewer samples."""
-    share = division.last_size / division.size
+    """`costs`, in which every sub-batch takes as long, with one of fewer samples."""
+    share = division.smaller_size / division.size
     seconds = []
     for step, each in zip(program.steps, costs.seconds, strict=True):
         if step.times > 1:
