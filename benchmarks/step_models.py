@@ -22,7 +22,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from vision_models import ConvNeXt, UNet
 
-from vmem_jax.models.decoder import Decoder, adapters, train_step
+from vmem_jax.models.decoder import Decoder, adapters, train_step, unstacked
 from vmem_jax.models.jobs import cross_entropy, job
 from vmem_jax.models.scanned_resnet import ScannedResNet
 
@@ -226,13 +226,17 @@ def _texts(batch: int, tokens: int, vocabulary: int) -> Callable[[jax.Array], An
     return lambda key: jax.random.randint(key, size, 0, vocabulary, jnp.int32)
 
 
-def decoder(hand: str, batch: int, tokens: int = 2048, **options: Any) -> Training:
-    """All weights are trained."""
+def decoder(
+    hand: str, batch: int, tokens: int = 2048, stacked: bool = True, **options: Any
+) -> Training:
+    """All weights are trained; `stacked` ones are those of all layers in one array."""
     model = _decoder(hand, **options)
     optimiser = optax.adamw(1e-4)
 
     def start(key: jax.Array) -> Any:
         params = model.init(key)
+        if not stacked:
+            params["layers"] = unstacked(params["layers"])
         return params, optimiser.init(params)
 
     draw = _texts(batch, tokens, model.vocabulary)
