@@ -101,7 +101,8 @@ def _links(card: Card, rows: Sequence[Row]) -> Iterable[list[str]]:
 def _steps(rows: Sequence[Row]) -> Iterable[list[str]]:
     """Predicted seconds against measured ones: of rows of the same step and way the last."""
     key = lambda r: tuple(
-        str(r.get(name)) for name in ("model", "batch", "way", "scanned", "attention", "profile")
+        str(r.get(name))
+        for name in ("model", "batch", "way", "scanned", "stacked", "attention", "profile")
     )
     last = {key(r): r for r in rows if r.get("predicted_ms") and r.get("ms")}
     for profiled, title in ((False, "by these rates"), (True, "with `profile=True`")):

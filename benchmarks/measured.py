@@ -107,12 +107,21 @@ _STEPS = {
 
 
 def training_steps() -> str:
-    """The decoder's rows without a profile or what `allow` names, with cuDNN's attention; those by
-    hand of scanned layers are in `by_hand`."""
-    others = ("profile", "attention", "tokens", "allow")
-    rows = [r for r in _json("training_steps_h200") if not any(map(r.get, others))]
+    """The decoder's rows without a profile, with cuDNN's attention; those by hand of scanned layers
+    are in `by_hand`. Where `allow` names techniques, it is unrolled plans that move something."""
+    rows = [r for r in _json("training_steps_h200") if _is_of_the_decoder(r)]
+    moves = lambda r: not r["scanned"] and "moved" in r.get("plan", "")
+    rows = [r for r in rows if moves(r) or not r.get("allow")]
     rows = [r for r in rows if not (r["scanned"] and r["way"] in ("checkpoint", "dots"))]
     return _training_steps(rows, "decoder").replace("| decoder, ", "| ")
+
+
+def _is_of_the_decoder(row: dict[str, Any]) -> bool:
+    """Whether it is the decoder with cuDNN's attention and no profile, scanned or with a weight a
+    layer."""
+    others = ("profile", "attention", "tokens")
+    is_usual = row["scanned"] or not row.get("stacked", True)
+    return row["model"] == "decoder" and is_usual and not any(map(row.get, others))
 
 
 def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
@@ -126,6 +135,8 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         step = step if row["scanned"] else step.replace("scanned", "unrolled")
         if row["model"] in ("decoder", "lora"):
             step += ", scanned" if row["scanned"] else ", unrolled"
+            is_stacked = not row["scanned"] and row.get("stacked", True)
+            step += ", stacked weights" if is_stacked else ""
         if row.get("attention"):
             step += f", XLA's attention ({row['batch']})"
         if row["model"] == "decoder" and "layers" in row:
@@ -341,10 +352,8 @@ def readme() -> str:
             other = f"{wrapped.share}, {float(wrapped.ratio):.2f}" if budget == budgets[0] else ""
             lines.append([name, fits.share, f"{float(fits.ratio):.2f}", other])
     for scanned in (True, False):
-        own = [r for r in _json("training_steps_h200") if r["model"] == "decoder"]
-        others = ("profile", "attention", "allow", "tokens")
-        own = [r for r in own if not any(map(r.get, others))]
-        own = [r for r in own if r["scanned"] is scanned]
+        own = [r for r in _json("training_steps_h200") if _is_of_the_decoder(r)]
+        own = [r for r in own if r["scanned"] is scanned and not r.get("allow")]
         by_way = {r["way"].replace(".0GiB", "GiB"): r for r in own}
         budgeted = [r for r in by_way.values() if "predicted_ms" in r]
         budgeted.sort(key=lambda r: -r["gib"])

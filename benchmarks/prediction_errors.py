@@ -26,7 +26,7 @@ from vmem_jax.core.cards import CARDS
 FLAGS = flags.FLAGS
 RESULTS = Path(__file__).parent / "results"
 
-SHAPE = ("layers", "width", "tokens", "attention")
+SHAPE = ("layers", "width", "tokens", "attention", "stacked")
 """Of a network, where a row has other than the model's own."""
 
 
