@@ -121,7 +121,7 @@ def test_superneurons_makes_again_what_lies_between_convolutions():
 
 
 @built
-def test_modnn_runs_the_size_of_equation_3_with_a_smaller_last_sub_batch():
+def test_modnn_runs_the_size_of_equation_3_with_a_smaller_sub_batch():
     """31 samples and one, of which values move in both; a saved plan runs the same."""
     step, args, expected = case()
     compiled = run(MoDNN(), 1935 * 1024)

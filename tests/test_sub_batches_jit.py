@@ -149,7 +149,7 @@ def test_each_sub_batch_moves_its_own():
 
 
 @pytest.mark.skipif(describe().startswith("none"), reason=describe())
-def test_nothing_moves_where_the_last_sub_batch_is_smaller():
+def test_nothing_moves_where_a_sub_batch_is_smaller():
     budget = compiled(3, policy="exact").need_nbytes
     moving = compiled(3, budget=budget, allow=("order", "offload"), machine=FAST)
     assert moving.plan.sub_batches == 3 and not moving.plan.moves

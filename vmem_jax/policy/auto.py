@@ -38,6 +38,7 @@ from vmem_jax.core.plan import Plan, Transfer
 from vmem_jax.core.program import Program
 from vmem_jax.core.simulate import Timeline, live_at, simulate
 from vmem_jax.policy.base import AbstractPolicy, Infeasible, Splitting, finish
+from vmem_jax.policy.beside import beside
 from vmem_jax.policy.bound import quick_bound, starts
 from vmem_jax.policy.drop_order import order_with_drops
 from vmem_jax.policy.executor import Execution
@@ -139,7 +140,9 @@ class Auto(AbstractPolicy):
             less, slower = with_looped(program, looped), costs_with_looped(program, looped, costs)
             for timeline in self._lowest(less, slower):
                 best = _better(best, timeline, budget)
-        return finish(self.name, program, best, budget, looped=looped)
+        if looped:
+            return finish(self.name, program, best, budget, looped=looped)
+        return finish(self.name, program, beside(program, costs, best), budget)
 
     def spared(self, program: Program) -> str:
         if len(program.steps) <= self.most:
