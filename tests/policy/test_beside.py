@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import BACKWARD, FORWARD, UPDATE, Builder, plan_of, unit_costs
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.core.costs import Link
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.plan import Transfer
-from vmem_jax.core.program import Phase
+from vmem_jax.core.program import Kind, Phase
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import violations
 from vmem_jax.policy.base import finish
@@ -103,6 +106,50 @@ def test_nothing_moves_near_the_peak_or_on_a_cpu(made, monkeypatch):
     assert beside(dataclasses.replace(program, on_gpu=False), costs, timeline) is timeline
     monkeypatch.setattr(Merging, "near", 0.0)
     assert beside(program, costs, timeline) is timeline
+
+
+@st.composite
+def layered(draw):
+    """A step of layers, each with an activation of one or two products, whose weight gradient, other
+    readers and backward pass are drawn; on a GPU."""
+    b, flip = Builder(), lambda: draw(st.booleans())
+    size = lambda: draw(st.sampled_from([4, 4, 4, 1]))
+    weight, x = b.input(4), b.input(4, Kind.BATCH)
+    x = b.step([x], 4, FORWARD, workspace=1000)  # the peak, and no move comes near it
+    layers = []
+    for _ in range(1 + draw(st.integers(0, 4))):
+        products = [b.step([x, weight], size(), FORWARD) for _ in range(1 + flip())]
+        active = b.step(products, 4, FORWARD, fusible=True)
+        layers.append((x, products, active))
+        x = b.step([active, weight], 4, FORWARD)
+    cotangent = b.step([x], 4, BACKWARD)
+    outputs = []
+    for x, products, active in reversed(layers):
+        gradient = None if flip() else b.step([cotangent, active], 4, BACKWARD)
+        if gradient is not None and flip():
+            outputs.append(b.step([gradient, weight], 4, UPDATE, fusible=True))
+        inner = b.step([cotangent, weight], 4, BACKWARD)
+        if gradient is None or flip():
+            gradient = b.step([cotangent, active, *([inner] if flip() else [])], 4, BACKWARD)
+        also = [active] if flip() and flip() else []
+        through = b.step([inner, *products, *also], 4, BACKWARD, fusible=True, in_place=flip())
+        cotangent = b.step([through, *([x] if flip() else []), weight], 4, BACKWARD)
+        outputs.append(b.step([gradient], 4, UPDATE, fusible=True))
+    return dataclasses.replace(b.program([cotangent, *outputs]), on_gpu=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(program=layered(), data=st.data())
+def test_plans_of_random_steps_stay_valid(program, data):
+    costs, recomputation = unit_costs(program), Recomputation(program, canonical_order(program))
+    idle = recomputation.idle()
+    drops = {drop for drop in idle if data.draw(st.integers(0, 2))}
+    timeline = simulate(program, order_with_drops(recomputation, drops), costs)
+    moved = beside(program, costs, timeline)
+    event(f"moves: {moved.order != timeline.order}")
+    assert sorted(moved.order) == sorted(timeline.order)
+    assert moved.peak <= timeline.peak
+    assert not violations(program, plan_of(program, moved.order))
 
 
 def test_transfers_move_with_the_steps_that_wait_for_them(made):

@@ -65,7 +65,7 @@ def _with(
 
 
 def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
-    """What may move, in order."""
+    """What may move, in order; no step is in two moves."""
     order, resident = timeline.order, program.resident_nbytes
     most = resident + Merging.near * (timeline.peak - resident)
     uses: dict[int, list[int]] = {}  # buffer -> positions that read it
@@ -75,6 +75,7 @@ def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
         for b in program.steps[s].reads:
             uses.setdefault(b, []).append(position)
     end = len(order)
+    taken: set[int] = set()
 
     def read(position: int) -> list[int]:
         """Where what the step at `position` makes is read, until it is made again."""
@@ -94,7 +95,7 @@ def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
             p
             for p in sorted({p for b in shared for p in uses[b] if p > position})
             if _goes_back(program, order[p], large)
-            and not set(step.writes) & _reads(program, order[p])
+            and not {*step.writes} & {*program.steps[order[p]].reads}
         )
         through = next(passes, None)
         if through is None or any(program.steps[order[p]].fusible for p in readers):
@@ -104,12 +105,10 @@ def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
         block = (position, *(p for p in readers if p < through))
         needed = {p for each in block[1:] for p in read(each)}
         to = min({through, *needed})
-        if block[-1] < to and to - position > len(block) and _may_wait(program, order, block, to):
+        stands = block[-1] >= to or to - position == len(block)  # in front of it already
+        if not stands and not taken & {*block} and _may_wait(program, order, block, to):
+            taken.update(block)
             yield _Move(block, to)
-
-
-def _reads(program: Program, s: int) -> set[int]:
-    return {*program.steps[s].reads}
 
 
 def _goes_back(program: Program, s: int, nbytes: int) -> bool:
