@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ def layered(draw):
     b, flip = Builder(), lambda: draw(st.booleans())
     size = lambda: draw(st.sampled_from([4, 4, 4, 1]))
     weight, x = b.input(4), b.input(4, Kind.BATCH)
-    x = b.step([x], 4, FORWARD, workspace=1000)  # the peak, and no move comes near it
+    # of 1,000 it is the peak, which no move raises; of fewer some do
+    x = b.step([x], 4, FORWARD, workspace=draw(st.sampled_from([1000, 50, 40, 30])))
     layers = []
     for _ in range(1 + draw(st.integers(0, 4))):
         products = [b.step([x, weight], size(), FORWARD) for _ in range(1 + flip())]
@@ -145,7 +147,8 @@ def test_plans_of_random_steps_stay_valid(program, data):
     idle = recomputation.idle()
     drops = {drop for drop in idle if data.draw(st.integers(0, 2))}
     timeline = simulate(program, order_with_drops(recomputation, drops), costs)
-    moved = beside(program, costs, timeline)
+    with mock.patch.object(Merging, "near", 10.0):
+        moved = beside(program, costs, timeline)
     event(f"moves: {moved.order != timeline.order}")
     assert sorted(moved.order) == sorted(timeline.order)
     assert moved.peak <= timeline.peak

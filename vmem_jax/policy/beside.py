@@ -41,27 +41,31 @@ def beside(program: Program, costs: Costs, timeline: Timeline) -> Timeline:
     """
     if not program.on_gpu:
         return timeline
-    return _with(program, costs, timeline, [*_moves(program, timeline)]) or timeline
+    moves = _harmless(program, costs, timeline, [*_moves(program, timeline)], [])
+    return _moved(program, costs, timeline, moves) or timeline
 
 
-def _with(
-    program: Program, costs: Costs, timeline: Timeline, moves: Sequence[_Move]
-) -> Timeline | None:
-    """`timeline` with as many of `moves` as are found to do no harm; None for none.
+def _harmless(
+    program: Program,
+    costs: Costs,
+    timeline: Timeline,
+    moves: Sequence[_Move],
+    chosen: Sequence[_Move],
+) -> Sequence[_Move]:
+    """`chosen`, and as many of `moves` as are found to do no harm beside them.
 
     All are tried at once; then each half of them.
     """
     if not moves:
-        return None
-    made = _moved(program, costs, timeline, moves)
+        return chosen
+    made = _moved(program, costs, timeline, [*chosen, *moves])
     if made is not None and made.peak <= timeline.peak and made.seconds <= timeline.seconds:
-        return made
+        return [*chosen, *moves]
     if len(moves) == 1:
-        return None
+        return chosen
     half = len(moves) // 2
-    # what is late in the order moves first: positions in front of it stay as they are
-    later = _with(program, costs, timeline, moves[half:])
-    return _with(program, costs, later or timeline, moves[:half]) or later
+    chosen = _harmless(program, costs, timeline, moves[:half], chosen)
+    return _harmless(program, costs, timeline, moves[half:], chosen)
 
 
 def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
@@ -128,7 +132,10 @@ def _may_wait(program: Program, order: Sequence[int], block: Sequence[int], to: 
 def _moved(
     program: Program, costs: Costs, timeline: Timeline, moves: Sequence[_Move]
 ) -> Timeline | None:
-    """`timeline` with `moves`; None where a value would be in host memory when it is read."""
+    """`timeline` with `moves`; None without any, and where a value would be in host memory when it is
+    read."""
+    if not moves:
+        return None
     order = timeline.order
     waiting = {p for move in moves for p in move.positions}
     arrives: dict[int, list[int]] = {}
