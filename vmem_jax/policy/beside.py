@@ -17,7 +17,9 @@ makes, so nothing moves near the peak.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from vmem_jax.core.costs import Costs
@@ -25,6 +27,7 @@ from vmem_jax.core.merging import Merging
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.spines import uses_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,63 +44,64 @@ def beside(program: Program, costs: Costs, timeline: Timeline) -> Timeline:
     """
     if not program.on_gpu:
         return timeline
-    moves = _harmless(program, costs, timeline, [*_moves(program, timeline)], [])
-    return _moved(program, costs, timeline, moves) or timeline
+    return _tried(program, costs, timeline, [*_moves(program, timeline)], ((), timeline))[1]
 
 
-def _harmless(
+def _tried(
     program: Program,
     costs: Costs,
     timeline: Timeline,
     moves: Sequence[_Move],
-    chosen: Sequence[_Move],
-) -> Sequence[_Move]:
-    """`chosen`, and as many of `moves` as are found to do no harm beside them.
+    best: tuple[Sequence[_Move], Timeline],
+) -> tuple[Sequence[_Move], Timeline]:
+    """`best`, moves and what they make of `timeline`, with as many of `moves` as are found to do no
+    harm beside them.
 
     All are tried at once; then each half of them.
     """
     if not moves:
-        return chosen
-    made = _moved(program, costs, timeline, [*chosen, *moves])
+        return best
+    every = (*best[0], *moves)
+    made = _moved(program, costs, timeline, every)
     if made is not None and made.peak <= timeline.peak and made.seconds <= timeline.seconds:
-        return [*chosen, *moves]
+        return every, made
     if len(moves) == 1:
-        return chosen
+        return best
     half = len(moves) // 2
-    chosen = _harmless(program, costs, timeline, moves[:half], chosen)
-    return _harmless(program, costs, timeline, moves[half:], chosen)
+    best = _tried(program, costs, timeline, moves[:half], best)
+    return _tried(program, costs, timeline, moves[half:], best)
 
 
 def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
     """What may move, in order; no step is in two moves."""
     order, resident = timeline.order, program.resident_nbytes
     most = resident + Merging.near * (timeline.peak - resident)
-    uses: dict[int, list[int]] = {}  # buffer -> positions that read it
-    made: dict[int, list[int]] = {}  # step -> its positions
-    for position, s in enumerate(order):
-        made.setdefault(s, []).append(position)
-        for b in program.steps[s].reads:
-            uses.setdefault(b, []).append(position)
-    end = len(order)
+    uses = uses_of(program, order)
+    ran: set[int] = set()
     taken: set[int] = set()
 
     def read(position: int) -> list[int]:
         """Where what the step at `position` makes is read, until it is made again."""
-        s = order[position]
-        until = next((p for p in made[s] if p > position), end)
-        writes = program.steps[s].writes
-        return sorted({p for b in writes for p in uses.get(b, ()) if position < p < until})
+        found: set[int] = set()
+        for b in program.steps[order[position]].writes:
+            later = uses[b][bisect.bisect_right(uses[b], (position, True)) :]
+            found.update(p for p, _ in itertools.takewhile(lambda use: not use[1], later))
+        return sorted(found)
 
     for position, s in enumerate(order):
         step = program.steps[s]
-        if position == made[s][0] or not step.fusible or step.phase is not Phase.FORWARD:
+        is_again = s in ran
+        ran.add(s)
+        if not is_again or not step.fusible or step.phase is not Phase.FORWARD:
             continue
         large = max(program.buffers[b].nbytes for b in step.writes)
         shared = [b for b in step.reads if program.buffers[b].nbytes >= large]
         readers = read(position)
         passes = (
             p
-            for p in sorted({p for b in shared for p in uses[b] if p > position})
+            for p in sorted(
+                {p for b in shared for p, writes in uses[b] if p > position and not writes}
+            )
             if _goes_back(program, order[p], large)
             and not {*step.writes} & {*program.steps[order[p]].reads}
         )
@@ -132,10 +136,7 @@ def _may_wait(program: Program, order: Sequence[int], block: Sequence[int], to: 
 def _moved(
     program: Program, costs: Costs, timeline: Timeline, moves: Sequence[_Move]
 ) -> Timeline | None:
-    """`timeline` with `moves`; None without any, and where a value would be in host memory when it is
-    read."""
-    if not moves:
-        return None
+    """`timeline` with `moves`; None where a value would be in host memory when it is read."""
     order = timeline.order
     waiting = {p for move in moves for p in move.positions}
     arrives: dict[int, list[int]] = {}
