@@ -91,7 +91,7 @@ def test_batches_are_divided_though_their_parts_are_tiny():
     spec = {**SPEC, "shape": [128, 64, 8], "layers": layers}
     with single(Settings()) as run_one:
         outcomes = [
-            run_one(spec, Options(0.6, "bytes", "call", {**given, "machine": machine}, of="room"))
+            run_one(spec, Options(0.1, "bytes", "call", {**given, "machine": machine}, of="room"))
             for machine in ("h200", QUICK)
         ]
     assert [row["outcome"] for row in outcomes] == [BUDGET, FIT]
