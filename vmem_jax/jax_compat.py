@@ -238,6 +238,10 @@ FENCE_OPTIONS: dict[str, dict[str, Any]] = {
 """Compiler options, by platform, that keep a fenced program as it was emitted: fences until after
 scheduling, casts where their layers are, and stacks that nothing but their loop writes."""
 
+SPLITS_PRODUCTS = VERSION >= (0, 11)
+"""Whether XLA:GPU makes products of small results in parts by the formula that we have of it
+(`capture.product_workspaces`). Nothing was compiled for a GPU with 0.10.2."""
+
 OVERWRITES_VIEWS = frozenset({"cpu"})
 """Platforms whose compiler lets a kernel write over what it still reads in another shape: where a
 barrier stands between a value and its reshape, XLA:CPU makes kernels that read it in both

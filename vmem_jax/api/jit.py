@@ -23,12 +23,12 @@ from vmem_jax.api.stages import REFUSED, Compiled, Lowered, run, run_directly
 from vmem_jax.api.sweep import front, point_of
 from vmem_jax.api.tune import tuned
 from vmem_jax.capture import capture
-from vmem_jax.capture.blas import blas_workspace_nbytes
-from vmem_jax.compiler.compile import left_out
+from vmem_jax.capture.product_workspaces import Products
+from vmem_jax.compiler.compile import left_out, products_of
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.pareto_point import ParetoPoint
 from vmem_jax.core.plan import Plan
-from vmem_jax.devices.device import compute_capability, devices_of
+from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import BudgetError, DifferentiationError, parse_budget
 from vmem_jax.policy import AbstractPolicy
 from vmem_jax.report.explain import Explanation, explain
@@ -418,8 +418,7 @@ class BudgetedStep:
         inlined: bool = False,
     ) -> StepContext:
         platform = "gpu" if target is not None else devices_of(avals)[0].platform
-        most = blas_workspace_nbytes(compute_capability(avals, target))
-        traced = self._trace(call, avals, tree, platform, most)
+        traced = self._trace(call, avals, tree, platform, products_of(avals, target))
         hosted.check(
             self._settings.name,
             traced.names,
@@ -431,7 +430,7 @@ class BudgetedStep:
         return StepContext(self._settings, traced, leaves, target, inlined)
 
     def _trace(
-        self, call: arguments.Call, avals: tuple, tree: Any, platform: str, blas_workspace: int
+        self, call: arguments.Call, avals: tuple, tree: Any, platform: str, products: Products
     ) -> TracedStep:
         paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(call.tree)[0]]
         donated = tuple(call.donated(path) for path in paths)
@@ -448,7 +447,7 @@ class BudgetedStep:
         out_avals = [v.aval for v in compat.open_jaxpr(plain).outvars]
         pairs = hosted.pairs(avals, [p[2:] for p in paths], out_avals, found["paths"])
         shardings = [a.sharding for a in avals]
-        captured = capture(plain, names, donated, shardings, pairs, platform, blas_workspace)
+        captured = capture(plain, names, donated, shardings, pairs, platform, products)
         whole = None
         if call.plain and not pairs:  # the same leaves in the same order, as the caller holds them
             by_position, by_name = call.tree

@@ -26,6 +26,8 @@ from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
+from vmem_jax.capture.product_workspaces import UNKNOWN as UNKNOWN_PRODUCTS
+from vmem_jax.capture.product_workspaces import Products
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.siblings import shared_nbytes
@@ -148,7 +150,8 @@ class Captured:
         `rewritten` has it, `size` as `divided`."""
         if count == 1:
             return self
-        flat, sub_batches = divided(self.divisible, batch, count, size)
+        stated = self.inputs.platform == "gpu"
+        flat, sub_batches = divided(self.divisible, batch, count, size, stated)
         ours = self.program
         if self.replaced is not None:
             flat, sub_batches, counts = self.replaced.within(flat, sub_batches)
@@ -201,7 +204,7 @@ def capture(
     shardings: Sequence[Any] = (),
     hosted: Sequence[tuple[int, int | None]] = (),
     platform: str = "",
-    blas_workspace: int = 0,
+    products: Products = UNKNOWN_PRODUCTS,
 ) -> Captured:
     """Captures the step `closed`, as one of its devices runs it.
 
@@ -212,14 +215,14 @@ def capture(
       shardings: the `jax.sharding.Sharding` of each input; none for those on one device.
       hosted: for each input in host memory its index, and that of the output that goes there again.
       platform: that it is compiled for; on "cpu" XLA copies what some convolutions take.
-      blas_workspace: as `Inputs` has it.
+      products: as `Inputs` has it.
     """
     flat = with_equal_stacks_merged(with_constants_in_loops(flatten(closed)))
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
-    inputs = Inputs(*known, platform, blas_workspace)
+    inputs = Inputs(*known, platform, products)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
     return dataclasses.replace(captured, misread=misread, spread=spread)

@@ -10,6 +10,8 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.all_at_once import Whole
 from vmem_jax.capture.hosted_updates import is_stack
 from vmem_jax.capture.primitives import nbytes
+from vmem_jax.capture.product_workspaces import UNKNOWN as UNKNOWN_PRODUCTS
+from vmem_jax.capture.product_workspaces import Products
 from vmem_jax.jax_compat import ClosedJaxpr
 
 
@@ -23,8 +25,7 @@ class Inputs:
       shardings: the `jax.sharding.Sharding` of each; none for those on one device.
       hosted: for each in host memory its index, and that of the output that goes there again.
       platform: "cpu" where XLA's CPU compiler compiles the step.
-      blas_workspace: bytes that XLA gives a product of cuBLAS at most; 0 where it gives none
-        (`capture.blas`).
+      products: how XLA computes matrix products.
     """
 
     names: tuple[str, ...] = ()
@@ -32,12 +33,12 @@ class Inputs:
     shardings: tuple[Any, ...] = ()
     hosted: tuple[tuple[int, int | None], ...] = ()
     platform: str = ""
-    blas_workspace: int = 0
+    products: Products = UNKNOWN_PRODUCTS
 
     @property
     def inside(self) -> Inputs:
         """The same for an iteration of a loop of the step."""
-        return Inputs(platform=self.platform, blas_workspace=self.blas_workspace)
+        return Inputs(platform=self.platform, products=self.products)
 
     def name(self, i: int) -> str:
         """The name of input `i`."""

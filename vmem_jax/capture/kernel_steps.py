@@ -7,7 +7,6 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import columns
-from vmem_jax.capture.blas import product_workspace
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
@@ -25,6 +24,7 @@ from vmem_jax.capture.primitives import (
     nbytes,
     workspace,
 )
+from vmem_jax.capture.product_workspaces import Size
 from vmem_jax.capture.row_major import uncast_gradients
 from vmem_jax.capture.shards import Shards
 from vmem_jax.capture.softmax import makes_exponentials
@@ -95,7 +95,7 @@ class StepMaker:
         self.collectives = Collectives(eqns, shards)
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.is_gpu = given.platform != "cpu"
-        self.blas_workspace = given.blas_workspace
+        self.products = given.products
         self.transposed = transposed(eqns) if self.is_gpu else {}
         self.copied = copied(eqns) if self.is_gpu else Copied({}, {}, {})
         libraries = libraries_of(given.platform)
@@ -232,13 +232,13 @@ class StepMaker:
     def _product_workspace(self, eqn: compat.JaxprEqn) -> int:
         """Bytes that are live only while the matrix product `eqn` runs on one device."""
         operands = [nbytes(a.aval) // self.shards.count(a) for a in eqn.invars]
-        return product_workspace(self.blas_workspace, flops(eqn) / self.shards.work(eqn), operands)
+        size = Size.of(eqn) if self.shards.device_count == 1 else None
+        return self.products.workspace(flops(eqn) / self.shards.work(eqn), operands, size)
 
     def _copies(self, kernel: Kernel) -> list[Var]:
-        """What it reads in copies of another layout: a view of what lies row by row is transposed in
-        the product's own kernel."""
+        """What it reads in copies of another layout."""
         found = dict.fromkeys(map(self._stored, self._operands_copied(kernel)))
-        return [v for v in found if v in kernel.reads and v in self.copied.orders]
+        return [v for v in found if v in kernel.reads]
 
     def _operands_copied(self, kernel: Kernel) -> tuple[Var, ...]:
         outvars = self.eqns[kernel.root].outvars

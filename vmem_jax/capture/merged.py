@@ -1,13 +1,12 @@
 """merged: which operands and results of matrix products XLA:GPU copies to merge their dimensions.
 
-A product without batch dimensions is one of two matrices: XLA merges the dimensions that are
-summed, and those that are not, each in the order in which the product names them. Where they do not
-lie in memory in that order it copies the operand. A loop stacks along the slowest dimension, as in
-[time, batch, width]; a recurrent layer (Flax's `nn.RNN`) returns [batch, time, width], a view of
-the stack. What is computed of that elementwise, such as a cast, lies as the stack does, and each
-product that reads it copies it for itself. (The very stack is transposed in the product's own
-kernel, by Triton.) What a product makes for such a loop, [batch, time, width] again, is copied
-behind it.
+A product without batch dimensions is one of two matrices: XLA merges the dimensions that are summed,
+and those that are not, each in the order in which the product names them. Where they do not lie in
+memory in that order it copies the operand. A loop stacks along the slowest dimension, as in [time,
+batch, width]; a recurrent layer (Flax's `nn.RNN`) returns [batch, time, width], a view of the stack.
+What is computed of that elementwise, such as a cast, lies as the stack does, and each product that
+reads either copies it for itself. What a product makes for such a loop, [batch, time, width] again,
+is copied behind it.
 """
 
 from __future__ import annotations
@@ -81,13 +80,14 @@ def _is_matrix(a: Var, order: Order, summed: Sequence[int]) -> bool:
 
 
 def _orders(eqns: Sequence[JaxprEqn]) -> dict[Var, Order]:
-    """The values that do not lie row by row, since they are made of a loop's stacks."""
+    """The values that do not lie row by row, since they are made of what a loop stacks, or
+    carries, as one in segments carries its stacks."""
     found: dict[Var, Order] = {}
     stacks: set[Atom] = set()
     for eqn in eqns:
         name = eqn.primitive.name
         if name == "scan":
-            stacks.update(eqn.outvars[compat.scan_counts(eqn)[1] :])
+            stacks.update(eqn.outvars)
             continue
         given = [a for a in eqn.invars if isinstance(a, Var) and (a in stacks or a in found)]
         if not given:

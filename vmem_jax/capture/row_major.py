@@ -93,7 +93,7 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
         eqns.append(eqn)
         if is_gradient or is_part or not turned.isdisjoint(eqn.outvars):
             [made] = eqn.outvars
-            stated, here[made] = spliced(_laid_out, [made], eqn)
+            stated, here[made] = spliced(laid_out, [made], eqn)
             eqns += stated
             if is_gradient:
                 gradients.add(made)
@@ -164,7 +164,8 @@ def uncast_gradients(eqns: Sequence[JaxprEqn]) -> frozenset[Var]:
     return frozenset(eqn.outvars[0] for eqn in made if _is_kernel_gradient(eqn))
 
 
-def _laid_out(x: jax.Array) -> jax.Array:
+def laid_out(x: jax.Array) -> jax.Array:
+    """`x`, whose elements lie in memory as its dimensions are."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 

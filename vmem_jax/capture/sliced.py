@@ -19,6 +19,7 @@ from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.layouts import SUMMED, Layout, Where, resized_params, wanted
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.random_bits import can_slice, sliced_bits
+from vmem_jax.capture.row_major import laid_out
 from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 
 
@@ -31,6 +32,8 @@ class Slicer:
       offset: the first of them.
       calls: what they are emitted to.
       whole: gives the value of a variable that is the same for all samples, or an argument.
+      stated: whether what is cut out of an argument is stated to lie as that does. XLA:GPU would give
+        it the layout that one reader likes, and so all that is computed with it (`row_major`).
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class Slicer:
         offset: Var,
         calls: Calls,
         whole: Callable[[Var], Atom],
+        stated: bool = False,
     ) -> None:
         self.batch, self.size, self.offset, self.calls = batch, size, offset, calls
-        self.whole = whole
+        self.whole, self.stated = whole, stated
         self.maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self.eqns = eqns
         self.env: dict[Var, Atom] = {}
@@ -115,7 +119,8 @@ class Slicer:
     def _make_slice(self, v: Var, layout: Layout, like: JaxprEqn) -> Atom:
         wants = self._wants(v, layout)
         if wants is None or self._price(v, layout) > nbytes(v.aval):
-            part = lambda x, offset: cut(x, offset, layout, self.batch.size, self.size)
+            as_is = laid_out if self.stated and v not in self.maker else lambda x: x
+            part = lambda x, offset: as_is(cut(x, offset, layout, self.batch.size, self.size))
             return self.calls.bind(part, [self.whole(v), self.offset], like)[0]
         eqn = self.eqns[self.maker[v]]
         if eqn.primitive.name == "iota":

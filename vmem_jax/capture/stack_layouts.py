@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
+from vmem_jax.capture.row_major import laid_out
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
@@ -221,14 +221,9 @@ def _with_orders(eqn: JaxprEqn, orders: Mapping[Var, Order], moved: Mapping[Var,
     )
 
 
-def _laid_out(x: jax.Array) -> jax.Array:
-    """`x`, whose elements lie in memory as its dimensions are."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
 def _there(order: Order, x: jax.Array) -> jax.Array:
     """`x` in `order`, as it is stacked."""
-    return _laid_out(x.transpose(order))
+    return laid_out(x.transpose(order))
 
 
 def _turned(order: Order, y: jax.Array) -> jax.Array:
@@ -238,4 +233,4 @@ def _turned(order: Order, y: jax.Array) -> jax.Array:
 
 def _back(order: Order, y: jax.Array) -> jax.Array:
     """The value whose slice of the stack is `y`."""
-    return _turned(order, _laid_out(y))
+    return _turned(order, laid_out(y))

@@ -71,19 +71,23 @@ class SubBatches:
 
 
 def divided(
-    flat: ClosedJaxpr, batch: Batch, count: int, size: int | None = None
+    flat: ClosedJaxpr,
+    batch: Batch,
+    count: int,
+    size: int | None = None,
+    stated: bool = False,
 ) -> tuple[ClosedJaxpr, SubBatches]:
     """`flat` for one of at most `count` sub-batches, and their division.
 
     All are equal, except a smaller one if `count` does not divide the batch, or where `size` says how
-    many samples the others have.
+    many samples the others have. `stated` is as `Slicer` has it.
     """
     size = size or -(-batch.size // count)
     whole, left = divmod(batch.size, size)
-    most = _Divider(flat, batch, size).run()
+    most = _Divider(flat, batch, size, stated).run()
     if not left:
         return most, SubBatches(whole, size)
-    smaller = _Divider(flat, batch, left).run()
+    smaller = _Divider(flat, batch, left, stated).run()
     names = lambda closed: [eqn.primitive for eqn in compat.open_jaxpr(closed).eqns]
     assert names(most) == names(smaller), "the smaller sub-batch differs in size alone"
     return most, SubBatches(whole + 1, size, smaller, left)
@@ -159,8 +163,8 @@ def in_parts(
 
 
 class _Divider:
-    def __init__(self, flat: ClosedJaxpr, batch: Batch, size: int) -> None:
-        self.flat, self.batch, self.size = flat, batch, size
+    def __init__(self, flat: ClosedJaxpr, batch: Batch, size: int, stated: bool = False) -> None:
+        self.flat, self.batch, self.size, self.stated = flat, batch, size, stated
         self.opened = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.opened.eqns
         self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
@@ -176,7 +180,7 @@ class _Divider:
         needed, after = self._needed()
         live = self._live({*needed})
         offset = compat.new_var(jax.typeof(np.int32(0)))
-        emitter = Slicer(self.eqns, batch, self.size, offset, self.calls, self._whole)
+        emitter = Slicer(self.eqns, batch, self.size, offset, self.calls, self._whole, self.stated)
         before: dict[Var, Var] = {}  # totals so far
         now: dict[Var, Atom] = {}
         for i in live:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import has, nbytes
+from vmem_jax.capture.product_workspaces import Products, products_on
 from vmem_jax.compiler.recorded import Recorded
 from vmem_jax.compiler.views import may_write_over_views
-from vmem_jax.devices.device import devices_of
+from vmem_jax.devices.device import devices_of, processors
 from vmem_jax.errors import CompileError
 from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.tracing import arguments, hosted
@@ -65,6 +66,12 @@ def with_ours(
     passes = [options[_PASSES] for options in every if options.get(_PASSES)]
     merged = {name: value for options in every for name, value in options.items()}
     return {**merged, _PASSES: ",".join(passes)} if passes else merged
+
+
+def products_of(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Products:
+    """How XLA computes the products of a step of these arguments."""
+    large = sum(map(nbytes, avals)) >= LARGE_NBYTES
+    return products_on(*processors(avals, target), is_there=target is None, large=large)
 
 
 def is_chosen(options: Iterable[str], given: Container[str]) -> bool:

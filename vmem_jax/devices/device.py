@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
+from vmem_jax.core.cards import CARDS
 from vmem_jax.errors import show_nbytes
 
 
@@ -16,12 +17,16 @@ def devices_of(avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Device]:
     return sorted(used, key=lambda d: d.id) or [jax.devices()[0]]
 
 
-def compute_capability(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> str:
-    """That of the CUDA devices on which the step runs, "9.0"; "" where it runs on others, or is
-    compiled for a card that is not there."""
+def processors(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> tuple[str, int]:
+    """The compute capability, "9.0", and the streaming multiprocessors of the CUDA devices that the
+    step runs on, or is compiled for; "" and 0 where it is on others."""
     if target is not None:
-        return ""
-    return str(getattr(devices_of(avals)[0], "compute_capability", ""))
+        hardware = CARDS[target].hardware if target in CARDS else None
+        if hardware is None:
+            return "", 0
+        return ".".join(map(str, hardware.compute_capability)), hardware.core_count
+    device = devices_of(avals)[0]
+    return str(getattr(device, "compute_capability", "")), getattr(device, "core_count", 0)
 
 
 def total_nbytes(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None) -> int:

@@ -1,19 +1,21 @@
-"""The workspaces of products that cuBLAS computes on a card that is there."""
+"""What products have in memory while they run: cuBLAS's bytes, and the parts they are made in."""
 
 from __future__ import annotations
 
+import re
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from built import needs_cuda
 
 import vmem_jax
 from vmem_jax.api import jit
 from vmem_jax.capture import capture
-from vmem_jax.capture.blas import LARGE_FLOPS, blas_workspace_nbytes
 from vmem_jax.capture.capture import capture_pair
 from vmem_jax.capture.loop_pairs import find_pairs
+from vmem_jax.capture.product_workspaces import LARGE_FLOPS, Products, Size, products_on
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import analytic
 from vmem_jax.core.simulate import simulate
@@ -26,7 +28,7 @@ X, W = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((ROWS, WIDTH), (WI
 
 def captured(fun, *args, most=HOPPER, **options):
     closed = jax.jit(fun).trace(*args).jaxpr
-    return capture(closed, platform="gpu", blas_workspace=most, **options)
+    return capture(closed, platform="gpu", products=Products(most), **options)
 
 
 def workspaces(fun, *args, most=HOPPER, **options):
@@ -54,7 +56,8 @@ def wide(rows, inner, columns):
     [("9.0", HOPPER), ("10.0", HOPPER), ("8.0", 4 << 20), ("", 0), ("gfx942", 0)],
 )
 def test_what_cards_have(capability, nbytes):
-    assert blas_workspace_nbytes(capability) == nbytes
+    assert products_on(capability, 132, is_there=True, large=False).most == nbytes
+    assert products_on(capability, 132, is_there=False, large=False).most == 0
 
 
 def test_large_products_have_one_and_small_ones_none():
@@ -120,11 +123,61 @@ def test_only_a_card_that_is_there_has_one(monkeypatch):
     step = vmem_jax.jit(product, budget="1GiB")
     args = [*wide(32768, 1024, 1024)]
     given = lambda target=None: step.context(tuple(args), {}, target).traced.captured
-    assert given().inputs.blas_workspace == 0  # a CPU
-    assert given("h100").inputs.blas_workspace == 0
-    card = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert given().inputs.products.most == 0  # a CPU
+    assert given("h100").inputs.products.most == 0
+    card = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
     for module in (device, jit):
         monkeypatch.setattr(module, "devices_of", lambda avals: [card])
-    assert given().inputs.blas_workspace == HOPPER
+    assert given().inputs.products.most == HOPPER
     assert [s.workspace for s in given().program.steps] == [HOPPER]
-    assert given("h100").inputs.blas_workspace == 0
+    assert given("h100").inputs.products.most == 0
+
+
+def test_small_results_are_made_in_parts():
+    """XLA's formula: as many parts as keep all multiprocessors at work, where adding them up costs
+    less."""
+    h200 = products_on("9.0", 132, is_there=False, large=False)
+    if h200.cores == 0:
+        pytest.skip("this XLA splits products by another formula")
+    parts = lambda rows, columns, inner: h200.parts(Size(1, rows, columns, inner, 4, 4, 4, 4))
+    assert parts(1000, 512, 8192) == 4 and parts(64, 64, 100_000) == 128
+    assert parts(4096, 4096, 8192) == 1  # it occupies the card
+    assert parts(512, 512, 16) == 1  # nothing to split
+    assert parts(0, 512, 8192) == 1
+    assert Products(cores=108, major=8).parts(Size(1, 512, 512, 4096, 4, 4, 4, 4)) > 1
+    assert Products().parts(Size(1, 1000, 512, 8192, 4, 4, 4, 4)) == 1
+
+
+def test_parts_lie_beside_what_is_read_in_the_type_of_sums():
+    args = [*wide(1024, 8192, 1024)]
+    h200 = products_on("9.0", 132, is_there=False, large=False)
+    if h200.cores == 0:
+        pytest.skip("this XLA splits products by another formula")
+    closed = jax.jit(product).trace(*args).jaxpr
+    [step] = capture(closed, platform="gpu", products=h200).program.steps
+    assert step.workspace == 2 * 1024 * 1024 * 4 - 1024 * 1024 * 2
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    split = {"shardings": (whole, whole), "products": h200, "platform": "gpu"}
+    assert [s.workspace for s in capture(closed, **split).program.steps] == [0]
+
+
+def test_programs_without_triton_have_none():
+    known = lambda large, is_there: products_on("9.0", 132, is_there=is_there, large=large).cores
+    assert known(large=True, is_there=False) == 0
+    assert known(large=True, is_there=True) == known(large=False, is_there=False)
+
+
+@pytest.mark.gpu_compile
+def test_xla_makes_these_parts():
+    needs_cuda()
+    sizes = [(992, 224, 864), (240, 208, 14304), (1024, 1024, 8192), (2048, 2048, 4096)]
+    args = [a for rows, columns, inner in sizes for a in wide(rows, inner, columns)]
+    every = lambda *args: [x @ w for x, w in zip(args[::2], args[1::2], strict=True)]
+    step = vmem_jax.jit(every, budget="1GiB", policy="exact").lower(*args)
+    text = step.compile(target="h200").as_text()
+    h200 = products_on("9.0", 132, is_there=False, large=False)
+    for rows, columns, inner in sizes:
+        parts = h200.parts(Size(1, rows, columns, inner, 2, 2, 4, 2))
+        made = {int(n) for n in re.findall(rf"f32\[(\d+),{rows},{columns}\]", text)}
+        assert made == ({parts} if parts > 1 else set())
