@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.plan import Transfer
-from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.program import Phase, Program, Step
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.spines import uses_of
 
@@ -74,63 +74,85 @@ def _tried(
 
 def _moves(program: Program, timeline: Timeline) -> Iterator[_Move]:
     """What may move, in order; no step is in two moves."""
-    order, resident = timeline.order, program.resident_nbytes
+    resident = program.resident_nbytes
     most = resident + Merging.near * (timeline.peak - resident)
-    uses = uses_of(program, order)
+    order = _Order(program, timeline.order)
     ran: set[int] = set()
     taken: set[int] = set()
+    for position, s in enumerate(timeline.order):
+        if s in ran and (through := order.shared_by(position)) is not None:
+            nbytes = order.largest(position)
+            move = order.move(position, through)
+            near = timeline.live_nbytes[through] + nbytes > most
+            if not near and move is not None and taken.isdisjoint(move.positions):
+                taken.update(move.positions)
+                yield move
+        ran.add(s)
 
-    def read(position: int) -> list[int]:
+
+class _Order:
+    """An order of the steps of a program, and where each buffer is read and made."""
+
+    def __init__(self, program: Program, steps: Sequence[int]) -> None:
+        self.program, self.steps = program, steps
+        self.uses = uses_of(program, steps)
+
+    def at(self, position: int) -> Step:
+        return self.program.steps[self.steps[position]]
+
+    def largest(self, position: int) -> int:
+        """Bytes of the largest buffer that the step at `position` makes."""
+        return max(self.program.buffers[b].nbytes for b in self.at(position).writes)
+
+    def shared_by(self, position: int) -> int | None:
+        """The position of the next elementwise pass backwards that reads what the one forwards at
+        `position` reads, but nothing that this makes; None where there is none."""
+        step = self.at(position)
+        if not step.fusible or step.phase is not Phase.FORWARD:
+            return None
+        nbytes = self.largest(position)
+        shared = (b for b in step.reads if self.program.buffers[b].nbytes >= nbytes)
+        readers = {p for b in shared for p, writes in self.uses[b] if p > position and not writes}
+        makes = {*step.writes}
+        return next(
+            (
+                p
+                for p in sorted(readers)
+                if self._goes_back(p, nbytes) and makes.isdisjoint(self.at(p).reads)
+            ),
+            None,
+        )
+
+    def move(self, position: int, through: int) -> _Move | None:
+        """The pass at `position` and what reads it in front of the one at `through`, or as far
+        towards that as others can wait for them; None where they cannot move."""
+        readers = self._readers(position)
+        if any(self.at(p).fusible for p in readers):  # one kernel with it where it is
+            return None
+        block = (position, *(p for p in readers if p < through))
+        to = min({through, *(p for each in block[1:] for p in self._readers(each))})
+        stands = block[-1] >= to or to - position == len(block)  # in front of it already
+        return None if stands or not self._may_wait(block, to) else _Move(block, to)
+
+    def _readers(self, position: int) -> list[int]:
         """Where what the step at `position` makes is read, until it is made again."""
         found: set[int] = set()
-        for b in program.steps[order[position]].writes:
-            later = uses[b][bisect.bisect_right(uses[b], (position, True)) :]
+        for b in self.at(position).writes:
+            later = self.uses[b][bisect.bisect_right(self.uses[b], (position, True)) :]
             found.update(p for p, _ in itertools.takewhile(lambda use: not use[1], later))
         return sorted(found)
 
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        is_again = s in ran
-        ran.add(s)
-        if not is_again or not step.fusible or step.phase is not Phase.FORWARD:
-            continue
-        large = max(program.buffers[b].nbytes for b in step.writes)
-        shared = [b for b in step.reads if program.buffers[b].nbytes >= large]
-        readers = read(position)
-        passes = (
-            p
-            for p in sorted(
-                {p for b in shared for p, writes in uses[b] if p > position and not writes}
-            )
-            if _goes_back(program, order[p], large)
-            and not {*step.writes} & {*program.steps[order[p]].reads}
-        )
-        through = next(passes, None)
-        if through is None or any(program.steps[order[p]].fusible for p in readers):
-            continue
-        if timeline.live_nbytes[through] + large > most:
-            continue
-        block = (position, *(p for p in readers if p < through))
-        needed = {p for each in block[1:] for p in read(each)}
-        to = min({through, *needed})
-        stands = block[-1] >= to or to - position == len(block)  # in front of it already
-        if not stands and not taken & {*block} and _may_wait(program, order, block, to):
-            taken.update(block)
-            yield _Move(block, to)
+    def _goes_back(self, position: int, nbytes: int) -> bool:
+        """Whether an elementwise pass backwards, over values of `nbytes`, is at `position`."""
+        step = self.at(position)
+        makes = any(self.program.buffers[b].nbytes == nbytes for b in step.writes)
+        return step.fusible and step.phase is Phase.BACKWARD and makes
 
-
-def _goes_back(program: Program, s: int, nbytes: int) -> bool:
-    """Whether step `s` is an elementwise pass backwards, over values of `nbytes`."""
-    step = program.steps[s]
-    makes = any(program.buffers[b].nbytes == nbytes for b in step.writes)
-    return step.fusible and step.phase is Phase.BACKWARD and makes
-
-
-def _may_wait(program: Program, order: Sequence[int], block: Sequence[int], to: int) -> bool:
-    """Whether nothing in front of position `to` writes over what the steps at `block` read."""
-    between = {*order[block[0] : to]}
-    read = {b for p in block for b in program.steps[order[p]].reads}
-    return not any(program.overwritten_by.get(b) in between for b in read)
+    def _may_wait(self, block: Sequence[int], to: int) -> bool:
+        """Whether nothing in front of position `to` writes over what the steps at `block` read."""
+        between = {*self.steps[block[0] : to]}
+        read = {b for p in block for b in self.at(p).reads}
+        return not any(self.program.overwritten_by.get(b) in between for b in read)
 
 
 def _moved(
