@@ -315,7 +315,9 @@ class _Fencer:
         """Whether the last reader of `b`, which a library made, stands from `start` to `end` and may
         write its result there. Through a barrier XLA reads it and writes elsewhere."""
         program, by = self.program, self.program.producer[b]
-        if program.is_resident[b] or by < 0 or by in self.recomputed:
+        if by < 0 or not program.steps[by].is_heavy:
+            return False
+        if program.is_resident[b] or by in self.recomputed:
             return False
         last = next((p for p, write in reversed(self.uses[b]) if not write), -1)
         if not start <= last < end or self.again[last]:
@@ -326,7 +328,7 @@ class _Fencer:
             # the newest of what it may take is the least likely to be behind a barrier
             dying = [r for r, x in step.in_place if x == w and not self._is_read_from(r, last + 1)]
             if made(b) == max(map(made, dying)):
-                return program.steps[by].is_heavy
+                return True
         return False
 
     def _is_carried_on(self, b: int, start: int) -> bool:
