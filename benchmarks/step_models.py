@@ -118,6 +118,7 @@ class Transformer:
       weights_dropout: share of the attention weights that is dropped.
       causal: whether a token attends to those before it alone.
       scanned: layers in one scan; else in a Python loop.
+      stacked: whether a weight of all layers is one array; needed where they are scanned.
       wrap: what is applied to a layer.
       scan: what runs the layers if they are scanned.
     """
@@ -128,17 +129,19 @@ class Transformer:
     weights_dropout: float = 0.0
     causal: bool = False
     scanned: bool = True
+    stacked: bool = True
     wrap: Wrap = lambda layer: layer
     scan: Callable[..., Any] = jax.lax.scan
 
-    def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The stacked weights of the layers."""
+    def init(self, key: jax.Array) -> Any:
+        """The weights of the layers, stacked or a list of each layer's."""
         d, keys = self.width, iter(jax.random.split(key, 4))
         shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
         draw = lambda shape: 0.02 * jax.random.normal(next(keys), (self.layers, *shape))
         layers = {name: draw(shape) for name, shape in shapes.items()}
         ones, zeros = jnp.ones((self.layers, d)), jnp.zeros((self.layers, d))
-        return layers | {"scale1": ones, "scale2": ones, "bias1": zeros, "bias2": zeros}
+        layers |= {"scale1": ones, "scale2": ones, "bias1": zeros, "bias2": zeros}
+        return layers if self.stacked else unstacked(layers)
 
     def __call__(self, x: jax.Array, layers: Any, key: jax.Array) -> jax.Array:
         """[n, t, width] -> the same."""
@@ -147,8 +150,8 @@ class Transformer:
         if self.scanned:
             once = lambda x, given: (layer(x, *given), None)
             return self.scan(once, x, (layers, keys))[0]
-        for i in range(self.layers):
-            x = layer(x, jax.tree.map(lambda w, i=i: w[i], layers), keys[i])
+        for w, key in zip(unstacked(layers), keys, strict=True):
+            x = layer(x, w, key)
         return x
 
     def _layer(self, x: jax.Array, w: Any, key: jax.Array) -> jax.Array:

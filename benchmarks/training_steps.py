@@ -282,7 +282,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("traces", "", "directory for instructions and kernels")
     flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn", "chunks"], "of the decoder")
     flags.DEFINE_bool("scanned", True, "layers in one scan, or unrolled")
-    flags.DEFINE_bool("stacked", True, "of the decoder: a weight of all layers is one array")
+    flags.DEFINE_bool("stacked", True, "of transformers: a weight of all layers is one array")
     flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
     flags.DEFINE_list("allow", None, "techniques that plans may use (`jit`'s argument)")
     flags.DEFINE_integer("layers", None, "layers, where other than the model's own")
