@@ -11,12 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
-from vmem_jax.capture import capture, row_major
+from vmem_jax.capture import capture, row_major, sliced
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.row_major import as_spread, with_row_major
 from vmem_jax.core import planned
@@ -27,6 +28,7 @@ from vmem_jax.core.planned import predicted_need, states_row_major
 from vmem_jax.core.stated_layouts import left_to_xla, may_be_left
 from vmem_jax.policy import Exact, SuperNeurons
 from vmem_jax.rewrite import rewrite
+from vmem_jax.techniques.sub_batches import parts_of
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from step_models import MODELS
@@ -258,6 +260,54 @@ def test_xla_makes_no_copies_of_logits_beside_transposed_labels(monkeypatch):
     assert not samples_first.search(compiled())
     monkeypatch.setattr(row_major, "_turned", lambda *args: set())
     assert samples_first.search(compiled())
+
+
+def read_by_time(params, texts):
+    """A language model whose recurrent layer reads tokens one after the other, and whose labels are
+    those of the samples one after the other; texts i32[samples, tokens]."""
+
+    def loss(params):
+        table, w, u, bias, head = params
+        words = table[texts[:, :-1].T]
+
+        def once(state, row):
+            state = jnp.tanh(row @ w + state @ u + bias)
+            return state, state
+
+        states = lax.scan(once, jnp.zeros(words.shape[1:]), words)[1]
+        logits = jnp.swapaxes(states, 0, 1) @ head
+        return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+
+TIMED = (
+    [shaped(300, 64), shaped(64, 64), shaped(64, 64), shaped(64), shaped(64, 300)],
+    shaped(16, 129, dtype=jnp.int32),
+)
+
+
+@pytest.mark.parametrize(("target", "stated"), [("h200", 2), (None, 0)])
+def test_what_is_cut_out_of_an_argument_for_a_sub_batch_is_stated_to_lie_as_it_does(target, stated):
+    step = vmem_jax.jit(read_by_time, budget="1GiB", policy="exact", sub_batches=2)
+    context = step.context(TIMED, {}, target)
+    variant = parts_of(context).into(2)
+    assert str(variant.captured.flat).count("layout_constraint") == stated
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("count", [2, 3])
+def test_xla_lays_out_logits_of_a_sub_batch_as_their_products_do(monkeypatch, count):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    options = {"budget": "1GiB", "policy": "exact", "sub_batches": count, "donate_argnums": 0}
+    compiled = lambda: (
+        vmem_jax.jit(read_by_time, **options).lower(*TIMED).compile(target="h200").as_text()
+    )
+    time_first = re.compile(r"f32\[128,\d,300\]|f32\[\d,128,300\]\{2,0,1\}")
+    assert not time_first.search(compiled())
+    monkeypatch.setattr(sliced, "laid_out", lambda x: x)
+    assert time_first.search(compiled())
 
 
 @pytest.mark.gpu_compile

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import steps
 from helpers import FAST
@@ -324,6 +325,24 @@ def test_a_batch_of_one_and_an_uneven_one_run():
     whole, parts = sized(7), sized(7, sub_batches=4)  # 2, 2, 2 and 1
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_forms_of_the_step_that_do_not_divide_are_left_out():
+    """Chunks of tokens mix samples, and a loop in segments may need all of them."""
+
+    def classify(weights, x, labels):
+        loss = lambda weights: optax.softmax_cross_entropy_with_integer_labels(
+            jnp.tanh(x @ weights[0]) @ weights[1], labels
+        ).mean()
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = [normal(0, (64, 32), jnp.float32, 0.1), normal(1, (32, 4000), jnp.float32, 0.1)]
+    args = weights, normal(2, (512, 64), jnp.float32), jnp.arange(512)
+    expected = jax.jit(classify)(*args)
+    split = vmem_jax.jit(classify, budget=0.35, sub_batches=2)
+    assert split.plan(*args).sub_batches == 2
+    for ours, theirs in zip(split(*args), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_an_integer_gradient_is_no_obstacle():

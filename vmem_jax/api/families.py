@@ -29,7 +29,7 @@ from vmem_jax.techniques.loops import (
     peaks_outside_loops,
     with_loops,
 )
-from vmem_jax.techniques.sub_batches import by_size, least_in_parts, parts_of
+from vmem_jax.techniques.sub_batches import by_size, is_divisible, least_in_parts, parts_of
 
 PARTS_DO_NOT = "its batch runs in sub-batches, which do not compress"
 
@@ -145,12 +145,12 @@ def _looping(
     # with other stacks they run as a whole
     wholes = carrying if (step.settings.sub_batches or 1) == 1 else []
     more = (c for form in wholes for c in loop_contexts(form, budget, every))
-    return [*_forms(base, budget, every), *carrying, *more]
+    return [*_forms(base, budget, every), *filter(is_divisible, carrying), *more]
 
 
 def _forms(base: StepContext, budget: int | None, every: bool) -> list[StepContext]:
     """The forms of the step with other logits or stacks, and `base` itself if it packs masks; `every`
-    as `loop_contexts` has it.
+    as `loop_contexts` has it. Those that cannot run in the sub-batches that are asked for are none.
 
     More chunks of logits are of use only to what peaks outside of loops with fewer. For fewer with
     which nothing can fit no other stacks are chosen, unless that may have the lowest need.
@@ -169,7 +169,8 @@ def _forms(base: StepContext, budget: int | None, every: bool) -> list[StepConte
         forms.append(form)
     may_be_lowest = lambda form: least_outside_loops(form) <= lowest_need(forms[-1], budget)
     forms = [*filter(may_be_lowest, large), *forms]
-    return [*found, *(c for form in forms for c in loop_contexts(form, budget, every))]
+    found += (c for form in forms for c in loop_contexts(form, budget, every))
+    return [*filter(is_divisible, found)]
 
 
 def _in_parts(step: StepContext) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Logits(AbstractTechnique):
             return f"policy `{step.settings.policy.name}` plans all tokens at once"
         if "compress" in step.settings.named:
             return "what is compressed waits for the whole step"
+        if (step.settings.sub_batches or 1) > 1:
+            return "it runs in sub-batches, whose samples chunks of tokens mix"
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
         found = _tail(step)

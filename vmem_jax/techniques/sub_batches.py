@@ -113,6 +113,13 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
     return Parts(counts, into, why, found.size)
 
 
+def is_divisible(step: StepContext) -> bool:
+    """Whether `step`, a form of the user's, can run in as many sub-batches as are asked for."""
+    if (step.settings.sub_batches or 1) == 1:
+        return True
+    return not isinstance(step.cached("batch", lambda: _follow(step.traced)), str)
+
+
 def least_in_parts(step: StepContext, count: int) -> int:
     """Bytes that every plan of `step` in `count` sub-batches, or in some of -`count` samples, needs:
     at least arguments and, behind the last one, all totals, mostly gradients.
