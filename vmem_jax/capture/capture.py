@@ -150,7 +150,8 @@ class Captured:
         `rewritten` has it, `size` as `divided`."""
         if count == 1:
             return self
-        stated = self.inputs.platform == "gpu"
+        # a partitioner may make a whole of what stands under a statement
+        stated = self.inputs.platform == "gpu" and self.shards.device_count == 1
         flat, sub_batches = divided(self.divisible, batch, count, size, stated)
         ours = self.program
         if self.replaced is not None:
