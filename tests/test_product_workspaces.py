@@ -136,9 +136,7 @@ def test_only_a_card_that_is_there_has_one(monkeypatch):
 def test_small_results_are_made_in_parts():
     """XLA's formula: as many parts as keep all multiprocessors at work, where adding them up costs
     less."""
-    h200 = products_on("9.0", 132, is_there=False, large=False)
-    if h200.cores == 0:
-        pytest.skip("this XLA splits products by another formula")
+    h200 = Products(cores=132, major=9)
     parts = lambda rows, columns, inner: h200.parts(Size(1, rows, columns, inner, 4, 4, 4, 4))
     assert parts(1000, 512, 8192) == 4 and parts(64, 64, 100_000) == 128
     assert parts(4096, 4096, 8192) == 1  # it occupies the card
@@ -150,9 +148,7 @@ def test_small_results_are_made_in_parts():
 
 def test_parts_lie_beside_what_is_read_in_the_type_of_sums():
     args = [*wide(1024, 8192, 1024)]
-    h200 = products_on("9.0", 132, is_there=False, large=False)
-    if h200.cores == 0:
-        pytest.skip("this XLA splits products by another formula")
+    h200 = Products(cores=132, major=9)
     closed = jax.jit(product).trace(*args).jaxpr
     [step] = capture(closed, platform="gpu", products=h200).program.steps
     assert step.workspace == 2 * 1024 * 1024 * 4 - 1024 * 1024 * 2

@@ -26,8 +26,7 @@ from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
-from vmem_jax.capture.product_workspaces import UNKNOWN as UNKNOWN_PRODUCTS
-from vmem_jax.capture.product_workspaces import Products
+from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.siblings import shared_nbytes

@@ -10,8 +10,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.all_at_once import Whole
 from vmem_jax.capture.hosted_updates import is_stack
 from vmem_jax.capture.primitives import nbytes
-from vmem_jax.capture.product_workspaces import UNKNOWN as UNKNOWN_PRODUCTS
-from vmem_jax.capture.product_workspaces import Products
+from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.jax_compat import ClosedJaxpr
 
 

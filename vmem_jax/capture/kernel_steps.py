@@ -97,7 +97,7 @@ class StepMaker:
         self.is_gpu = given.platform != "cpu"
         self.products = given.products
         self.transposed = transposed(eqns) if self.is_gpu else {}
-        self.copied = copied(eqns) if self.is_gpu else Copied({}, {}, {})
+        self.copied = copied(eqns) if self.is_gpu else Copied({}, {})
         libraries = libraries_of(given.platform)
         # the library returns what it makes in a tuple, whatever is fused behind, and so does a copy
         # from host memory, and a reduction that writes a masked cotangent (`capture.masks`): XLA

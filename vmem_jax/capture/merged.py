@@ -29,13 +29,11 @@ class Copied:
 
     Attributes:
       operands: of each product, by its first result, the operands that do not lie as it reads them.
-      orders: the values that do not lie row by row.
       results: the results of products that are copied behind them, and whether something is computed
         of them before the loop that wants them reads it.
     """
 
     operands: Mapping[Var, tuple[Var, ...]]
-    orders: Mapping[Var, Order]
     results: Mapping[Var, bool]
 
 
@@ -55,7 +53,7 @@ def copied(eqns: Sequence[JaxprEqn]) -> Copied:
             operands[eqn.outvars[0]] = found
     wanted = _wanted(eqns)
     made = (eqn.outvars[0] for eqn in products)
-    return Copied(operands, orders, {v: wanted[v][1] for v in made if v in wanted})
+    return Copied(operands, {v: wanted[v][1] for v in made if v in wanted})
 
 
 def _batch(eqn: JaxprEqn) -> Any:

@@ -153,7 +153,7 @@ class Products:
         return cost + weights.launch + added * weights.summed
 
 
-UNKNOWN = Products()
+UNKNOWN_PRODUCTS = Products()
 """Where nothing is known of the card."""
 
 
@@ -169,7 +169,7 @@ def products_on(capability: str, cores: int, is_there: bool, large: bool) -> Pro
     """
     major = capability.partition(".")[0]
     if not major.isdecimal():  # no card of NVIDIA's
-        return UNKNOWN
+        return UNKNOWN_PRODUCTS
     workspace = (32 if int(major) >= _HOPPER else 4) << 20
     splits = SPLITS_PRODUCTS and (is_there or not large)
     return Products(workspace if is_there else 0, cores if splits else 0, int(major))

@@ -70,8 +70,12 @@ def with_ours(
 
 def products_of(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Products:
     """How XLA computes the products of a step of these arguments."""
-    large = sum(map(nbytes, avals)) >= LARGE_NBYTES
+    large = _are_large(avals)
     return products_on(*processors(avals, target), is_there=target is None, large=large)
+
+
+def _are_large(avals: Iterable[jax.ShapeDtypeStruct]) -> bool:
+    return sum(map(nbytes, avals)) >= LARGE_NBYTES
 
 
 def is_chosen(options: Iterable[str], given: Container[str]) -> bool:
@@ -172,7 +176,7 @@ def _compiled(
     flat = jaxpr_as_fun(jaxpr)
     steps = len(traced.captured.program.steps)
     platform, fenced = devices_of(avals)[0].platform, jaxpr is not traced.plain
-    large = sum(map(nbytes, avals)) >= LARGE_NBYTES
+    large = _are_large(avals)
     streams = streams and bool(traced.hosted)
     options = with_ours(given, platform, steps, described, fenced, large, sized, streams)
     if streams:

@@ -230,6 +230,11 @@ TARGETS: tuple[str, ...] = tuple(name for name, card in CARDS.items() if card.ha
 """The cards that a step can be planned and compiled for without having one."""
 
 
+def hardware_of(name: str) -> Hardware | None:
+    """The description of a card for compilers; None for a CPU, or a name that is not in `CARDS`."""
+    return CARDS[name].hardware if name in CARDS else None
+
+
 def machine_for(name: str) -> Machine:
     """The machine of a card's name, or of a JAX `device_kind` ("NVIDIA H200"), or the nearest: h200
     for GPUs, cpu."""

@@ -315,9 +315,9 @@ class _Fencer:
         """Whether the last reader of `b`, which a library made, stands from `start` to `end` and may
         write its result there. Through a barrier XLA reads it and writes elsewhere."""
         program, by = self.program, self.program.producer[b]
-        if by < 0 or not program.steps[by].is_heavy:
+        if by < 0 or not program.steps[by].is_heavy or program.is_resident[b]:
             return False
-        if program.is_resident[b] or by in self.recomputed:
+        if by in self.recomputed:
             return False
         last = next((p for p, write in reversed(self.uses[b]) if not write), -1)
         if not start <= last < end or self.again[last]:

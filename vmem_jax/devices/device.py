@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from vmem_jax.core.cards import CARDS
+from vmem_jax.core.cards import hardware_of
 from vmem_jax.errors import show_nbytes
 
 
@@ -21,7 +21,7 @@ def processors(avals: Sequence[jax.ShapeDtypeStruct], target: str | None = None)
     """The compute capability, "9.0", and the streaming multiprocessors of the CUDA devices that the
     step runs on, or is compiled for; "" and 0 where it is on others."""
     if target is not None:
-        hardware = CARDS[target].hardware if target in CARDS else None
+        hardware = hardware_of(target)
         if hardware is None:
             return "", 0
         return ".".join(map(str, hardware.compute_capability)), hardware.core_count

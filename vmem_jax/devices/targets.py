@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from vmem_jax.core.cards import CARDS, TARGETS, Hardware
+from vmem_jax.core.cards import TARGETS, Hardware, hardware_of
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -142,7 +142,7 @@ def target(name: str) -> Target:
       ValueError: the name is unknown.
       ImportError: JAX's CUDA wheels, which hold XLA's GPU compiler, are not installed.
     """
-    hardware = CARDS[name].hardware if name in CARDS else None
+    hardware = hardware_of(name)
     if hardware is None:
         raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}")
     if _plugin_name() is None:

@@ -91,7 +91,7 @@ def parts_of(step: StepContext, count: int | None = None) -> Parts:
     count = settings.sub_batches if count is None else count
     if count == 1 or (count is None and settings.splitting is Splitting.WHOLE):
         return Parts((1,), lambda count: traced)
-    found = step.cached("batch", lambda: _follow(traced))
+    found = _batch(step)
     if isinstance(found, str):
         if count is not None:
             raise SubBatchError(f"`{settings.name}` cannot run in {count} sub-batches: {found}.")
@@ -117,7 +117,7 @@ def is_divisible(step: StepContext) -> bool:
     """Whether `step`, a form of the user's, can run in as many sub-batches as are asked for."""
     if (step.settings.sub_batches or 1) == 1:
         return True
-    return not isinstance(step.cached("batch", lambda: _follow(step.traced)), str)
+    return not isinstance(_batch(step), str)
 
 
 def least_in_parts(step: StepContext, count: int) -> int:
@@ -126,7 +126,7 @@ def least_in_parts(step: StepContext, count: int) -> int:
 
     It is 0 where that is not known: of one sub-batch, and where arguments are in host memory.
     """
-    found = step.cached("batch", lambda: _follow(step.traced))
+    found = _batch(step)
     if isinstance(found, str) or step.traced.hosted or count in (1, -found.size):
         return 0
     captured = step.traced.captured
@@ -215,6 +215,11 @@ def _with_a_smaller_one(
             each *= (division.count - 1 + machine.seconds(less) / full) / division.count
         seconds.append(each)
     return dataclasses.replace(costs, seconds=tuple(seconds))
+
+
+def _batch(step: StepContext) -> Batch | str:
+    """The batch of `step`, or why it cannot be divided."""
+    return step.cached("batch", lambda: _follow(step.traced))
 
 
 def _follow(traced: TracedStep) -> Batch | str:
