@@ -49,13 +49,18 @@ def test_a_loop_takes_what_its_layers_take_unrolled():
     assert 1 < seconds[0] / seconds[1] < 1.35
 
 
-def test_slices_from_host_memory_and_back_take_the_link_one_after_another():
+def test_slices_from_host_memory_and_back_take_the_link_while_the_loop_computes():
     layer = lambda y, w: (jnp.tanh(y @ w), None)
     found = program_of(lambda w, x: lax.scan(layer, x, w)[0], (LAYERS, 64, 64), (256, 64))
     loop = loop_of(found)
-    there = dataclasses.replace(loop, fetched=3 * MIB, returned=2 * MIB)
-    more = MACHINE.seconds(there) - MACHINE.seconds(loop)
-    assert more == pytest.approx(3 * MIB / MACHINE.link_in + 2 * MIB / MACHINE.link_out)
+    moving = lambda fetched, returned: MACHINE.seconds(
+        dataclasses.replace(loop, fetched=fetched, returned=returned)
+    )
+    assert moving(1024, 1024) == MACHINE.seconds(loop)
+    much = 1024 * MIB
+    assert moving(much, 0) == pytest.approx(much / MACHINE.link_in)
+    assert moving(0, much) == pytest.approx(much / MACHINE.link_out)
+    assert moving(much, much) == pytest.approx(2 * much / MACHINE.link_both)
 
 
 def test_updates_in_a_loop_take_what_those_of_unrolled_layers_take():

@@ -250,8 +250,9 @@ def test_hosted_moments_are_no_device_memory():
     [(False, 1), (True, 1), (False, 2)],
     ids=["in the backward loop", "behind it", "in sub-batches"],
 )
-def test_hosted_stacks_are_no_device_memory(clipped, count):
-    """A scanned step within less than one stack of its weights, or with that of its gradients."""
+def test_hosted_stacks_are_no_device_memory(clipped, count, tmp_path):
+    """A scanned step within less than one stack of its weights, or with that of its gradients. Slices
+    are copied beside the computation, not by kernels, which would fill the device."""
     target("h200")
     layers, width = 16, 512
     adam = optax.adamw(1e-3)
@@ -270,7 +271,9 @@ def test_hosted_stacks_are_no_device_memory(clipped, count):
     state = jax.tree.map(place, (w, jax.eval_shape(tx.init, w)))
     x = jax.ShapeDtypeStruct((64, width), "float32")
     one = 4 * layers * width * width
-    budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=0, sub_batches=count)
+    written = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    options = {"sub_batches": count, "compiler_options": written}
+    budgeted = vmem_jax.jit(step, budget="1GiB", donate_argnums=0, **options)
     entry = budgeted._entry_for((state, x), {}, "h200")
     memory, text = entry.best.compiled.memory_analysis(), entry.best.compiled.as_text()
     apart = clipped or count > 1  # updates wait for all gradients
@@ -283,3 +286,6 @@ def test_hosted_stacks_are_no_device_memory(clipped, count):
     # loop, too, where that is another
     assert started("dynamic-slice") == (5 if apart else 4)
     assert started("dynamic-update-slice") == 3 and "host_compute" not in text
+    launched = max(tmp_path.glob("*thunk_sequence.txt")).read_text()
+    asynchronous = launched.count("kAsyncStart")
+    assert asynchronous >= (8 if apart else 7) and "wrapped_dynamic" not in launched

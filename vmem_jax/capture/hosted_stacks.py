@@ -5,7 +5,7 @@ that reads it are loops, each iteration fetches its own slice, and sends what re
 where it came from: the stack itself never is on the device. In the jaxpr the argument then has the
 type of an array in host memory, and so has all that is carried of it. `jax.device_put` takes a slice
 to the device, and the new one to host memory; XLA makes an asynchronous copy of each, to or from
-where the slice lies in the stack (0.11.2).
+where the slice lies in the stack, if that follows from the loop's own counter (0.11.2; `updates`).
 
 A slice is fetched as soon as an iteration begins, whatever barriers stand in front of its readers:
 the copy hides under all that comes before them. So no barrier holds a stack, but for those of

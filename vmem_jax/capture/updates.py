@@ -110,6 +110,7 @@ class Loop:
         self.eqn = self.eqns[at]
         self.consts, self.carry = compat.scan_counts(self.eqn)
         self.length: int = self.eqn.params["length"]
+        self._step = -1 if self.eqn.params["reverse"] else 1
         self.results = {a for a in self.opened.outvars if isinstance(a, Var)}
         self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = {}
@@ -267,7 +268,10 @@ class Loop:
     # -- the new body
 
     def _emit(self) -> None:
-        """Makes the new body: consts, entered, carry, old stacks, xs, i -> carry, new stacks, ys."""
+        """Makes the new body: consts, entered, carry, old stacks, xs, i -> carry, new stacks, ys.
+
+        An i that is counted is carried, behind the stacks.
+        """
         closed = drop_dead(inline(self.eqn.params["jaxpr"]))
         body, equations = compat.open_jaxpr(closed), list[JaxprEqn]()
         calls, end = Calls(equations.append), self.consts + self.carry
@@ -338,10 +342,12 @@ class Loop:
         kept = [
             p for p in range(self.carry, len(body.outvars)) if self.eqn.outvars[p] in self.needed
         ]
+        counted = calls.bind(lambda i: i + self._step, [self.index], like) if self.sliced else []
         self.entered = [*entered]
         self.made = [
             *self.eqn.outvars[: self.carry],
             *self.updated,
+            *(compat.new_var(i.aval) for i in counted),
             *(self.eqn.outvars[p] for p in kept),
         ]
         self.body = compat.close(
@@ -352,12 +358,14 @@ class Loop:
                 *entered.values(),
                 *body.invars[self.consts : end],
                 *self.carried.values(),
+                *([self.index] if counted else []),
                 *(body.invars[p] for p in self.xs),
-                self.index,
+                *([] if counted else [self.index]),
             ],
             [
                 *(read(a) for a in body.outvars[: self.carry]),
                 *(written[v] for v in self.updated),
+                *counted,
                 *(read(body.outvars[p]) for p in kept),
             ],
             equations,
@@ -458,17 +466,28 @@ class Loop:
         held = [*self.carried]
         if tied:
             now = dict(zip([*held, *tied], calls.fence([*held, *tied], self.eqn), strict=True))
-        indices = calls.bind(lambda: jnp.arange(self.length, dtype=jnp.int32), [], self.eqn)
+        # For stacks in host memory the index is counted, not read of an array: XLA then sees that it
+        # follows from the loop's own counter, and copies slices. Otherwise a kernel fetches each over
+        # the link, and fills the device meanwhile (0.11.2). XLA:CPU copies slices more often so.
+        first: list[Atom] = []
+        if self.sliced:
+            start = np.int32(self.length - 1 if self._step < 0 else 0)
+            first, indices = [Literal(start, self.index.aval)], []
+        else:
+            count = lambda: jnp.arange(self.length, dtype=jnp.int32)
+            indices = calls.bind(count, [], self.eqn)
         given = self.eqn.invars
         operands = [
             *given[: self.consts],
             *self.entered,
             *given[self.consts : end],
             *(now.get(v, v) for v in held),
+            *first,
             *(given[p] for p in self.xs),
             *indices,
         ]
-        consts, carry = self.consts + len(self.entered), self.carry + len(held)
+        consts = self.consts + len(self.entered)
+        carry = self.carry + len(held) + len(first)
         outs = calls.scan(self.body, consts, carry, operands, self.eqn)
         now = {v: now[v] for v in tied} | dict(zip(self.made, outs, strict=True))
         read = lambda a: a if isinstance(a, Literal) else now.get(a, a)

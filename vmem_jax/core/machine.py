@@ -92,16 +92,13 @@ class Machine:
         each run of the step, and what it sends, under which nothing else runs.
 
         A loop takes the seconds of its body's steps in all iterations, of a kernel an iteration that
-        counts them, of its own traffic, copies to stacks and from them, and of the link: nothing is
-        computed while a slice comes from host memory or leaves for it. So an H200 takes 4.48 s for a
-        step of 7 billion weights whose moments do, where 2.66 are predicted without the link, and
-        1.95 for both ways of it.
+        counts them, and of its own traffic, copies to stacks and from them; or those of the link, if
+        slices come from host memory and leave for it for longer than that.
         """
         if step.body:
             computed = sum(self.seconds(s) for s in step.body if not s.fetched + s.returned)
-            moved = step.fetched / self.link_in + step.returned / self.link_out
-            own = step.nbytes / self.bandwidth
-            return step.times * (step.length * (computed + self.launch) + moved + own)
+            computed = step.length * (computed + self.launch) + step.nbytes / self.bandwidth
+            return step.times * max(computed, self.link_seconds(step.fetched, step.returned))
         rate = self.flops.get(step.dtype, self.flops[""]) * step.efficiency
         if step.convolution is not None:
             rate = self._convolution_rate(step.convolution)
@@ -127,6 +124,11 @@ class Machine:
         behind = step.transposed / self.bandwidth
         behind *= 1.0 if step.transposed_aligned else _UNALIGNED_PASS
         return step.times * (once + behind + step.sent / self.between)
+
+    def link_seconds(self, fetched: int, returned: int) -> float:
+        """Of so many bytes from pinned host memory and to it, both ways at once."""
+        both = (fetched + returned) / self.link_both
+        return max(fetched / self.link_in, returned / self.link_out, both)
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""
