@@ -29,7 +29,7 @@ from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
-from vmem_jax.capture.siblings import shared_nbytes
+from vmem_jax.capture.siblings import merged
 from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
@@ -357,7 +357,7 @@ def _captured(
     made = StepMaker(eqns, kernels, index, shards, given, is_body)
     bodies = [_body(eqns[kernel.root], shards, given) for kernel in kernels]
     steps = [
-        made.step(kernel, phase, *((None, 0) if body is None else (body.program, copied)))
+        made.step(kernel, phase, *((None, ()) if body is None else (body.program, copied)))
         for kernel, phase, (body, copied) in zip(kernels, phases, bodies, strict=True)
     ]
     steps = [
@@ -378,10 +378,12 @@ def _captured(
             for step, more, less in zip(steps, beside, padded, strict=True)
         ]
     else:
-        shared = shared_nbytes(kernels, phases, eqns, size, is_body, boundary)
+        saved = merged(kernels, phases, eqns, size, is_body, boundary)
         steps = [
-            dataclasses.replace(step, nbytes=step.nbytes - less) if less else step
-            for step, less in zip(steps, shared, strict=True)
+            dataclasses.replace(step, nbytes=step.nbytes - less, launched=not with_another)
+            if less or with_another
+            else step
+            for step, (less, with_another) in zip(steps, saved, strict=True)
         ]
     if sub_batches is not None:
         buffers, steps = in_parts(buffers, steps, sub_batches.count)
@@ -460,30 +462,35 @@ def _in_float32(body: Captured) -> int:
     return body_nbytes(wider) - body_nbytes(body.program)
 
 
-def _body(eqn: compat.JaxprEqn, shards: Shards, step: Inputs) -> tuple[Captured | None, int]:
-    """An iteration of `eqn`, if that is a scan, and bytes to and from memory for copies between what
-    its iterations make or read and where that lies.
+def _body(
+    eqn: compat.JaxprEqn, shards: Shards, step: Inputs
+) -> tuple[Captured | None, tuple[int, ...]]:
+    """An iteration of `eqn`, if that is a scan, and the bytes of each copy in it between what it
+    makes or reads and where that lies.
 
     XLA copies into a stack, and to where it is carried, what a library or a kernel that normalises
-    rows made, and what the iteration reads, too; a fused kernel writes any other result there. It
-    copies out of a stack what a library reads; fused kernels read slices where they lie.
+    rows made, and what the iteration reads, too; a fused kernel writes any other result there, and a
+    product what it adds to that. It copies out of a stack what a library reads; fused kernels read
+    slices where they lie.
     """
     if eqn.primitive.name != "scan":
-        return None, 0
+        return None, ()
     body = capture_body(eqn, shards, step)
     program, libraries = body.program, libraries_of(step.platform)
+    index = {v: b for b, v in enumerate(body.variables)}
+    consts, carry = compat.scan_counts(eqn)
+    opened = compat.open_jaxpr(body.flat)
+    before = {index[v] for v in opened.invars[consts : consts + carry]}
     made, given = set[int](), set[int]()
     for each in program.steps:
         if each.op in libraries:
-            made.update(each.writes)
+            there = {w for r, w in each.in_place if r in before}
+            made.update(w for w in each.writes if w not in there)
             given.update(each.reads)
         elif each.normalises:
             made.update(each.writes)
         elif each.op == "optimization_barrier":
             made.update(w for r, w in zip(each.reads, each.writes, strict=False) if r in made)
-    index = {v: b for b, v in enumerate(body.variables)}
-    consts, carry = compat.scan_counts(eqn)
-    opened = compat.open_jaxpr(body.flat)
     slices = [index[a] for a in opened.invars[consts + carry :]]
     carried, stacked = (
         [index[a] for a in part if isinstance(a, Var)]
@@ -492,5 +499,4 @@ def _body(eqn: compat.JaxprEqn, shards: Shards, step: Inputs) -> tuple[Captured 
     moved = [b for b in slices if b in given]
     moved += [b for b in carried if b in made]
     moved += [b for b in stacked if b in made or program.readers[b]]
-    copied = sum(2 * program.buffers[b].nbytes for b in moved)  # each is read and written
-    return body, eqn.params["length"] * copied
+    return body, tuple(program.buffers[b].nbytes for b in moved)

@@ -66,6 +66,7 @@ def fuse(flat: ClosedJaxpr, boundary: int | None = None, platform: str = "") -> 
 class _Fuser:
     def __init__(self, flat: ClosedJaxpr, boundary: int | None, platform: str) -> None:
         opened = compat.open_jaxpr(flat)
+        self.platform = platform
         self.eqns: list[JaxprEqn] = opened.eqns
         self.classes = [class_of(eqn) for eqn in self.eqns]
         self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
@@ -187,8 +188,8 @@ class _Fuser:
         """The equations behind heavy equation `i` that its kernel computes before it writes.
 
         A transpose of a product is the product with its operands exchanged. cuDNN's forward
-        convolutions and cuBLASLt's products take a bias, a tensor to add and a ReLU; XLA uses that
-        where nothing else reads what is in between.
+        convolutions, and products by cuBLASLt or Triton, take a bias, a tensor to add (a total of
+        weight gradients, say) and a ReLU; XLA uses that where nothing else reads what is in between.
         """
         eqn = self.eqns[i]
         chain: list[int] = []
@@ -196,11 +197,13 @@ class _Fuser:
             return chain
         if (turned := self._transposed(i)) is not None:
             self.absorbed[turned] = i
-            return [turned]
-        if not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
+            chain.append(turned)
+            if self.platform == "cpu":  # it adds in a kernel of its own
+                return chain
+        elif not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
             return chain
-        out = eqn.outvars[0]
-        while out not in self.outputs and self.uses.get(out) == 1 and len(chain) < 3:
+        out, most = self.eqns[chain[-1] if chain else i].outvars[0], len(chain) + 3
+        while out not in self.outputs and self.uses.get(out) == 1 and len(chain) < most:
             j = self.readers[out][-1]
             name, after = self.eqns[j].primitive.name, self.eqns[j].outvars[0]
             same = (after.aval.shape, after.aval.dtype) == (out.aval.shape, out.aval.dtype)

@@ -121,13 +121,13 @@ class StepMaker:
         self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
 
     def step(
-        self, kernel: Kernel, phase: Phase, body: Program | None, copied_nbytes: int = 0
+        self, kernel: Kernel, phase: Phase, body: Program | None, moved: Sequence[int] = ()
     ) -> Step:
         """The step of `kernel`.
 
         Args:
           body: an iteration of it, if it is a loop.
-          copied_nbytes: memory traffic of copying results of its iterations.
+          moved: bytes of each copy that an iteration makes of what it makes or reads.
         """
         eqns, index, shards, maker = self.eqns, self.index, self.shards, self.maker
         root = eqns[kernel.root]
@@ -179,12 +179,18 @@ class StepMaker:
             "scatter_add",
         ):
             in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
+        elif self.is_body and self.is_gpu and root.primitive.name == "dot_general":
+            # it adds to what is carried
+            added = [v for v in kernel.reads if v not in maker and v not in root.invars]
+            in_place = [(index[v], w) for w in writes for v in added if sizes[index[v]] == sizes[w]]
         else:  # a sum over samples that is added to a total where it is made
             total = lambda v: v in maker and maker[v].primitive.name == BEGIN
             given = [index[v] for v in kernel.reads if total(v)]
             in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
             # XLA adds it in a kernel of its own, which is timed with this one
             apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
+        length = root.params["length"] if root.primitive.name == "scan" else 1
+        copied_nbytes = 2 * length * sum(moved)  # each is read and written
         fetched, returned = _over_the_link(root, body)
         computed = sum(flops(eqn) // shards.work(eqn) for eqn in own)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
@@ -205,6 +211,7 @@ class StepMaker:
             aligned=aligned(root),
             efficiency=self._efficiency(kernel),
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
+            copies=len(moved),
             workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
             in_place=tuple(in_place),
@@ -215,7 +222,7 @@ class StepMaker:
             compared=tuple(index[v] for v in kernel.writes if has_epilogue and v in self.compared),
             tied=tuple(index[v] for v in kernel.tied),
             body=() if body is None else body.steps,
-            length=root.params["length"] if root.primitive.name == "scan" else 1,
+            length=length,
             transposed=2 * sum(map(size, turned)),
             transposed_aligned=all(self.transposed[v] for v in turned),
             copied=tuple(index[v] for v in copies),

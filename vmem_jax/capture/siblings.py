@@ -1,4 +1,4 @@
-"""siblings: which kernels XLA:GPU merges since they read the same arrays, and what they read once.
+"""siblings: which kernels XLA:GPU merges since they read the same arrays, and what that saves.
 
 Of two kernels that read one array XLA makes one with several results, if neither depends on the
 other, both run through as many elements (those of the result, or of what is reduced), and one of them
@@ -29,15 +29,16 @@ _MOST_ARRAYS = 64
 registers, or parameters."""
 
 
-def shared_nbytes(
+def merged(
     kernels: Sequence[Kernel],
     phases: Sequence[Phase],
     eqns: Sequence[JaxprEqn],
     size: Callable[[Var], int],
     is_body: bool = False,
     boundary: int | None = None,
-) -> tuple[int, ...]:
-    """Of each of `kernels` the bytes that it need not read: another that it is merged with does.
+) -> tuple[tuple[int, bool], ...]:
+    """Of each of `kernels` the bytes that it need not read, since another that it is merged with
+    does, and whether that one launches it, too.
 
     Args:
       phases: of the kernels.
@@ -46,7 +47,7 @@ def shared_nbytes(
       boundary: where they are one of a loop and of the loop behind it, the first equation of that.
         What the first one makes may be computed again.
     """
-    saved = [0] * len(kernels)
+    saved = [(0, False)] * len(kernels)
     windows: Iterator[list[int]] = _windows(kernels, phases, eqns)
     if is_body:
         windows = iter([[k for k, kernel in enumerate(kernels) if kernel.root >= (boundary or 0)]])
@@ -117,18 +118,19 @@ class _Merging:
         self.group = [*range(len(kernels))]
         self.members = {k: [k] for k in range(len(kernels))}
 
-    def saved(self) -> list[int]:
-        """Bytes that each kernel need not read."""
+    def saved(self) -> list[tuple[int, bool]]:
+        """Bytes that each kernel need not read, and whether it is launched with another."""
         made = [v for kernel in self.kernels for v in kernel.writes]
         given = set(self.readers).difference(made)
         for v in (*reversed(made), *(v for v in self.readers if v in given)):
             self._merge_readers(v)
-        found = [0] * len(self.kernels)
+        found = [(0, False)] * len(self.kernels)
         for members in self.members.values():
             read: set[tuple[Var, frozenset[int]]] = set()
             for k in members:
                 how = {v: (self.memory.get(v, v), self._part(v, k)) for v in self.kernels[k].reads}
-                found[k] = sum(self._nbytes(v, k) for v in how if how[v] in read)
+                less = sum(self._nbytes(v, k) for v in how if how[v] in read)
+                found[k] = less, k != members[0]
                 read.update(how.values())
         return found
 

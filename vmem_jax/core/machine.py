@@ -91,13 +91,15 @@ class Machine:
         """Roofline (Williams et al., CACM 2009): max(flops / rate, bytes / bandwidth) + launch, for
         each run of the step, and what it sends, under which nothing else runs.
 
-        A loop takes the seconds of its body's steps in all iterations, of a kernel an iteration that
-        counts them, and of its own traffic, copies to stacks and from them; or those of the link, if
+        What is merged with another kernel is not launched, and a barrier is none. A loop takes the
+        seconds of its body's steps in all iterations, of a kernel an iteration that counts them, and
+        of its own traffic, copies to stacks and from them, each a kernel; or those of the link, if
         slices come from host memory and leave for it for longer than that.
         """
         if step.body:
             computed = sum(self.seconds(s) for s in step.body if not s.fetched + s.returned)
-            computed = step.length * (computed + self.launch) + step.nbytes / self.bandwidth
+            computed += (1 + step.copies) * self.launch
+            computed = step.length * computed + step.nbytes / self.bandwidth
             return step.times * max(computed, self.link_seconds(step.fetched, step.returned))
         rate = self.flops.get(step.dtype, self.flops[""]) * step.efficiency
         if step.convolution is not None:
@@ -116,7 +118,8 @@ class Machine:
             moving = max(moving, step.nbytes / by_byte)
         elif not step.aligned:
             rate /= _UNALIGNED
-        once = max(step.flops / rate, moving) + self.launch
+        is_kernel = step.launched and step.op != "optimization_barrier"
+        once = max(step.flops / rate, moving) + (self.launch if is_kernel else 0.0)
         if step.convolution is not None:
             once += self._more(step.convolution)
         if step.op == "dot_general":

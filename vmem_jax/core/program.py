@@ -113,6 +113,8 @@ class Step:
       normalises: whether XLA:GPU makes one Triton kernel of it and of the sum or maximum of rows that
         it reads, and so writes its result into no stack.
       stacked: of a loop, the stacks that it writes slice by slice.
+      copies: of a loop, the copies that an iteration makes of what it makes or reads.
+      launched: whether it is a kernel of its own, not merged with another one (`capture.siblings`).
       updates: of how many small parameters it is the update (`capture.small_updates`).
     """
 
@@ -151,6 +153,8 @@ class Step:
     normalises: bool = False
     updates: int = 1
     stacked: tuple[int, ...] = ()
+    copies: int = 0
+    launched: bool = True
 
     @property
     def is_boundary(self) -> bool:
