@@ -108,16 +108,20 @@ def gated_step(w, xs):
     return w - 0.1 * jax.grad(loss)(w)
 
 
-@pytest.mark.parametrize("every, tolerance", [((), 0.3), ((16,), 0.7)])
-def test_stacks_of_a_loop_of_small_kernels_are_predicted_to_take_what_they_do(every, tolerance):
+@pytest.mark.parametrize(
+    "every, shares, tolerance", [((), (5.5, 6.5), 0.5), ((16,), (1.2, 1.8), 0.7)]
+)
+def test_stacks_of_a_loop_of_small_kernels_are_predicted_to_take_what_they_do(
+    every, shares, tolerance
+):
     """Each kernel takes a launch and little else, those that write stacks, too. Relative to the
-    seconds by which the forms differ."""
+    seconds by which the forms differ: those that are merged are known in the forms alone."""
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     step = vmem_jax.jit(gated_step, budget=2**62, donate_argnums=0)
     context = step.context((shape(256, 512), shape(128, 32, 128)), {}, "h200")
     variants = _Variants(context.traced, context.machine)
     value = 128 * 32 * 128 * 4
-    limits = [int(share * value) for share in (5.5, 6.5)]
+    limits = [int(share * value) for share in shares]
     some = [choose(variants.loops, context.machine, limit, every=(every,)) for limit in limits]
     assert all(kept.every == (every,) for kept in some)
     found = [variants.of(kept) for kept in (*variants.front, *some)]

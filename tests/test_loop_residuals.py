@@ -390,7 +390,8 @@ def brute_force(loop: PairedLoop, limit: int) -> float:
             is_put = by >= 0 and program.steps[by].fusible and not reading(loop.first_steps)
             is_got = all(program.steps[s].fusible for s in reading(loop.late_steps))
             copies = (not is_put) + (not is_got)
-            seconds += 2 * copies * program.buffers[b].nbytes / MACHINE.bandwidth
+            once = 2 * program.buffers[b].nbytes / MACHINE.bandwidth + MACHINE.launch
+            seconds += copies * once
         best = min(best, loop.length * seconds)
     return best
 

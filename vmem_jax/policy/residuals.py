@@ -30,8 +30,8 @@ so the third of these rows changes no choice; but half of a value whole and half
 cost the relaxation nothing but bytes without it.
 
 In small loops kernels take what starting them takes. A stack costs one where its value had none, as
-the kernels that read it computed it, and so does a whole stack of a divided loop to which slices are
-copied. Counting the iterations that run again costs another.
+the kernels that read it computed it, and each copy to it or out of it is one. Counting the iterations
+that run again costs another.
 
 What an iteration of the backward loop holds beside the stacks (`policy.body_memory`) may be bounded
 as well, at some of its positions p. With done[s] for a step that has run again by then:
@@ -244,16 +244,14 @@ class Stacks:
         need = {b: self._variable(0.0, low=b in loop.wanted) for b in early}
         keep, part = dict[int, int](), dict[int, int]()
         second, launch = loop.times / self.machine.bandwidth, loop.times * self.machine.launch
-        passes = lambda b: PARAMS.stack_passes * ((b in loop.copied) + (b in loop.copied_out))
-        moving = lambda b: second * passes(b) * program.buffers[b].nbytes
-        stacking = lambda b: moving(b) + launch * (b in loop.fused)
-        # a whole stack is no result of divided loops: a kernel puts each slice into it
-        putting = lambda b: launch * (division is not None and b in loop.copied)
+        copies = lambda b: (b in loop.copied) + (b in loop.copied_out)
+        moving = lambda b: second * PARAMS.stack_passes * copies(b) * program.buffers[b].nbytes
+        stacking = lambda b: moving(b) + launch * (copies(b) + (b in loop.fused))
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
             # it is there for the backward loop alone, and made once anyway
             making = seconds[by] if by >= 0 and by not in loop.first_steps else 0.0
-            keep[b] = self._variable(length * (stacking(b) + putting(b) + making), length * size)
+            keep[b] = self._variable(length * (stacking(b) + making), length * size)
             if division is not None:
                 seconds_once = length * stacking(b) + division.last * making
                 part[b] = self._variable(seconds_once, division.slices * size)
