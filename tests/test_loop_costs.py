@@ -49,6 +49,44 @@ def test_a_loop_takes_what_its_layers_take_unrolled():
     assert 1 < seconds[0] / seconds[1] < 1.35
 
 
+def recurrent(w, xs):
+    def cell(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    return jnp.square(lax.scan(cell, jnp.zeros(xs.shape[1:]), xs)[1]).mean()
+
+
+@pytest.mark.parametrize("platform", ["", "cpu"])
+def test_a_product_adds_to_the_total_that_a_loop_carries_in_its_own_kernel(platform):
+    """So that of a weight gradient, which JAX writes as a transposed product and a sum."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 256), (LAYERS, 64, 256))]
+    traced = jax.jit(jax.grad(recurrent)).trace(*args).jaxpr
+    program = capture(traced, platform=platform).program
+    [backward] = [s for s in program.steps if s.body and any(q.op == "add_any" for q in s.body)]
+    products = [step for step in backward.body if step.op == "dot_general"]
+    adding = [step for step in products if len(step.reads) == 3]
+    passes = [step for step in backward.body if step.op == "add_any"]
+    assert (len(products), len(adding), len(passes)) == ((2, 0, 2) if platform else (2, 1, 1))
+    assert [len(step.in_place) for step in adding] == [1] * len(adding)
+
+
+def test_each_copy_to_a_stack_and_out_of_one_is_a_kernel():
+    loop = loop_of(program_of(recurrent, (256, 256), (LAYERS, 64, 256)))
+    more = dataclasses.replace(loop, copies=loop.copies + 3)
+    seconds = MACHINE.seconds(more) - MACHINE.seconds(loop)
+    assert loop.copies > 0 and seconds == pytest.approx(3 * LAYERS * MACHINE.launch)
+
+
+def test_a_barrier_is_no_kernel():
+    [fence] = [
+        step
+        for step in program_of(lambda x: jnp.sin(lax.optimization_barrier(x + 1)), (64,)).steps
+        if step.op == "optimization_barrier"
+    ]
+    assert MACHINE.seconds(fence) < MACHINE.launch / 10
+
+
 def test_slices_from_host_memory_and_back_take_the_link_while_the_loop_computes():
     layer = lambda y, w: (jnp.tanh(y @ w), None)
     found = program_of(lambda w, x: lax.scan(layer, x, w)[0], (LAYERS, 64, 64), (256, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -10,9 +11,11 @@ import pytest
 from jax import lax
 
 from vmem_jax.capture import capture
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.program import Phase
 from vmem_jax.devices.targets import target
 
+MACHINE = CARDS["h200"].machine
 LAYERS, ROWS, WIDTH = 4, 512, 256
 X = ROWS * WIDTH * 4  # bytes of what a layer carries
 W, ROW = WIDTH * WIDTH * 4, WIDTH * 4
@@ -109,6 +112,19 @@ LAYER_KERNELS_APART = [
 @pytest.mark.parametrize(("layer", "expected"), [*LAYER_KERNELS, *LAYER_KERNELS_APART])
 def test_what_the_kernels_of_a_layer_move(layer, expected):
     assert moved(layer) == expected
+
+
+@pytest.mark.parametrize(
+    ("layer", "count"),
+    [(layer, 1) for layer, _ in LAYER_KERNELS] + [(layer, 0) for layer, _ in LAYER_KERNELS_APART],
+)
+def test_a_merged_kernel_is_launched_once(layer, count):
+    [loop] = [step for step in steps_of(scanned(layer)) if step.op == "scan"]
+    assert sum(not step.launched for step in loop.body) == count
+    for step in loop.body:
+        alone = dataclasses.replace(step, launched=True)
+        less = MACHINE.seconds(alone) - MACHINE.seconds(step)
+        assert less == pytest.approx(0 if step.launched else MACHINE.launch)
 
 
 def test_nothing_is_shared_where_xla_compiles_for_a_cpu():

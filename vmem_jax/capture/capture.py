@@ -29,7 +29,7 @@ from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
-from vmem_jax.capture.siblings import merged
+from vmem_jax.capture.siblings import saved_by_merging
 from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
@@ -378,7 +378,7 @@ def _captured(
             for step, more, less in zip(steps, beside, padded, strict=True)
         ]
     else:
-        saved = merged(kernels, phases, eqns, size, is_body, boundary)
+        saved = saved_by_merging(kernels, phases, eqns, size, is_body, boundary)
         steps = [
             dataclasses.replace(step, nbytes=step.nbytes - less, launched=not with_another)
             if less or with_another

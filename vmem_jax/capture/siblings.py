@@ -29,7 +29,7 @@ _MOST_ARRAYS = 64
 registers, or parameters."""
 
 
-def merged(
+def saved_by_merging(
     kernels: Sequence[Kernel],
     phases: Sequence[Phase],
     eqns: Sequence[JaxprEqn],
