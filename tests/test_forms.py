@@ -35,17 +35,19 @@ def train_step(params, x, labels):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def context(vocabulary=16, **options):
-    layers = shape(LAYERS, WIDTH, 3 * WIDTH), shape(LAYERS, 3 * WIDTH, WIDTH)
-    params = {"layers": layers, "head": shape(WIDTH, vocabulary)}
-    labels = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+def context(vocabulary=16, times=1, **options):
+    """A step `times` as wide, over so many times the tokens."""
+    width, tokens = times * WIDTH, times * TOKENS
+    layers = shape(LAYERS, width, 3 * width), shape(LAYERS, 3 * width, width)
+    params = {"layers": layers, "head": shape(width, vocabulary)}
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     step = vmem_jax.jit(train_step, budget=2**62, donate_argnums=0, **options)
-    return step.context((params, shape(TOKENS, WIDTH), labels), {}, "h200")
+    return step.context((params, shape(tokens, width), labels), {}, "h200")
 
 
 @pytest.mark.parametrize("every", [False, True])
 def test_loops_whose_stacks_do_not_fit_are_made_only_if_asked_for(every, monkeypatch):
-    step = context()
+    step = context(times=2)  # kernels take more than what starts them, and stacks pay
     variants = loop_variants(step.traced, step.machine)
     budget = sorted(variant.need for variant in variants)[1]
     largest = max(variant.kept.nbytes for variant in variants)
@@ -55,7 +57,7 @@ def test_loops_whose_stacks_do_not_fit_are_made_only_if_asked_for(every, monkeyp
     forms = loop_contexts(step, budget, every)
     assert (largest in made) == every
     needs = [_need(form) for form in forms]
-    assert min(needs) <= budget and (max(needs) > 2 * budget) == every
+    assert min(needs) <= budget and (max(needs) > 1.5 * budget) == every
 
 
 @pytest.mark.parametrize("vocabulary, chunked", [(2**10, False), (2**16, True)])

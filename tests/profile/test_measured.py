@@ -52,7 +52,7 @@ SHAPES = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2
 
 
 def captured():
-    return capture(jax.jit(train).trace(*SHAPES).jaxpr)
+    return capture(jax.jit(train).trace(*SHAPES).jaxpr, platform="cpu")
 
 
 def kept(device):

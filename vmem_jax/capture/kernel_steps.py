@@ -211,7 +211,7 @@ class StepMaker:
             aligned=aligned(root),
             efficiency=self._efficiency(kernel),
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
-            copies=len(moved),
+            copies=len(moved) if self.is_gpu else 0,
             workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
             in_place=tuple(in_place),

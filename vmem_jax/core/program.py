@@ -113,7 +113,7 @@ class Step:
       normalises: whether XLA:GPU makes one Triton kernel of it and of the sum or maximum of rows that
         it reads, and so writes its result into no stack.
       stacked: of a loop, the stacks that it writes slice by slice.
-      copies: of a loop, the copies that an iteration makes of what it makes or reads.
+      copies: of a loop, the kernels of an iteration that copy what it makes or reads; none on a CPU.
       launched: whether it is a kernel of its own, not merged with another one (`capture.siblings`).
       updates: of how many small parameters it is the update (`capture.small_updates`).
     """

@@ -30,8 +30,8 @@ so the third of these rows changes no choice; but half of a value whole and half
 cost the relaxation nothing but bytes without it.
 
 In small loops kernels take what starting them takes. A stack costs one where its value had none, as
-the kernels that read it computed it, and each copy to it or out of it is one. Counting the iterations
-that run again costs another.
+the kernels that read it computed it, and on a GPU each copy to it or out of it is one. Counting the
+iterations that run again costs another.
 
 What an iteration of the backward loop holds beside the stacks (`policy.body_memory`) may be bounded
 as well, at some of its positions p. With done[s] for a step that has run again by then:
@@ -246,12 +246,16 @@ class Stacks:
         second, launch = loop.times / self.machine.bandwidth, loop.times * self.machine.launch
         copies = lambda b: (b in loop.copied) + (b in loop.copied_out)
         moving = lambda b: second * PARAMS.stack_passes * copies(b) * program.buffers[b].nbytes
-        stacking = lambda b: moving(b) + launch * (copies(b) + (b in loop.fused))
+        kernels = lambda b: copies(b) * program.on_gpu + (b in loop.fused)
+        stacking = lambda b: moving(b) + launch * kernels(b)
+        # a whole stack is no result of divided loops: a step puts slices into it, on a GPU the copy
+        is_put = lambda b: division is not None and b in loop.copied and not program.on_gpu
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
             # it is there for the backward loop alone, and made once anyway
             making = seconds[by] if by >= 0 and by not in loop.first_steps else 0.0
-            keep[b] = self._variable(length * (stacking(b) + making), length * size)
+            putting = launch * is_put(b)
+            keep[b] = self._variable(length * (stacking(b) + putting + making), length * size)
             if division is not None:
                 seconds_once = length * stacking(b) + division.last * making
                 part[b] = self._variable(seconds_once, division.slices * size)
