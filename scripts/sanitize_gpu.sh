@@ -6,9 +6,9 @@
 #   bash scripts/sanitize_gpu.sh LOGS compression conv   only tests/gpu/test_{compression,conv}.py
 #
 # JOBS (3) run at once, and behind them one by one those that fill the card; each has LIMIT (500)
-# seconds. The summary has a line for each tool and file:
-# what pytest and the sanitizer said at the end. Exits with a failure if a sanitizer reported anything or
-# did not come to its end. Tests that look at a clock may fail: a sanitizer makes kernels ten times slower.
+# seconds. The summary has a line for each tool and file: what pytest and the sanitizer said at the end.
+# Exits with a failure if a sanitizer reported anything or did not come to its end. Tests that look at a
+# clock may fail, since kernels run many times slower.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1
@@ -33,7 +33,8 @@ one() {
     local tool=$1 file=$2 log=$logs/$1_$2.log own
     own=$(mktemp -d)
     # shellcheck disable=SC2046  # options are words
-    TMPDIR=$own timeout "$LIMIT" compute-sanitizer --tool "$tool" --target-processes application-only $(options_of "$tool") \
+    TMPDIR=$own timeout "$LIMIT" compute-sanitizer --tool "$tool" \
+        --target-processes application-only $(options_of "$tool") \
         "$PYTHON" -m pytest -q -s -p no:cacheprovider -m gpu "tests/gpu/test_$file.py" >"$log" 2>&1
     rm -rf "$own"
 }

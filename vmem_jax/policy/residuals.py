@@ -249,13 +249,13 @@ class Stacks:
         kernels = lambda b: copies(b) * program.on_gpu + (b in loop.fused)
         stacking = lambda b: moving(b) + launch * kernels(b)
         # a whole stack is no result of divided loops: a step puts slices into it, on a GPU the copy
-        is_put = lambda b: division is not None and b in loop.copied and not program.on_gpu
+        divided_on_cpu = division is not None and not program.on_gpu
+        putting = lambda b: launch * (divided_on_cpu and b in loop.copied)
         for b in early:
             size, by = program.buffers[b].nbytes, program.producer[b]
             # it is there for the backward loop alone, and made once anyway
             making = seconds[by] if by >= 0 and by not in loop.first_steps else 0.0
-            putting = launch * is_put(b)
-            keep[b] = self._variable(length * (stacking(b) + putting + making), length * size)
+            keep[b] = self._variable(length * (stacking(b) + putting(b) + making), length * size)
             if division is not None:
                 seconds_once = length * stacking(b) + division.last * making
                 part[b] = self._variable(seconds_once, division.slices * size)
