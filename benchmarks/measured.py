@@ -100,6 +100,8 @@ _STEPS = {
     "googlenet": "GoogLeNet ({batch})",
     "inception4": "Inception-v4 ({batch})",
     "lstm": "LSTM ({batch})",
+    "gru": "GRU ({batch})",
+    "rnn": "recurrent network ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
     "convnext": "ConvNeXt-B ({batch})",
     "unet": "U-Net of latent diffusion ({batch})",

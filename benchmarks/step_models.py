@@ -4,8 +4,9 @@
 ViT-L/16 (Dosovitskiy et al., "An image is worth 16x16 words", 2021) with dropout behind each product,
 "vit_dropout" the same with dropout of the attention weights; "gpt" is GPT-2 medium (Radford et al.,
 2019), which drops these as well; "resnet" is ResNet-152 with the identical blocks of each stage in a
-scan. Their layers are scanned, or unrolled with `scanned=False`. "convnext" and "unet" are in
-`vision_models`, the unrolled ResNets in `vmem_jax.models`; their layers are unrolled.
+scan. Their layers are scanned, or unrolled with `scanned=False`. "lstm", "gru" and "rnn" scan over
+tokens. "convnext" and "unet" are in `vision_models`, the unrolled ResNets in `vmem_jax.models`; their
+layers are unrolled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 from vision_models import ConvNeXt, UNet
 
@@ -370,6 +372,30 @@ def lstm(
     return _trained(loss, init, _texts(batch, tokens, vocabulary))
 
 
+def recurrent(
+    hand: str,
+    batch: int,
+    cell: str,
+    width: int = 512,
+    vocabulary: int = 1000,
+    tokens: int = 256,
+    scanned: bool = True,
+) -> Training:
+    """A language model of one layer of Flax's cells, in float32, trained by gradient descent."""
+    if not scanned or hand != "plain":
+        raise ValueError("recurrent networks have one scan over all tokens, and nothing by hand.")
+    embed, head = linen.Embed(vocabulary, width), linen.Dense(vocabulary)
+    network = linen.Sequential([embed, linen.RNN(getattr(linen, cell)(width)), head])
+
+    def loss(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
+        del key
+        logits = network.apply(params, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    init = lambda key: network.init(key, jnp.zeros((1, tokens), jnp.int32))
+    return _trained(loss, init, _texts(batch, tokens, vocabulary), optax.sgd(0.1))
+
+
 def resnet(hand: str, batch: int, layers: int = 36, width: int = 64, **options: Any) -> Training:
     """ResNet-152, or one with so many blocks in its third stage; batch statistics are not kept."""
     types = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
@@ -435,6 +461,8 @@ MODELS: dict[str, Callable[..., Training]] = {
     "vit_dropout": functools.partial(vit, weights_dropout=0.1),
     "gpt": gpt,
     "lstm": lstm,
+    "gru": functools.partial(recurrent, cell="GRUCell"),
+    "rnn": functools.partial(recurrent, cell="SimpleCell"),
     "resnet": resnet,
     **{
         f"{name}{ending}": functools.partial(published, name=name, dtype=dtype)
@@ -459,6 +487,8 @@ BATCHES: dict[str, int] = {
     "vit_dropout": 128,
     "gpt": 8,
     "lstm": 64,
+    "gru": 64,
+    "rnn": 64,
     "resnet": 256,
     "resnet50": 256,
     "resnet50_float16": 256,
