@@ -16,8 +16,10 @@ from vmem_jax.core.need import need_nbytes
 from vmem_jax.jax_compat import (
     DESCRIBED_OPTIONS,
     FENCE_OPTIONS,
+    GRAPHS,
     NOT_TIMED,
     SIZED_OPTIONS,
+    STREAM_GRAPH_OPTIONS,
     STREAM_OPTIONS,
 )
 
@@ -190,8 +192,11 @@ def test_copies_of_state_in_host_memory_run_beside_kernels_and_one_another():
     assert sum(count > 0 for count in kernels) > 0.8 * len(kernels)
 
 
-def test_the_scheduler_is_told_so_only_where_state_is_in_host_memory():
-    assert with_ours({}, "gpu", 9, streams=True) == {**GPU, **STREAM_OPTIONS["gpu"]}
+def test_the_scheduler_is_told_so_only_where_state_is_in_host_memory(monkeypatch):
+    streamed = {**GPU, **STREAM_OPTIONS["gpu"]}
+    assert with_ours({}, "gpu", 9, streams=True) == {**streamed, **STREAM_GRAPH_OPTIONS["gpu"]}
+    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=FUSION")  # the user's choice stands
+    assert with_ours({}, "gpu", 9, streams=True) == streamed
     assert with_ours({}, "cpu", 9, streams=True) == with_ours({}, "cpu", 9)
 
 

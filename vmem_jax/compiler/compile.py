@@ -54,6 +54,8 @@ def with_ours(
     ours = [compat.FENCE_OPTIONS.get(platform, {})] if fenced else []
     if streams:
         ours.append(compat.STREAM_OPTIONS.get(platform, {}))
+        if not is_chosen([compat.GRAPHS], given):
+            ours.append(compat.STREAM_GRAPH_OPTIONS.get(platform, {}))
     if described:
         ours.append(compat.DESCRIBED_OPTIONS.get(platform, {}))
         if large:
