@@ -41,7 +41,7 @@ from vmem_jax.policy.drop_order import order_with_drops
 from vmem_jax.policy.recomputation import Recomputation
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import SearchParams
-from vmem_jax.search.variant import Variant
+from vmem_jax.search.variant import MadeLater, Variant
 
 PARAMS = SearchParams()
 
@@ -212,6 +212,21 @@ def test_a_later_group_is_tried_only_where_nothing_of_the_first_fits():
     found = find(variant(first, auto(STAYING), STILL), variant(second, policy, STILL))
     assert found.fits and len(first.plans) == 1
     assert not second.plans and not policy.asked
+
+
+@pytest.mark.parametrize("may_gain, faster", [(False, 0.5), (True, 0.5), (True, 0.95)])
+def test_a_later_group_that_may_gain_is_tried_though_something_fits(may_gain, faster):
+    first, second, asked = Compiler(), Compiler(), []
+    costs = dataclasses.replace(STILL, seconds=tuple(faster * s for s in STILL.seconds))
+    later = family(variant(second, auto(STAYING), costs, "later"), must_gain=0.1)
+    group = MadeLater(lambda: [later], lambda seconds: asked.append(seconds) or may_gain)
+    found = find(variant(first, auto(STAYING), STILL), group)
+    taken = may_gain and faster < 0.9
+    assert found.fits and found.best.variant.name == ("later" if taken else "auto")
+    assert len(second.plans) == taken and len(first.plans) == 1
+    [seconds] = asked
+    first_plan = next(a.plan for a in found.attempts if a.variant.name == "auto")
+    assert seconds == first_plan.predicted_seconds
 
 
 def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_group(heap):

@@ -16,7 +16,7 @@ from vmem_jax.rewrite.compression import compressible
 from vmem_jax.search.attempt import Tried
 from vmem_jax.search.log import SearchLog, What
 from vmem_jax.search.params import DEFAULT as PARAMS
-from vmem_jax.search.variant import Family, Variant
+from vmem_jax.search.variant import Family, MadeLater, Variant
 from vmem_jax.techniques import TECHNIQUES, Form, StepContext
 from vmem_jax.techniques.bits import in_bits, likely_to_fit, packs, with_bits
 from vmem_jax.techniques.carry import carry_contexts, with_carry, with_passes
@@ -40,8 +40,9 @@ def groups_of(
     """The groups of families, in the order in which the search tries them.
 
     First the chosen policy, with the policies that may replace it where these are faster; then with
-    masks in bits, if bytes were expected to fit; then with transfers, if it had none; then the
-    policies that replace it only where nothing else fits.
+    masks in bits, if bytes were expected to fit; then with transfers, if it had none, also where
+    these may be enough faster than what fits; then the policies that replace it only where nothing
+    else fits.
     """
     settings = step.settings
     parts = parts_of(step)
@@ -85,13 +86,22 @@ def groups_of(
         at_last = Family(parts.counts, moving, settings.splitting, **_in_parts(step))
         if settings.splitting is Splitting.FEWEST:
             at_last = _by_size(step, at_last, settings.policy, budget, moves=True)
-        yield at_last
-        for context in (*looping(True), *compressed, *spare(True)):
-            yield _of_loops(context, moves=True)
+        families = (
+            at_last,
+            *(
+                _of_loops(context, moves=True)
+                for context in (*looping(True), *compressed, *spare(True))
+            ),
+        )
+        gain = PARAMS.transfers_must_gain
+        yield from (dataclasses.replace(family, must_gain=gain) for family in families)
 
     groups: list[Sequence[Family]] = [first]
     groups += [MadeLater(lambda: map(_of_loops, spare(shrinks)))] if own_fits else []
-    groups += [MadeLater(last)] if moves_at_last else []
+    if moves_at_last:
+        bound = lambda: own.make(own.counts[0]).lower_bound()
+        may_gain = lambda seconds: bound() < (1 - PARAMS.transfers_must_gain) * seconds
+        groups.append(MadeLater(last, may_gain))
     searched = not settings.policy.spared(step.traced.captured.program)
     if searched and not step.immovable and "compress" not in settings.named:
         # where they are enough faster than what the bound of the policy's own plans leaves
@@ -114,26 +124,6 @@ def groups_of(
             ]
         )
     return [group for group in groups if group]
-
-
-class MadeLater(Sequence[Family]):
-    """Families that are made when the search comes to them; at least one."""
-
-    def __init__(self, make: Callable[[], Iterable[Family]]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def _made(self) -> list[Family]:
-        return [*self._make()]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._made[index]
 
 
 def _looping(

@@ -93,7 +93,7 @@ def jit(
         normalisations and sums around them (on an H100 or H200, policies "auto" and "exact";
         elsewhere where it is named). "compress": values wait without their zeros. By default all but
         the last one; "offload" and "workspace" need a GPU with measured times (`profile`), and
-        "offload" without them is used only where nothing else fits.
+        "offload" without them is used only where nothing else fits, or takes far longer.
       host_budget: the most pinned host memory that the step may use: bytes or `"64GiB"`.
       transport: how bytes move: "ffi" (the native extension, with an arena and counters),
         "memory_kinds" (XLA's own copies; no effect on a CPU), or "auto": the extension if it was

@@ -22,6 +22,9 @@ class SearchParams:
       time_tolerance: once a plan fits, another variant is compiled only if it is predicted to be
         faster by this share; another system's plan replaces `auto`'s by the same rule. Predicted
         seconds are off by 3.4 % in the median (docs/papers.md).
+      transfers_must_gain: share of the time by which plans with transfers must be faster than what
+        fits without, where times are a roofline's: twice `time_tolerance`. Such plans of a decoder
+        took 0.4 to 5 % longer than predicted (H200).
       near: if no plan of a group of families is predicted to fit, the lowest one is compiled before
         the next group is tried, provided that its predicted need is at most this many times the
         budget. Predicted peaks are off by 2.8 % in the median (docs/papers.md), but SuperNeurons'
@@ -52,6 +55,7 @@ class SearchParams:
     compiles_per_variant: int = 4
     plans_per_estimate: int = 5
     time_tolerance: float = 0.05
+    transfers_must_gain: float = 0.1
     near: float = 1.25
     much_more: float = 0.15
     spread: tuple[float, ...] = (0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92)

@@ -12,9 +12,10 @@ in the queue can be faster by the tolerance. When a plan compiles to too much, i
 than predicted, and the candidate returns to the queue with a lower goal. Plans that earlier searches
 compiled to the budget are in the queue from the start.
 
-Families are tried in groups; a group is tried only if no variant of the groups before it fits. If
-nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler may need
-less than predicted, and it shows the true minimum peak.
+Families are tried in groups; a group is tried only if no variant of the groups before it fits, or
+if it may be enough faster than the incumbent. If nothing fits at all, the plans with the lowest
+predicted peaks are compiled: the compiler may need less than predicted, and it shows the true minimum
+peak.
 
 This is best-first branch and bound: Land and Doig, "An automatic method of solving discrete
 programming problems", Econometrica 28 (1960).
@@ -43,7 +44,7 @@ from vmem_jax.search.candidate import Candidate
 from vmem_jax.search.estimate import Estimate, estimate, planned, refined
 from vmem_jax.search.log import What
 from vmem_jax.search.state import State
-from vmem_jax.search.variant import Family, Variant
+from vmem_jax.search.variant import Family, MadeLater, Variant
 
 
 class Search(State):
@@ -53,7 +54,8 @@ class Search(State):
         """The fastest plan by prediction that compiles to at most `budget` bytes.
 
         Args:
-          groups: families; a group is tried only if nothing of the groups before it fits.
+          groups: families; a group is tried only if nothing of the groups before it fits, or if it
+            says that it may gain enough.
 
         Raises:
           HostMemoryError: every plan that fits parks more in host memory than is allowed.
@@ -63,14 +65,16 @@ class Search(State):
         if self.budget is not None:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
         for group in groups:
+            if self.best is not None and not self._may_gain(group, self.best):
+                continue
             for family in group:
                 self.open(family, family.counts[0], 0.0)
             self._work_off()
             self._try_between()
             if group is not groups[-1]:
                 self._compile_lowest(1, self.params.near * self.limit)
-            if self.best is not None:
-                return self.found(self.best)
+        if self.best is not None:
+            return self.found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
             raise self.reasons[0]  # the policy is not for such steps: nothing is run in its place
         # nothing else is left to try, so no compile is reserved
@@ -83,6 +87,12 @@ class Search(State):
         if self.best is None:
             self._compile_untouched(self.least)
         return self.found(self.best) if self.best is not None else self._none_fits()
+
+    def _may_gain(self, group: Sequence[Family], best: Attempt) -> bool:
+        """Whether a later group is tried though `best` fits."""
+        spare = self.spare > 0 and self.compiles is Compiles.ALL
+        may_gain = isinstance(group, MadeLater) and group.may_gain(best.plan.predicted_seconds)
+        return spare and may_gain
 
     def _none_fits(self) -> Found:
         """The lowest peak that is known, or why there is none."""
@@ -105,7 +115,8 @@ class Search(State):
     def _advance(self, candidate: Candidate) -> None:
         """Advances a candidate by one state, unless it cannot beat the incumbent."""
         if self.best is not None:
-            enough = (1 - self.params.time_tolerance) * self.best.plan.predicted_seconds
+            gain = max(self.params.time_tolerance, candidate.family.must_gain)
+            enough = (1 - gain) * self.best.plan.predicted_seconds
             if candidate.seconds >= enough or candidate.family.splitting is Splitting.FEWEST:
                 if candidate.family.splitting is not Splitting.FEWEST:
                     self.rivals.append(candidate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vmem_jax.core.costs import Costs
@@ -94,3 +94,33 @@ class Family:
     alike: bool = False
     between: Callable[[int, int], int] = lambda fewer, more: 0
     least: Callable[[int], int] = lambda count: 0
+
+
+class MadeLater(Sequence[Family]):
+    """Families that are made when the search comes to them; at least one.
+
+    Attributes:
+      may_gain: whether one of them may be enough faster than plans of so many seconds to be tried
+        where these fit, too.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Family]],
+        may_gain: Callable[[float], bool] = lambda seconds: False,
+    ) -> None:
+        self._make = make
+        self.may_gain = may_gain
+
+    @functools.cached_property
+    def _made(self) -> list[Family]:
+        return [*self._make()]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]

@@ -123,7 +123,7 @@ class StepContext:
 
     @property
     def immovable(self) -> str:
-        """Why no value moves as long as anything else fits; "" if values may move."""
+        """Why no value moves as long as anything else fits in little more time; "" if values may."""
         return self._moving[1]
 
     @functools.cached_property
@@ -138,9 +138,9 @@ class StepContext:
         how, why = choose(settings.transport, self.platform, self.devices, mesh, self.inlined)
         if how and not named and not self.costs.sources:
             why = (
-                "its times are a roofline's, which does not tell what hides under compute, so "
-                "transfers are left for budgets that nothing else meets: measure times with "
-                "`profile=True` or `vmem-jax profile`, or let `allow` name it"
+                "its times are a roofline's, so transfers are left for budgets that nothing else "
+                "meets, or only in far more time: measure times with `profile=True` or "
+                "`vmem-jax profile`, or let `allow` name it"
             )
         return how, why
 
