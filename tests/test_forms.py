@@ -17,7 +17,7 @@ from vmem_jax.search.attempt import Compiles
 from vmem_jax.techniques import loops
 from vmem_jax.techniques.logits import logit_chunks
 from vmem_jax.techniques.loops import loop_contexts, loop_variants
-from vmem_jax.techniques.sub_batches import least_in_parts
+from vmem_jax.techniques.sub_batches import least_in_parts, parts_of, whole_limits
 
 LAYERS, WIDTH, TOKENS = 16, 256, 2048
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
@@ -58,6 +58,28 @@ def test_loops_whose_stacks_do_not_fit_are_made_only_if_asked_for(every, monkeyp
     assert (largest in made) == every
     needs = [_need(form) for form in forms]
     assert min(needs) <= budget and (max(needs) > 2 * budget) == every
+
+
+@pytest.mark.parametrize("excess", [0, -1])
+def test_stacks_that_fit_in_sub_batches_are_made(excess):
+    step = context(times=2)
+    fastest = min(loop_variants(step.traced, step.machine), key=lambda variant: variant.seconds)
+    budget, limit = int(0.8 * fastest.need), fastest.need + excess
+    needs = [_need(form) for form in loop_contexts(step, budget, limits=[limit])]
+    assert (fastest.need in needs) == (limit >= fastest.need)
+    assert {*needs} >= {_need(form) for form in loop_contexts(step, budget)}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_needs_a_limit_as_a_whole_fits_in_so_many_sub_batches(count):
+    step = context(times=2)
+    fastest = min(loop_variants(step.traced, step.machine), key=lambda variant: variant.seconds)
+    [form] = [f for f in loop_contexts(step, 2**62) if _need(f) == fastest.need]
+    in_parts = variant_of(form, step.settings.policy, count)
+    plan = in_parts.policy.plan(in_parts.program, in_parts.costs, None)
+    need = predicted_need(in_parts.program, plan)
+    of_whole = dict(zip(parts_of(step).counts[1:], whole_limits(step, need), strict=True))
+    assert fastest.need < of_whole[count] < 1.2 * fastest.need
 
 
 @pytest.mark.parametrize("vocabulary, chunked", [(2**10, False), (2**16, True)])

@@ -29,7 +29,13 @@ from vmem_jax.techniques.loops import (
     peaks_outside_loops,
     with_loops,
 )
-from vmem_jax.techniques.sub_batches import by_size, is_divisible, least_in_parts, parts_of
+from vmem_jax.techniques.sub_batches import (
+    by_size,
+    is_divisible,
+    least_in_parts,
+    parts_of,
+    whole_limits,
+)
 
 PARTS_DO_NOT = "its batch runs in sub-batches, which do not compress"
 
@@ -159,7 +165,8 @@ def _forms(base: StepContext, budget: int | None, every: bool) -> list[StepConte
         forms.append(form)
     may_be_lowest = lambda form: least_outside_loops(form) <= lowest_need(forms[-1], budget)
     forms = [*filter(may_be_lowest, large), *forms]
-    found += (c for form in forms for c in loop_contexts(form, budget, every))
+    limits = whole_limits(base, budget)
+    found += (c for form in forms for c in loop_contexts(form, budget, every, limits))
     return [*filter(is_divisible, found)]
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from absl import logging
 
@@ -36,18 +36,24 @@ from vmem_jax.techniques.params import PARAMS
 from vmem_jax.tracing.traced import TracedStep
 
 
-def loop_contexts(step: StepContext, budget: int | None, every: bool = False) -> list[StepContext]:
+def loop_contexts(
+    step: StepContext, budget: int | None, every: bool = False, limits: Iterable[int] = ()
+) -> list[StepContext]:
     """The forms of `step` in which its loops stack other values; none if the policy or `allow` leaves
     loops as they are.
 
     Args:
       every: whether to make also those whose stacks do not fit, which is of use if values may move.
+      limits: bytes that the form may need as a whole where it runs in sub-batches, the fewest first;
+        the fastest within each is made, too.
     """
     if budget is None or not _chooses(step):
         return []
+    chosen = [*_chosen_of(step, budget, every)]
+    chosen += _variants_of(step).fastest_within(limits, chosen)
     return [  # the same ones for another budget
         step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
-        for variant in _chosen_of(step, budget, every)
+        for variant in chosen
     ]
 
 
@@ -216,6 +222,21 @@ class _Variants:
         in stacks."""
         may_fit = lambda kept: budget is None or self.least(kept) <= budget
         return [self.of(k) for k in self.front if may_fit(k) or k is self.front[-1]]
+
+    def fastest_within(
+        self, limits: Iterable[int], found: Sequence[LoopVariant]
+    ) -> Iterator[LoopVariant]:
+        """The fastest step of the front within each of `limits`, which rise; none that is no faster
+        than one before or than all of `found`."""
+        fastest = min((variant.seconds for variant in found), default=math.inf)
+        for limit in limits if self.front else ():
+            if fastest <= self.of(self.front[0]).seconds:
+                return
+            fits = (v for v in map(self.of, self.front) if v.need <= limit)
+            variant = min(fits, key=lambda v: v.seconds, default=None)
+            if variant is not None and variant.seconds < fastest:
+                fastest = variant.seconds
+                yield variant
 
     @functools.cached_property
     def lowest_of_front(self) -> Sequence[LoopVariant]:

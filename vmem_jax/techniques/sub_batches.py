@@ -134,6 +134,17 @@ def least_in_parts(step: StepContext, count: int) -> int:
     return captured.program.arguments_nbytes + totals
 
 
+def whole_limits(step: StepContext, budget: int | None) -> list[int]:
+    """Bytes that a form of `step` may need as a whole for it to need `budget` in sub-batches, for
+    each number of these that is tried: what each sub-batch may need beside arguments and totals,
+    times their number, and these."""
+    counts = parts_of(step).counts
+    if budget is None or counts == (1,):
+        return []
+    least = least_in_parts(step, counts[-1])
+    return [least + n * (budget - least) for n in counts if n > 1 and budget > least]
+
+
 def by_size(
     parts: Parts, variant: Callable[[int], Variant], budget: int
 ) -> tuple[tuple[int, ...], Callable[[int], Variant]]:
