@@ -20,7 +20,8 @@ model() {
   # shellcheck disable=SC2046
   python3 benchmarks/run.py --model="$1" --batch="$2" --dtype="$3" --precision="$4" --budgets="$5" \
     --policies=auto:recompute,auto:recompute+workspace --nocheckpoint --noexact --conv="$TIMING" \
-    --profile="$PROFILE" --seconds="${SECONDS_EACH:-0}" --rounds=5 --out="$out" $(commit)
+    --profile="$PROFILE" --seconds="${SECONDS_EACH:-0}" --rounds=5 --out="$out" $(commit) \
+    ${LOCK:+--lock="$LOCK"}
 }
 for each in ${*:-alexnet seven stem 3d vgg16 vgg16bf16 resnet18 resnet50}; do
   case $each in

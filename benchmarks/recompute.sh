@@ -11,7 +11,7 @@ export PYTHONPATH
 run() {
   model=$1 batch=$2 budgets=$3
   python3 benchmarks/run.py --model="$model" --batch="$batch" --budgets="$budgets" --out="$out" \
-    ${COMMIT:+--commit="$COMMIT"}
+    ${COMMIT:+--commit="$COMMIT"} ${LOCK:+--lock="$LOCK"}
 }
 for model in ${*:-vgg116 vgg16 resnet50 resnet152}; do
   case $model in

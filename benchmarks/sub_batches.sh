@@ -14,7 +14,7 @@ run() {
   shift 4
   python3 benchmarks/run.py --model="$model" --batch="$batch" --budgets="$budgets" \
     --policies="$policies" --nocheckpoint --noexact --profile="${TIMING:-80}" --rounds=5 \
-    --out="$out" ${COMMIT:+--commit="$COMMIT"} "$@"
+    --out="$out" ${COMMIT:+--commit="$COMMIT"} ${LOCK:+--lock="$LOCK"} "$@"
 }
 split=auto:recompute+sub_batches
 for model in ${*:-vgg16 vgg16fp32 vgg101 gpt}; do

@@ -15,7 +15,7 @@ run() {
   model=$1 batch=$2 budgets=$3 policies=$4
   python3 benchmarks/run.py --model="$model" --batch="$batch" --budgets="$budgets" \
     --policies="$policies" --nocheckpoint --still --profile=80 --out="$out" \
-    ${COMMIT:+--commit="$COMMIT"}
+    ${COMMIT:+--commit="$COMMIT"} ${LOCK:+--lock="$LOCK"}
 }
 for model in ${*:-vgg116 vgg16 resnet152 link compress transports cache}; do
   case $model in
@@ -28,7 +28,7 @@ for model in ${*:-vgg116 vgg16 resnet152 link compress transports cache}; do
       run vgg116 32 0.33,0.2 auto:offload:ffi,auto:offload:memory_kinds
       run vgg16 256 0.4 auto:offload:ffi,auto:offload:memory_kinds
       ;;
-    cache) python3 benchmarks/cache.py --out="$out" ${COMMIT:+--commit="$COMMIT"} ;;
+    cache) python3 benchmarks/cache.py --out="$out" ${COMMIT:+--commit="$COMMIT"} ${LOCK:+--lock="$LOCK"} ;;
     *) echo "no table row for $model" >&2; exit 2 ;;
   esac
 done
