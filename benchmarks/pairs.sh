@@ -22,6 +22,7 @@ run() {
     all) ways=$ways,exact,$again,$parts,$both ;;
     parts) ways=$ways,exact,$parts ;;
     whole) ways=$ways,exact,$again ;;
+    exact) ways=$ways,exact ;;
   esac
   # shellcheck disable=SC2086
   python3 benchmarks/training_steps.py $options --ways="$ways" --steps=6 --rounds=4 --out="$out" \
@@ -37,7 +38,7 @@ for program in ${*:-$all gpt_unrolled}; do
     lora) run parts "--model=lora" 1.0 0.5 0.33 0.25 0.2 ;;
     gpt) run parts "--model=gpt" 1.0 0.5 0.33 0.25 0.2 ;;
     vit) run parts "--model=vit --batch=64" 1.0 0.5 0.33 0.25 0.2 ;;
-    resnet) run whole "--model=resnet" 1.0 0.5 0.33 0.25 0.2 ;;
+    resnet) run exact "--model=resnet" 1.0 0.5 0.33 0.25 0.2 ;;
     resnet50) run whole "--model=resnet50" 1.0 0.5 0.33 0.25 0.2 ;;
     convnext) run all "--model=convnext" 1.0 0.5 0.33 0.25 0.2 ;;
     unet) run all "--model=unet" 1.0 0.9 0.8 0.7 0.6 ;;
