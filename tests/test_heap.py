@@ -18,15 +18,46 @@ from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import BEGIN, END
 from vmem_jax.core.simulate import simulate
 
+
+def taken_over_at(one, *shares):
+    """`one`, whose slot other values take over on the way."""
+    span = one.last - one.first
+    handed = sorted({one.first + 1 + share * (span - 1) // 8 for share in shares if span})
+    return dataclasses.replace(one, handed=tuple(handed))
+
+
 some_intervals = st.lists(
     st.builds(
-        lambda nbytes, first, span: Interval(nbytes, first, first + span),
+        lambda nbytes, first, span, shares: taken_over_at(
+            Interval(nbytes, first, first + span), *shares
+        ),
         st.integers(0, 9),
         st.integers(0, 30),
         st.integers(0, 15),
+        st.lists(st.integers(0, 8), max_size=2),
     ),
     max_size=24,
 )
+
+
+def ticks(parked):
+    """When each begins, is first taken over or freed, and is freed, as XLA's heap simulator counts:
+    at each position what begins there, then what ends."""
+    clock, begin, first, end = 0, {}, {}, {}
+    for position in range(max((one.last for one in parked), default=-1) + 1):
+        for i, one in enumerate(parked):
+            if one.first == position:
+                begin[i] = clock
+                clock += 1
+            elif position in one.handed:
+                first.setdefault(i, clock)
+                clock += 2
+        for i, one in enumerate(parked):
+            if one.last == position:
+                end[i] = clock
+                first.setdefault(i, clock)
+                clock += 1
+    return begin, first, end
 
 
 def placed_one_by_one(parked, key):
@@ -47,17 +78,28 @@ def placed_one_by_one(parked, key):
 
 @given(some_intervals.filter(lambda found: all(i.nbytes for i in found)))
 def test_each_goes_into_the_smallest_gap(parked):
-    span = lambda i: i.last - i.first
-    by_size = placed_one_by_one(parked, lambda i: (-i.nbytes, -span(i), i.first))
-    by_span = placed_one_by_one(parked, lambda i: (-span(i), -i.nbytes, i.first))
+    begin, first, end = ticks(parked)
+    at = {id(one): i for i, one in enumerate(parked)}
+    own = lambda one: first[at[id(one)]] - begin[at[id(one)]]
+    span = lambda one: end[at[id(one)]] - begin[at[id(one)]]
+    since = lambda one: begin[at[id(one)]]
+    by_size = placed_one_by_one(parked, lambda i: (-i.nbytes, -own(i), since(i)))
+    by_span = placed_one_by_one(parked, lambda i: (-span(i), -i.nbytes, since(i)))
     assert best_fit_nbytes(parked) == min(by_size, by_span)
 
 
 def test_lives_in_a_row_leave_a_gap():
-    """Two are live at once. The one that lives longest is placed first, then those from the start:
-    the third meets the second and the last, which lie on both floors."""
-    parked = [Interval(1, 0, 1), Interval(1, 1, 2), Interval(1, 2, 3), Interval(1, 3, 5)]
-    assert pack(parked, alignment=1).nbytes == 2 and best_fit_nbytes(parked) == 3
+    """Two are live at once. The two that live longest are placed first, on one floor: then the one
+    between them, which meets both, and the small one, which meets two on two floors."""
+    parked = [Interval(2, 0, 1), Interval(2, 6, 10), Interval(1, 2, 6), Interval(1, 0, 2)]
+    assert pack(parked, alignment=1).nbytes == 3 and best_fit_nbytes(parked) == 4
+
+
+def test_what_is_taken_over_counts_as_long_as_its_first_value_lives():
+    """In the order by size; so the third is placed behind the one that it would go in front of."""
+    parked = [Interval(2, 0, 3), Interval(2, 5, 9), Interval(1, 4, 8), Interval(1, 3, 4)]
+    taken = [dataclasses.replace(parked[0], handed=(2,)), *parked[1:]]
+    assert best_fit_nbytes(parked) != best_fit_nbytes(taken)
 
 
 def test_no_lives_take_nothing():

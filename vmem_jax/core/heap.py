@@ -2,7 +2,8 @@
 
 XLA gives every buffer one offset for its live range. It allocates them by size, the largest first, or
 by length of live range, whichever heap is smaller, each in the smallest gap that is free all that
-time (GlobalDecreasingSizeBestFitHeap in XLA's heap_simulator.h). Buffers of many sizes whose live
+time (GlobalDecreasingSizeBestFitHeap in XLA's heap_simulator.h). Its clock counts allocations and
+frees, which decides between buffers of one size. Buffers of many sizes whose live
 ranges cross, such as those that leave and return, leave gaps. The heap is then up to a third larger
 than the most bytes live at once, which `simulate` predicts and policies plan with.
 """
@@ -116,6 +117,7 @@ class _Heap:
         self._merged = merged
         self._behind: set[int] = set()  # what is read through a barrier from here on
         self._moved: set[int] = set()
+        self._handed: dict[int, tuple[int, ...]] = {}  # where it was taken over since then
         self.since: dict[int, int] = {}
         self.found: list[Interval] = []
 
@@ -138,7 +140,7 @@ class _Heap:
     def _free(self, b: int, last: int) -> None:
         first = self.since.pop(b)
         if first <= last:  # what comes and leaves before the same step takes no slot
-            self.found.append(Interval(self._nbytes[b], first, last))
+            self.found.append(Interval(self._nbytes[b], first, last, self._handed.pop(b, ())))
 
     def _run(self, event: Event) -> None:
         program, position = self._program, event.position
@@ -149,6 +151,7 @@ class _Heap:
             apart = elementwise and not is_total and (r in self._behind or r in self._moved)
             if r in self.since and w not in self.since and not apart:
                 self.since[w] = self.since.pop(r)
+                self._handed[w] = (*self._handed.pop(r, ()), position)
         self._behind.difference_update(step.writes)
         for w in step.writes:
             if not program.is_resident[w]:
@@ -204,14 +207,39 @@ def elsewhere(intervals: Iterable[Interval], free: Sequence[Interval]) -> list[I
 
 
 def best_fit_nbytes(intervals: Sequence[Interval]) -> int:
-    """Bytes of the heap that holds `intervals`, of both orders in which XLA places them."""
+    """Bytes of the heap that holds `intervals`, of both orders in which XLA places them.
+
+    XLA's time is the number of allocations and frees so far, and of values that share a slot it
+    compares the first one's time in the order by size, that of all in the other.
+    """
     first = np.array([i.first for i in intervals], np.int64)
     last = np.array([i.last for i in intervals], np.int64)
     nbytes = np.array([i.nbytes for i in intervals], np.int64)
-    by_size = np.lexsort((first, first - last, -nbytes))
-    by_span = np.lexsort((first, -nbytes, first - last))
+    begin, handed, end = _ticks(intervals)
+    by_size = np.lexsort((begin, begin - handed, -nbytes))
+    by_span = np.lexsort((begin, -nbytes, begin - end))
     packed = lambda order: _packed_nbytes(first[order], last[order], nbytes[order])
     return min(packed(by_size), packed(by_span))
+
+
+def _ticks(intervals: Sequence[Interval]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """When each interval begins, when the first value in it ends, and when the last one does, by the
+    number of allocations and frees before. What a kernel writes is allocated before anything that it
+    reads is freed; to take a slot over is a free and an allocation."""
+    allocations = ((each.first, 0, i) for i, each in enumerate(intervals))
+    handovers = ((at, 0, i) for i, each in enumerate(intervals) for at in each.handed)
+    frees = ((each.last, 1, i) for i, each in enumerate(intervals))
+    begin, handed, end = np.full((3, len(intervals)), -1, np.int64)
+    tick = 0
+    for _, is_free, i in sorted((*allocations, *handovers, *frees)):
+        if begin[i] < 0:
+            begin[i] = tick
+        else:
+            handed[i] = tick if handed[i] < 0 else handed[i]
+            end[i] = tick
+            tick += not is_free  # what takes over is allocated, too
+        tick += 1
+    return begin, handed, end
 
 
 def _packed_nbytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> int:

@@ -19,7 +19,8 @@ ALIGNMENT = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """A tensor of `nbytes`, parked at every time from `first` to `last`, both included.
+    """A tensor of `nbytes`, parked at every time from `first` to `last`, both included. At the times
+    `handed` another one takes its bytes over.
 
     Raises:
       ValueError: `nbytes` is negative, or `last` is before `first`.
@@ -28,6 +29,7 @@ class Interval:
     nbytes: int
     first: int
     last: int
+    handed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or self.last < self.first:
