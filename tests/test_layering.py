@@ -267,6 +267,7 @@ NO_PARAMETERS = {
     "core/looped.py": {"IN_FLIGHT", "EXTRA"},
     "core/machine.py": {
         "_DEPTHWISE",
+        "_PART_OF_PRODUCT",
         "_UNALIGNED",
         "_UNALIGNED_PRODUCT",
         "_UNALIGNED_BYTE",

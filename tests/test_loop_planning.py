@@ -108,14 +108,10 @@ def gated_step(w, xs):
     return w - 0.1 * jax.grad(loss)(w)
 
 
-@pytest.mark.parametrize(
-    "every, shares, tolerance", [((), (5.5, 6.5), 0.5), ((16,), (1.2, 1.8), 0.7)]
-)
-def test_stacks_of_a_loop_of_small_kernels_are_predicted_to_take_what_they_do(
-    every, shares, tolerance
-):
-    """Each kernel takes a launch and little else, those that write stacks, too. Relative to the
-    seconds by which the forms differ: those that are merged are known in the forms alone."""
+@pytest.mark.parametrize("every, shares", [((), (5.5, 6.5)), ((16,), (1.2, 1.8))])
+def test_stacks_of_a_loop_of_small_kernels_are_predicted_to_take_what_they_do(every, shares):
+    """Each kernel takes a launch and little else, those that write stacks, too. Which kernels are
+    merged, and which slices one of them reads, is known in the forms alone."""
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     step = vmem_jax.jit(gated_step, budget=2**62, donate_argnums=0)
     context = step.context((shape(256, 512), shape(128, 32, 128)), {}, "h200")
@@ -127,4 +123,4 @@ def test_stacks_of_a_loop_of_small_kernels_are_predicted_to_take_what_they_do(
     found = [variants.of(kept) for kept in (*variants.front, *some)]
     beside = [variant.seconds - variant.kept.seconds for variant in found]
     seconds = [variant.seconds for variant in found]
-    assert max(beside) - min(beside) < tolerance * (max(seconds) - min(seconds))
+    assert max(beside) - min(beside) < 0.125 * min(seconds)

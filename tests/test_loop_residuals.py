@@ -391,7 +391,7 @@ def brute_force(loop: PairedLoop, limit: int) -> float:
             is_got = all(program.steps[s].fusible for s in reading(loop.late_steps))
             copies = (not is_put) + (not is_got)
             once = 2 * program.buffers[b].nbytes / MACHINE.bandwidth + MACHINE.launch
-            seconds += copies * once
+            seconds += copies * once + MACHINE.latency
         best = min(best, loop.length * seconds)
     return best
 

@@ -230,7 +230,8 @@ def test_each_iteration_but_those_of_the_last_segment_runs_forwards_once_more():
         kept = choose(made.loops, MACHINE, fewest=True, every=((every,),))
         [count] = [level.count for level in Division(12, (every,)).levels]
         copy = 2 * 4 * 64 * WIDTH / MACHINE.bandwidth + MACHINE.launch
-        stacks = 2 * (12 + count) * copy  # to a stack, and out of it for the product
+        # to a stack, and out of it for the product, which waits for it
+        stacks = (12 + count) * (2 * copy + MACHINE.latency)
         again = kept.seconds - stacks - 12 * forward  # and for the backward loop once again
         assert again <= count * every * (forward + MACHINE.launch) * 1.01
         seconds.append(kept.seconds)

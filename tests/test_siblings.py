@@ -90,11 +90,36 @@ def stacked(x, w):
     return lax.sort(jnp.sin(x + 1)), jnp.cos(x + 1)
 
 
+def maker_and_reduction(x, w):
+    """A library and a sum read what is made: it is made with the sum, which need not read it."""
+    y = x * (x + 1)
+    return lax.sort(y), lax.sort(y.sum(1))
+
+
+def maker_and_columns(x, w):
+    y = x * (x + 1)
+    return lax.sort(y), lax.sort(y.sum(0))
+
+
+def maker_and_reader(x, w):
+    y = jnp.sin(x + 1)
+    return lax.sort(y), lax.sort(jnp.exp(y) + 1)
+
+
+def maker_and_reader_behind(x, w):
+    """What is made is read by a library, and with what that makes by another kernel."""
+    y = jnp.sin(x + 1)
+    return lax.sort(jnp.cos(lax.sort(y)) * y), None
+
+
 LAYER_KERNELS = [
     (elementwise, [2 * X, X]),
     (apart, [2 * X, X]),
     (reduced_too, [2 * X, ROWS * 4]),
     (through_a_barrier, [2 * ROW, 2 * X + ROW, X]),
+    (maker_and_reduction, [2 * X, ROWS * 4]),
+    (maker_and_columns, [2 * X, ROW]),
+    (maker_and_reader, [2 * X, X]),
 ]
 """Layers, and the bytes that the kernels move which XLA merges."""
 
@@ -105,6 +130,7 @@ LAYER_KERNELS_APART = [
     (of_another_shape, [2 * X, X]),
     (of_one_operation, [2 * X, 2 * X]),
     (stacked, [2 * X, 2 * X]),
+    (maker_and_reader_behind, [2 * X, 3 * X]),
 ]
 """Layers whose kernels XLA does not merge."""
 

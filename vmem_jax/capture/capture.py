@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.all_at_once import Stacked, Whole
 from vmem_jax.capture.batch import Batch
+from vmem_jax.capture.body_traffic import Ends, Traffic, traffic
 from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, is_half
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.equal_stacks import with_equal_stacks_merged
@@ -29,6 +30,7 @@ from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
+from vmem_jax.capture.shared_operands import products_as_one
 from vmem_jax.capture.siblings import saved_by_merging
 from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
@@ -274,8 +276,11 @@ def capture_pair(
     """
     given = pair.given
     shards = None if outside is None else pair.shards(outside)
+    made = pair.backward_made
     captured = _captured(
-        pair.body, pair.body, (), step.inside, None, pair.boundary, shards, is_body=True
+        *(pair.body, pair.body, (), step.inside, None, pair.boundary, shards),
+        is_body=True,
+        stacked=_stacked_alone([a for a, _ in made.carried], [a for a, _ in made.stacked]),
     )
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
@@ -303,6 +308,7 @@ def _captured(
     boundary: int | None = None,
     shards: Shards | None = None,
     is_body: bool = False,
+    stacked: Collection[Var] = (),
 ) -> Captured:
     """The Program of `flat`, in which all exact-residual rules are applied and updates are moved.
 
@@ -310,10 +316,14 @@ def _captured(
       boundary: as `fuse` has it.
       shards: how its values are split, where its arguments' shardings do not say it.
       is_body: whether it is the body of a loop.
+      stacked: what it makes for stacks alone.
     """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
-    kernels: Sequence[Kernel] = fuse(flat, boundary, given.platform)
+    on_gpu = given.platform != "cpu"
+    as_one = products_as_one(eqns, boundary) if is_body and on_gpu else ()
+    parts = {i for products in as_one for i in products}
+    kernels: Sequence[Kernel] = fuse(flat, boundary, given.platform, parts)
     shards = follow_shards(flat, given.shardings) if shards is None else shards
     slices = stacks(flat)
 
@@ -357,7 +367,7 @@ def _captured(
     made = StepMaker(eqns, kernels, index, shards, given, is_body)
     bodies = [_body(eqns[kernel.root], shards, given) for kernel in kernels]
     steps = [
-        made.step(kernel, phase, *((None, ()) if body is None else (body.program, copied)))
+        made.step(kernel, phase, None if body is None else body.program, copied)
         for kernel, phase, (body, copied) in zip(kernels, phases, bodies, strict=True)
     ]
     steps = [
@@ -378,7 +388,7 @@ def _captured(
             for step, more, less in zip(steps, beside, padded, strict=True)
         ]
     else:
-        saved = saved_by_merging(kernels, phases, eqns, size, is_body, boundary)
+        saved = saved_by_merging(kernels, phases, eqns, size, is_body, boundary, as_one, stacked)
         steps = [
             dataclasses.replace(step, nbytes=step.nbytes - less, launched=not with_another)
             if less or with_another
@@ -438,7 +448,18 @@ def capture_body(
     values = dict(zip(inputs, eqn.invars, strict=True))
     slices = inputs[sum(compat.scan_counts(eqn)) :]
     shards = None if outside is None else outside.within(body, values, slices)
-    return _captured(body, body, (), step.inside, None, None, shards, is_body=True)
+    results, carry = compat.open_jaxpr(body).outvars, compat.scan_counts(eqn)[1]
+    return _captured(
+        *(body, body, (), step.inside, None, None, shards),
+        is_body=True,
+        stacked=_stacked_alone(results[:carry], results[carry:]),
+    )
+
+
+def _stacked_alone(carried: Sequence[Any], stacked: Sequence[Any]) -> frozenset[Var]:
+    """Those of `stacked` that no next iteration has."""
+    values = lambda atoms: frozenset(a for a in atoms if isinstance(a, Var))
+    return values(stacked) - values(carried)
 
 
 def _read_by_others(
@@ -462,41 +483,19 @@ def _in_float32(body: Captured) -> int:
     return body_nbytes(wider) - body_nbytes(body.program)
 
 
-def _body(
-    eqn: compat.JaxprEqn, shards: Shards, step: Inputs
-) -> tuple[Captured | None, tuple[int, ...]]:
-    """An iteration of `eqn`, if that is a scan, and the bytes of each copy in it between what it
-    makes or reads and where that lies.
-
-    XLA copies into a stack, and to where it is carried, what a library or a kernel that normalises
-    rows made, and what the iteration reads, too; a fused kernel writes any other result there, and a
-    product what it adds to that. It copies out of a stack what a library reads; fused kernels read
-    slices where they lie.
-    """
+def _body(eqn: compat.JaxprEqn, shards: Shards, step: Inputs) -> tuple[Captured | None, Traffic]:
+    """An iteration of `eqn`, if that is a scan, and what it copies."""
     if eqn.primitive.name != "scan":
-        return None, ()
+        return None, Traffic()
     body = capture_body(eqn, shards, step)
-    program, libraries = body.program, libraries_of(step.platform)
     index = {v: b for b, v in enumerate(body.variables)}
     consts, carry = compat.scan_counts(eqn)
     opened = compat.open_jaxpr(body.flat)
-    before = {index[v] for v in opened.invars[consts : consts + carry]}
-    made, given = set[int](), set[int]()
-    for each in program.steps:
-        if each.op in libraries:
-            there = {w for r, w in each.in_place if r in before}
-            made.update(w for w in each.writes if w not in there)
-            given.update(each.reads)
-        elif each.normalises:
-            made.update(each.writes)
-        elif each.op == "optimization_barrier":
-            made.update(w for r, w in zip(each.reads, each.writes, strict=False) if r in made)
-    slices = [index[a] for a in opened.invars[consts + carry :]]
-    carried, stacked = (
-        [index[a] for a in part if isinstance(a, Var)]
-        for part in (opened.outvars[:carry], opened.outvars[carry:])
+    buffers = lambda atoms: tuple(index[a] for a in atoms if isinstance(a, Var))
+    ends = Ends(
+        before=buffers(opened.invars[consts : consts + carry]),
+        slices=buffers(opened.invars[consts + carry :]),
+        carried=buffers(opened.outvars[:carry]),
+        stacked=buffers(opened.outvars[carry:]),
     )
-    moved = [b for b in slices if b in given]
-    moved += [b for b in carried if b in made]
-    moved += [b for b in stacked if b in made or program.readers[b]]
-    return body, tuple(program.buffers[b].nbytes for b in moved)
+    return body, traffic(body.program, ends, libraries_of(step.platform))

@@ -52,21 +52,33 @@ _LOOP_EPOCHS = 128
 some ten layers. A value held so long costs what reading it 16 times does."""
 
 
-def fuse(flat: ClosedJaxpr, boundary: int | None = None, platform: str = "") -> tuple[Kernel, ...]:
+def fuse(
+    flat: ClosedJaxpr,
+    boundary: int | None = None,
+    platform: str = "",
+    parts: Collection[int] = (),
+) -> tuple[Kernel, ...]:
     """Returns the kernels of `flat`, in the order of their last equations.
 
     Args:
       platform: that it is compiled for; on "cpu" random words are made by a loop.
       boundary: where `flat` is one iteration of two loops, the first equation of the second one.
         What that reads of the first is held in a stack until then.
+      parts: the products that are parts of others, without epilogues (`capture.shared_operands`).
     """
-    return _Fuser(flat, boundary, platform).kernels()
+    return _Fuser(flat, boundary, platform, parts).kernels()
 
 
 class _Fuser:
-    def __init__(self, flat: ClosedJaxpr, boundary: int | None, platform: str) -> None:
+    def __init__(
+        self,
+        flat: ClosedJaxpr,
+        boundary: int | None,
+        platform: str,
+        parts: Collection[int],
+    ) -> None:
         opened = compat.open_jaxpr(flat)
-        self.platform = platform
+        self.platform, self.parts = platform, parts
         self.eqns: list[JaxprEqn] = opened.eqns
         self.classes = [class_of(eqn) for eqn in self.eqns]
         self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
@@ -200,7 +212,9 @@ class _Fuser:
             chain.append(turned)
             if self.platform == "cpu":  # it adds in a kernel of its own
                 return chain
-        elif not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
+        if i in self.parts:
+            return chain
+        if turned is None and not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
             return chain
         out, most = self.eqns[chain[-1] if chain else i].outvars[0], len(chain) + 3
         while out not in self.outputs and self.uses.get(out) == 1 and len(chain) < most:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import columns
+from vmem_jax.capture.body_traffic import Traffic
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
@@ -121,13 +122,17 @@ class StepMaker:
         self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
 
     def step(
-        self, kernel: Kernel, phase: Phase, body: Program | None, moved: Sequence[int] = ()
+        self,
+        kernel: Kernel,
+        phase: Phase,
+        body: Program | None,
+        copied: Traffic,
     ) -> Step:
         """The step of `kernel`.
 
         Args:
           body: an iteration of it, if it is a loop.
-          moved: bytes of each copy that an iteration makes of what it makes or reads.
+          copied: what an iteration copies, if it is a loop.
         """
         eqns, index, shards, maker = self.eqns, self.index, self.shards, self.maker
         root = eqns[kernel.root]
@@ -190,7 +195,7 @@ class StepMaker:
             # XLA adds it in a kernel of its own, which is timed with this one
             apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
         length = root.params["length"] if root.primitive.name == "scan" else 1
-        copied_nbytes = 2 * length * sum(moved)  # each is read and written
+        copied_nbytes = 2 * length * copied.moved  # each is read and written
         fetched, returned = _over_the_link(root, body)
         computed = sum(flops(eqn) // shards.work(eqn) for eqn in own)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
@@ -211,7 +216,8 @@ class StepMaker:
             aligned=aligned(root),
             efficiency=self._efficiency(kernel),
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
-            copies=len(moved) if self.is_gpu else 0,
+            copies=copied.copies if self.is_gpu else 0,
+            fetches=copied.fetches if self.is_gpu else 0,
             workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
             in_place=tuple(in_place),

@@ -5,6 +5,10 @@ other, both run through as many elements (those of the result, or of what is red
 is of several operations. Reductions along other axes stay apart, and so does what is written into a
 slice of another array, as what a loop stacks. A merged kernel reads each array once.
 
+What makes a value that several read is merged in the same way with one of its readers in an
+iteration, which need not read it then. (XLA leaves to a kernel of its own what by its estimate takes
+longer in the fewer threads of a reduction, such as a sine. Here reductions take in all.)
+
 XLA looks at no order and at no distance. A plan may move a step, and what it computes again it keeps
 apart from all that stands around it, and reads what it reads itself. So here kernels are merged
 where no plan does that: in an iteration of a loop, and behind the forward pass between two library
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.primitives import Class, class_of
@@ -36,6 +40,8 @@ def saved_by_merging(
     size: Callable[[Var], int],
     is_body: bool = False,
     boundary: int | None = None,
+    products: Sequence[Sequence[int]] = (),
+    stacked: Collection[Var] = (),
 ) -> tuple[tuple[int, bool], ...]:
     """Of each of `kernels` the bytes that it need not read, since another that it is merged with
     does, and whether that one launches it, too.
@@ -45,16 +51,26 @@ def saved_by_merging(
       size: bytes of a value on one device.
       is_body: whether they are an iteration of a loop.
       boundary: where they are one of a loop and of the loop behind it, the first equation of that.
-        What the first one makes may be computed again.
+        What the first one makes may be computed again, and is merged then among itself.
+      products: those that are computed as one, by their equations (`capture.shared_operands`).
+      stacked: what an iteration makes for stacks alone.
     """
     saved = [(0, False)] * len(kernels)
     windows: Iterator[list[int]] = _windows(kernels, phases, eqns)
     if is_body:
-        windows = iter([[k for k, kernel in enumerate(kernels) if kernel.root >= (boundary or 0)]])
+        late = [kernel.root >= (boundary or 0) for kernel in kernels]
+        windows = iter(
+            [[k for k, is_late in enumerate(late) if is_late is each] for each in (False, True)]
+        )
     for window in windows:
-        merging = _Merging([kernels[k] for k in window], eqns, size, is_body)
+        merging = _Merging([kernels[k] for k in window], eqns, size, is_body, stacked)
         for k, less in zip(window, merging.saved(), strict=True):
             saved[k] = less
+    of = {kernel.root: k for k, kernel in enumerate(kernels)}
+    for first, *others in products:
+        for k in (of[i] for i in others):
+            shared = {*kernels[of[first]].reads}.intersection(kernels[k].reads)
+            saved[k] = sum(map(size, shared)), True
     return tuple(saved)
 
 
@@ -102,9 +118,12 @@ class _Merging:
         eqns: Sequence[JaxprEqn],
         size: Callable[[Var], int],
         is_body: bool,
+        stacked: Collection[Var],
     ) -> None:
         self.kernels, self.eqns, self.size, self.is_body = kernels, eqns, size, is_body
+        self.stacked = {*stacked}
         self.readers: dict[Var, list[int]] = {}
+        self.maker = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
         self.memory: dict[Var, Var] = {}  # of what a barrier gives through the value before it
         for k, kernel in enumerate(kernels):
             for v in kernel.reads:
@@ -124,6 +143,8 @@ class _Merging:
         given = set(self.readers).difference(made)
         for v in (*reversed(made), *(v for v in self.readers if v in given)):
             self._merge_readers(v)
+            if self.is_body:
+                self._merge_maker(v)
         found = [(0, False)] * len(self.kernels)
         for members in self.members.values():
             read: set[tuple[Var, frozenset[int]]] = set()
@@ -132,6 +153,7 @@ class _Merging:
                 less = sum(self._nbytes(v, k) for v in how if how[v] in read)
                 found[k] = less, k != members[0]
                 read.update(how.values())
+                read.update((v, frozenset()) for v in self.kernels[k].writes)
         return found
 
     def _loop(self, kernel: Kernel) -> _Loop | None:
@@ -153,10 +175,11 @@ class _Merging:
 
     def _is_written_into(self, v: Var) -> bool:
         """Whether `v` is made where it is written into an array: by an update that alone reads it, or
-        by the loop, if nothing of an iteration reads it."""
+        by the loop, if no kernel but fused ones reads it in an iteration: they compute it themselves.
+        """
         readers = [self.eqns[self.kernels[k].root] for k in self.readers.get(v, ())]
-        if not readers:
-            return self.is_body
+        if v in self.stacked:
+            return all(class_of(eqn) is not Class.HEAVY for eqn in readers)
         return [eqn.primitive.name for eqn in readers] == ["dynamic_update_slice"]
 
     def _is_chain(self, k: int) -> bool:
@@ -184,6 +207,20 @@ class _Merging:
                 if alike and self._fit(one, other) and not self._depend(one, other):
                     self._merge(one, other)
                     waiting.remove(other)
+
+    def _merge_maker(self, v: Var) -> None:
+        """Merges what makes `v` with one of its readers."""
+        maker = self.maker.get(v)
+        if maker is None or len(self.members[self.group[maker]]) > 1:
+            return
+        if (loop := self.loops[maker]) is None or loop.reductions:
+            return
+        groups = dict.fromkeys(self.group[k] for k in self.readers.get(v, ()))
+        behind = {group for other in groups for group in self._behind(other)}
+        for group in sorted(groups, key=lambda group: -len(self.members[group])):
+            if group not in behind and self._fit(group, maker):
+                self._merge(group, maker)
+                return
 
     def _parts(self, v: Var, group: int) -> set[frozenset[int]]:
         return {self._part(v, k) for k in self.members[group] if v in self.kernels[k].reads}

@@ -114,6 +114,7 @@ class Step:
         it reads, and so writes its result into no stack.
       stacked: of a loop, the stacks that it writes slice by slice.
       copies: of a loop, the kernels of an iteration that copy what it makes or reads; none on a CPU.
+      fetches: of a loop, the kernels of an iteration that read slices of stacks; none on a CPU.
       launched: whether it is a kernel of its own, not merged with another one (`capture.siblings`).
       updates: of how many small parameters it is the update (`capture.small_updates`).
     """
@@ -154,6 +155,7 @@ class Step:
     updates: int = 1
     stacked: tuple[int, ...] = ()
     copies: int = 0
+    fetches: int = 0
     launched: bool = True
 
     @property

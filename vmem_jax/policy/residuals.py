@@ -30,8 +30,9 @@ so the third of these rows changes no choice; but half of a value whole and half
 cost the relaxation nothing but bytes without it.
 
 In small loops kernels take what starting them takes. A stack costs one where its value had none, as
-the kernels that read it computed it, and on a GPU each copy to it or out of it is one. Counting the
-iterations that run again costs another.
+the kernels that read it computed it; on a GPU each other copy to it is one, and each copy out of it,
+and what reads a slice waits for device memory: here for each by itself, though those that one kernel
+reads come together. Counting the iterations that run again costs another kernel.
 
 What an iteration of the backward loop holds beside the stacks (`policy.body_memory`) may be bounded
 as well, at some of its positions p. With done[s] for a step that has run again by then:
@@ -246,8 +247,10 @@ class Stacks:
         second, launch = loop.times / self.machine.bandwidth, loop.times * self.machine.launch
         copies = lambda b: (b in loop.copied) + (b in loop.copied_out)
         moving = lambda b: second * PARAMS.stack_passes * copies(b) * program.buffers[b].nbytes
-        kernels = lambda b: copies(b) * program.on_gpu + (b in loop.fused)
-        stacking = lambda b: moving(b) + launch * kernels(b)
+        copying = lambda b: (b in loop.copied - loop.fused) + (b in loop.copied_out)
+        kernels = lambda b: copying(b) * program.on_gpu + (b in loop.fused)
+        waiting = loop.times * self.machine.latency * program.on_gpu
+        stacking = lambda b: moving(b) + launch * kernels(b) + waiting
         # a whole stack is no result of divided loops: a step puts slices into it, on a GPU the copy
         divided_on_cpu = division is not None and not program.on_gpu
         putting = lambda b: launch * (divided_on_cpu and b in loop.copied)

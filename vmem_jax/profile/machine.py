@@ -99,6 +99,7 @@ def measure(
         convolutions={d: rate for d, rate in convolutions.items() if rate},
         pinning=rates.pinning or shipped.pinning,
         product=shipped.product,
+        latency=shipped.latency,
         between=shipped.between,  # not measured
     )
 
