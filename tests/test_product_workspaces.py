@@ -67,8 +67,8 @@ def test_large_products_have_one_and_small_ones_none():
     assert workspaces(product, *wide(32768, 1024, 1024), most=0) == [0]
 
 
-def test_it_is_no_larger_than_the_operands():
-    assert workspaces(product, X, W) == [2 * (ROWS * WIDTH + WIDTH * WIDTH)]
+def test_it_is_as_large_whatever_the_operands_are():
+    assert workspaces(product, X, W) == [HOPPER] > [2 * (X.size + W.size)]
 
 
 def test_batched_products_and_those_of_one_device_of_several():
@@ -79,9 +79,8 @@ def test_batched_products_and_those_of_one_device_of_several():
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = [*wide(32768, 1024, 1024)]  # 4.3 GFLOP of each device
-    each = 2 * (32768 // 16 * 1024 + 1024 * 1024)
-    assert workspaces(product, *args, shardings=(split, whole)) == [each]
-    args = [*wide(16384, 1024, 1024)]
+    assert workspaces(product, *args, shardings=(split, whole)) == [HOPPER]
+    args = [*wide(8192, 1024, 1024)]
     assert workspaces(product, *args, shardings=(split, whole)) == [0]
 
 

@@ -244,9 +244,8 @@ class StepMaker:
 
     def _product_workspace(self, eqn: compat.JaxprEqn) -> int:
         """Bytes that are live only while the matrix product `eqn` runs on one device."""
-        operands = [nbytes(a.aval) // self.shards.count(a) for a in eqn.invars]
         size = Size.of(eqn) if self.shards.device_count == 1 else None
-        return self.products.workspace(flops(eqn) / self.shards.work(eqn), operands, size)
+        return self.products.workspace(flops(eqn) / self.shards.work(eqn), size)
 
     def _copies(self, kernel: Kernel) -> list[Var]:
         """What it reads in copies of another layout."""

@@ -8,26 +8,25 @@ of random sizes all are split as XLA 0.11.2 splits them for an H200. Programs co
 have no such products.
 
 A product that cuBLAS computes has, besides, bytes of its own: 32 MiB from Hopper on, 4 MiB before
-(`kHopperWorkspace` and `kDefaultWorkspace` in XLA's matmul_utils.h), and no more than its operands
-have (GemmWorkspaceRewriteVisitor in XLA's gemm_rewriter.cc). Where the card is there, XLA times
-cuBLAS's kernels and Triton's, which have none, and takes the fastest. No prediction can tell which.
-So each product of at least 4 GFLOP is taken for cuBLAS's, and no smaller one: what two plans of an
-LSTM compile to on an H100 is predicted 0.5 and 0.9 % too high by that, and 2.5 and 4.6 % too low
-without. Where a large product of Triton's runs at the peak, the prediction is higher by what it has
-not. Where the card is not there, XLA times nothing, and no product is cuBLAS's.
+(`kHopperWorkspace` and `kDefaultWorkspace` in XLA's matmul_utils.h). Where the card is there, XLA
+times cuBLAS's kernels and Triton's, which have none, and takes the fastest. No prediction can tell
+which. So each product of at least 2 GFLOP is taken for cuBLAS's, and no smaller one: in three
+recurrent networks on an H200 those of 0.8 GFLOP and less are Triton's, those of 2.1 and more
+cuBLAS's, but for one of 4.2 in parts. Where a large product of Triton's runs at the peak, the
+prediction is higher by what it has not. Where the card is not there, XLA times nothing, and no
+product is cuBLAS's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from vmem_jax.jax_compat import SPLITS_PRODUCTS, JaxprEqn
 
-LARGE_FLOPS = 4e9
+LARGE_FLOPS = 2e9
 """Operations of the smallest product that is taken for cuBLAS's."""
 
 _HOPPER, _BLACKWELL = 9, 10
@@ -101,7 +100,7 @@ class Products:
     """How products are computed on one card.
 
     Attributes:
-      most: the most bytes that XLA gives a product of cuBLAS; 0 where cuBLAS computes none.
+      most: the bytes that XLA gives a product of cuBLAS; 0 where cuBLAS computes none.
       cores: its streaming multiprocessors; 0 where no product is made in parts.
       major: the major part of its compute capability.
     """
@@ -110,15 +109,14 @@ class Products:
     cores: int = 0
     major: int = 0
 
-    def workspace(self, flops: float, operands: Sequence[int], size: Size | None) -> int:
+    def workspace(self, flops: float, size: Size | None) -> int:
         """Bytes that are live beside operands and result while a product runs.
 
         Args:
           flops: its operations.
-          operands: bytes of each.
           size: None for one that is not made in parts.
         """
-        blas = min(self.most, sum(operands)) if flops >= LARGE_FLOPS else 0
+        blas = self.most if flops >= LARGE_FLOPS else 0
         if size is None or (parts := self.parts(size)) == 1:
             return blas
         made = size.batch * size.rows * size.columns
