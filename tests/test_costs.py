@@ -113,3 +113,15 @@ def test_kernels_take_on_an_h100_what_a_trace_of_a_decoder_with_xlas_attention_h
     seconds = CARDS["h100"].machine.seconds(dataclasses.replace(step, **work))
     # the card was cool: products take 5 % longer in steady steps, which is what machines have
     assert seconds == pytest.approx(1e-6 * micros, rel=0.13)
+
+
+@pytest.mark.parametrize(
+    ("op", "megabytes", "as_long"),
+    [("dot_general", 8.8, True), ("dot_general", 88, False), ("mul", 8.8, False)],
+)
+def test_products_of_recurrent_layers_take_as_long_on_an_h100_as_on_an_h200(op, megabytes, as_long):
+    [step] = program([("cell", FORWARD, op)]).steps
+    step = dataclasses.replace(step, nbytes=int(megabytes * 1e6), flops=10**8, dtype="bfloat16")
+    h100, h200 = (CARDS[name].machine.seconds(step) for name in ("h100", "h200"))
+    assert (h100 == pytest.approx(h200)) == as_long
+    assert h100 >= h200

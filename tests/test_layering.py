@@ -266,6 +266,7 @@ NO_PARAMETERS = {
     "core/list_schedule.py": {"_SCALAR"},
     "core/looped.py": {"IN_FLIGHT", "EXTRA"},
     "core/machine.py": {
+        "_CACHED",
         "_DEPTHWISE",
         "_PART_OF_PRODUCT",
         "_UNALIGNED",

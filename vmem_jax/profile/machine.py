@@ -100,6 +100,7 @@ def measure(
         pinning=rates.pinning or shipped.pinning,
         product=shipped.product,
         latency=shipped.latency,
+        cached=shipped.cached,
         between=shipped.between,  # not measured
     )
 
