@@ -409,7 +409,7 @@ def _captured(
         aliases=tuple((index[i], index[o]) for i, o in aliases(flat, given.donated, apart)),
         hosted=tuple(sorted(index[v] for v in streamed)),
         sub_batch_size=None if sub_batches is None or sub_batches.is_even else sub_batches.size,
-        on_gpu=given.platform != "cpu",
+        on_gpu=on_gpu,
     )
     every = tuple(variables)
     found = Captured(flat, program, every, shards, applied, given, separate, sub_batches)

@@ -29,12 +29,8 @@ def products_as_one(
     Args:
       boundary: where these are one iteration of two loops, the first equation of the second one.
     """
-    parts = [range(len(eqns))] if boundary is None else _halves(len(eqns), boundary)
+    parts = range(boundary or 0), range(boundary or 0, len(eqns))
     return tuple(itertools.chain.from_iterable(_Merging(eqns, part).groups() for part in parts))
-
-
-def _halves(count: int, boundary: int) -> list[range]:
-    return [range(boundary), range(boundary, count)]
 
 
 class _Merging:

@@ -90,9 +90,9 @@ class Search(State):
 
     def _may_gain(self, group: Sequence[Family], best: Attempt) -> bool:
         """Whether a later group is tried though `best` fits."""
-        spare = self.spare > 0 and self.compiles is Compiles.ALL
-        may_gain = isinstance(group, MadeLater) and group.may_gain(best.plan.predicted_seconds)
-        return spare and may_gain
+        if self.spare <= 0 or self.compiles is not Compiles.ALL:
+            return False
+        return isinstance(group, MadeLater) and group.may_gain(best.plan.predicted_seconds)
 
     def _none_fits(self) -> Found:
         """The lowest peak that is known, or why there is none."""
