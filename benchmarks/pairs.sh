@@ -4,7 +4,7 @@
 #   sh benchmarks/pairs.sh rows.jsonl [program ...]
 # Each program is one process, whose ways take turns. LOCK names a file by which several of these share
 # a GPU, COMPILE the seconds after which no further way is compiled. HAND=no leaves out what may be
-# picked instead, HAND=parts all but policy "exact" in sub-batches.
+# picked instead, HAND=parts all but policy "exact" in sub-batches, HAND=only the five budgets.
 set -e
 cd "$(dirname "$0")/.."
 out=$1
@@ -23,6 +23,7 @@ run() {
     parts) ways=$ways,exact,$parts ;;
     whole) ways=$ways,exact,$again ;;
     exact) ways=$ways,exact ;;
+    only) ways=plain,exact,$parts,$again,$both ;;
   esac
   # shellcheck disable=SC2086
   python3 benchmarks/training_steps.py $options --ways="$ways" --steps=6 --rounds=4 --out="$out" \

@@ -6,7 +6,7 @@
 #   bash scripts/sanitize_gpu.sh LOGS compression conv   only tests/gpu/test_{compression,conv}.py
 #
 # JOBS (3) run at once, and behind them one by one those that fill the card; each has LIMIT (500)
-# seconds. The summary has a line for each tool and file: what pytest and the sanitizer said at the end.
+# seconds. TOOLS names fewer tools than memcheck, racecheck and initcheck. The summary has a line for each tool and file: what pytest and the sanitizer said at the end.
 # Exits with a failure if a sanitizer reported anything or did not come to its end. Tests that look at a
 # clock may fail, since kernels run many times slower.
 set -uo pipefail
@@ -48,7 +48,7 @@ if ((!${#names[@]})); then
     done
 fi
 for name in "${names[@]}"; do
-    for tool in memcheck racecheck initcheck; do echo "$tool $name"; done
+    for tool in ${TOOLS:-memcheck racecheck initcheck}; do echo "$tool $name"; done
 done >"$logs/jobs"
 full='compression|memory_taken|steps_gpu|transfers'
 grep -vE "$full" "$logs/jobs" | xargs -r -P "${JOBS:-3}" -L 1 bash -c 'one $0 $1'
