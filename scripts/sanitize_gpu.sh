@@ -6,9 +6,10 @@
 #   bash scripts/sanitize_gpu.sh LOGS compression conv   only tests/gpu/test_{compression,conv}.py
 #
 # JOBS (3) run at once, and behind them one by one those that fill the card; each has LIMIT (500)
-# seconds. TOOLS names fewer tools than memcheck, racecheck and initcheck. The summary has a line for each tool and file: what pytest and the sanitizer said at the end.
-# Exits with a failure if a sanitizer reported anything or did not come to its end. Tests that look at a
-# clock may fail, since kernels run many times slower.
+# seconds. TOOLS names fewer tools than memcheck, racecheck and initcheck. The summary has a line for
+# each tool and file: what pytest and the sanitizer said at the end. Exits with a failure if a sanitizer
+# reported anything or did not come to its end. Tests that look at a clock may fail, since kernels run
+# many times slower.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1
