@@ -63,11 +63,12 @@ def test_a_product_adds_to_the_total_that_a_loop_carries_in_its_own_kernel(platf
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 256), (LAYERS, 64, 256))]
     traced = jax.jit(jax.grad(recurrent)).trace(*args).jaxpr
     program = capture(traced, platform=platform).program
-    [backward] = [s for s in program.steps if s.body and any(q.op == "add_any" for q in s.body)]
+    backward = [s for s in program.steps if s.body][-1]
     products = [step for step in backward.body if step.op == "dot_general"]
     adding = [step for step in products if len(step.reads) == 3]
-    passes = [step for step in backward.body if step.op == "add_any"]
-    assert (len(products), len(adding), len(passes)) == ((2, 0, 2) if platform else (2, 1, 1))
+    weight = 4 * 256 * 256
+    passes = [s for s in backward.body if s.op == "add_any" and s.nbytes >= 3 * weight]
+    assert (len(products), len(adding), len(passes)) == ((2, 0, 1) if platform else (2, 1, 0))
     assert [len(step.in_place) for step in adding] == [1] * len(adding)
 
 

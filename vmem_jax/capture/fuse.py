@@ -13,12 +13,14 @@ What compares a value with what is computed from it is one kernel (`capture.ties
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.draws import draws
+from vmem_jax.capture.few_rows import is_elementwise
 from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.overlap import is_made_apart
@@ -117,6 +119,8 @@ class _Fuser:
                     self.classes[i] = Class.REDUCE
                 elif is_made_apart(eqn):
                     self.classes[i] = Class.REDUCE
+                elif i not in self.tied and is_elementwise(eqn, self._readers(eqn)):
+                    self.classes[i] = Class.FUSIBLE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:
                 self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE
@@ -127,6 +131,13 @@ class _Fuser:
             self.classes[j] = Class.HEAVY
         self.exists: set[Var] = set()  # fusible values that some kernel must write
         self.until: dict[Var, int] = {}  # the last epoch that reads an existing value
+
+    def _readers(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        """What reads the results of `eqn`, and what reads views and broadcasts of them."""
+        for j in itertools.chain(*(self.readers.get(v, ()) for v in eqn.outvars)):
+            yield self.eqns[j]
+            if self.classes[j] is Class.VIEW or self.eqns[j].primitive.name == "broadcast_in_dim":
+                yield from self._readers(self.eqns[j])
 
     def kernels(self) -> tuple[Kernel, ...]:
         self.exists |= {v for v in self.outputs if v in self.maker}

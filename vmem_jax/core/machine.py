@@ -50,6 +50,13 @@ _PART_OF_PRODUCT = 0.5
 where there are more columns. Of a GRU's 64 rows and 512 columns an H200 takes 2.2 us (float32, 512
 summed), of two such products in one 3.3, of three 3.9."""
 
+_ROWS, _NO_ROWS = 40, 0.35
+"""Rows from which on a product takes all of `Machine.product`, and what it takes of that however few
+its rows. Of 64, 32, 22 and 8 rows, 512 columns and 512 summed an H200 takes 2.4, 2.2, 2.1 and 1.85 us
+(float32): what the parts of the sum write has these rows, and is read again."""
+
+_HALVES = ("bfloat16", "float16")
+
 LEAST_BUSY = 1.0
 """The least time of a part of a batch, without launches, in units of `Machine.launch`: of a sub-batch
 all its kernels together, of a convolution's micro-batch its one kernel. A smaller part takes longer
@@ -76,7 +83,8 @@ class Machine:
         dtype; `flops` for other dtypes.
       pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
       product: seconds that a matrix product takes beside moving what it touches: each of its
-        programs goes along the summed dimension step by step, however few there are.
+        programs goes along the summed dimension step by step, however few there are. Less for few
+        rows.
       latency: seconds that a kernel of an iteration starts later that waits for device memory, where
         others read what the one before them left in the cache.
       cached: the rate of a product that touches no more than stays in the cache from one iteration
@@ -136,7 +144,7 @@ class Machine:
             rate /= _UNALIGNED
         is_kernel = step.launched and step.op != "optimization_barrier"
         if step.op == "dot_general":
-            moving += self.product * (1.0 if step.launched else _PART_OF_PRODUCT)
+            moving += self._along(step) * (1.0 if step.launched else _PART_OF_PRODUCT)
         once = max(step.flops / rate, moving) + (self.launch if is_kernel else 0.0)
         if step.convolution is not None:
             once += self._more(step.convolution)
@@ -148,6 +156,16 @@ class Machine:
         """Bytes a second at which `step` reads and writes."""
         is_cached = step.op == "dot_general" and step.nbytes <= _CACHED
         return max(self.bandwidth, self.cached) if is_cached else self.bandwidth
+
+    def _along(self, step: Step) -> float:
+        """Seconds of a product beside moving what it touches.
+
+        Of sides M, N and K and elements of b bytes it has 2 M N K operations and touches at least
+        b (MN + NK + KM) bytes: `rows` is 1 / (1/M + 1/N + 1/K), nearly the least of the three.
+        """
+        itemsize = 2 if step.dtype in _HALVES else 4
+        rows = step.flops * itemsize / (2 * step.nbytes) if step.nbytes else _ROWS
+        return self.product * (_NO_ROWS + (1.0 - _NO_ROWS) * min(1.0, rows / _ROWS))
 
     def link_seconds(self, fetched: int, returned: int) -> float:
         """Of so many bytes from pinned host memory and to it, both ways at once."""
