@@ -2,98 +2,33 @@
 
 "decoder" is `vmem_jax.models.Decoder`, and "lora" trains adapters of its frozen weights; "vit" is
 ViT-L/16 (Dosovitskiy et al., "An image is worth 16x16 words", 2021) with dropout behind each product,
-"vit_dropout" the same with dropout of the attention weights; "gpt" is GPT-2 medium (Radford et al.,
-2019), which drops these as well; "resnet" is ResNet-152 with the identical blocks of each stage in a
-scan. Their layers are scanned, or unrolled with `scanned=False`. "lstm", "gru" and "rnn" scan over
-tokens. "convnext" and "unet" are in `vision_models`, the unrolled ResNets in `vmem_jax.models`; their
-layers are unrolled.
+"vit_dropout" the same with dropout of the attention weights, and "vit_flax" of Flax's own layers;
+"gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet" is ResNet-152 with
+the identical blocks of each stage in a scan. Their layers are scanned, or unrolled with
+`scanned=False`. "lstm", "gru" and "rnn" scan over tokens. "convnext" and "unet" are in
+`vision_models`, "vit_flax" in `flax_vit`, the unrolled ResNets in `vmem_jax.models`; their layers are
+unrolled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from by_hand import POLICIES, SEGMENTS, Wrap, layers_by_hand, wrapping
 from flax import linen
+from flax_vit import Block, ViT
 from jax.ad_checkpoint import checkpoint_name
 from vision_models import ConvNeXt, UNet
 
 from vmem_jax.models.decoder import Decoder, adapters, train_step, unstacked
 from vmem_jax.models.jobs import cross_entropy, job
 from vmem_jax.models.scanned_resnet import ScannedResNet
-
-Wrap = Callable[[Callable], Callable]
-
-_POLICIES = jax.checkpoint_policies
-
-
-def _is_product(prim: Any, *_: Any, **__: Any) -> bool:
-    """`dots_saveable`, of convolutions as well."""
-    return prim.name in ("dot_general", "conv_general_dilated")
-
-
-def _offloaded(*names: str) -> Any:
-    return _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(names),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-
-POLICIES: dict[str, Any] = {
-    "plain": _POLICIES.everything_saveable,
-    "checkpoint": None,
-    "dots": _POLICIES.dots_with_no_batch_dims_saveable,
-    "every_dot": _is_product,
-    "names": _POLICIES.save_only_these_names("attention", "hidden"),
-    "offload": _offloaded("attention", "hidden"),
-}
-"""What a user may pick for each layer, as `jax.checkpoint` takes it; "checkpoint" keeps nothing, and
-"plain" is without `jax.checkpoint`."""
-
-SEGMENTS = "sqrt"
-"""What a user may pick for scanned layers: nothing is kept of a layer or a segment of √n layers."""
-
-
-def wrapping(name: str) -> Wrap:
-    """What is applied to a layer: `jax.checkpoint` with a policy of `POLICIES`, or nothing."""
-    if name == "plain":
-        return lambda layer: layer
-    return lambda layer: jax.checkpoint(layer, policy=POLICIES[name])
-
-
-def layers_by_hand(name: str, scanned: bool = True) -> dict[str, Callable]:
-    """What networks with layers in a scan take where `name` was picked: `wrap`, which is applied to a
-    layer, and `scan`, which runs the layers as `jax.lax.scan` does.
-
-    Raises:
-      ValueError: `SEGMENTS` are of scanned layers.
-    """
-    if name != SEGMENTS:
-        return {"wrap": wrapping(name), "scan": jax.lax.scan}
-    if not scanned:
-        raise ValueError(f"{SEGMENTS!r} needs layers in a scan, and these are unrolled.")
-    return {"wrap": wrapping("checkpoint"), "scan": in_segments}
-
-
-def in_segments(once: Callable, carry: Any, xs: Any) -> tuple[Any, None]:
-    """`jax.lax.scan` without results, in a loop over segments of at most √n iterations, which are
-    computed again in the backward pass.
-
-    Chen et al., "Training deep nets with sublinear memory cost", 2016, section 4.
-    """
-    length = len(jax.tree.leaves(xs)[0])
-    size = max(n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
-    segments = jax.tree.map(lambda x: x.reshape(length // size, size, *x.shape[1:]), xs)
-    segment = jax.checkpoint(lambda carry, xs: jax.lax.scan(once, carry, xs))
-    return jax.lax.scan(segment, carry, segments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +230,23 @@ def vit(hand: str, batch: int, layers: int = 24, width: int = 1024, **options: A
     return _trained(loss, init, _images(batch))
 
 
+def vit_flax(hand: str, batch: int, layers: int = 24, width: int = 1024) -> Training:
+    """ViT-L/16 of Flax's layers, unrolled."""
+    block = Block if hand == "plain" else linen.remat(Block, policy=POLICIES[hand])
+    network = ViT(layers, width, block)
+
+    def init(key: jax.Array) -> Any:
+        images = jnp.zeros((1, 224, 224, 3), jnp.bfloat16)
+        return network.init({"params": key, "dropout": key}, images)["params"]
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        images, labels = batch
+        logits = network.apply({"params": params}, images, rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return _trained(loss, init, _images(batch))
+
+
 def gpt(
     hand: str,
     batch: int,
@@ -459,6 +411,7 @@ MODELS: dict[str, Callable[..., Training]] = {
     "lora": lora,
     "vit": vit,
     "vit_dropout": functools.partial(vit, weights_dropout=0.1),
+    "vit_flax": vit_flax,
     "gpt": gpt,
     "lstm": lstm,
     "gru": functools.partial(recurrent, cell="GRUCell"),
@@ -477,7 +430,7 @@ MODELS: dict[str, Callable[..., Training]] = {
 """(what is picked by hand, batch, further options of the network) -> its training."""
 
 RESNETS = ("resnet50", "resnet50_float16", "resnet152", "resnet152_float16")
-UNROLLED = (*RESNETS, "googlenet", "inception4", "convnext", "unet")
+UNROLLED = (*RESNETS, "googlenet", "inception4", "convnext", "unet", "vit_flax")
 """Those without a scan."""
 
 BATCHES: dict[str, int] = {
@@ -485,6 +438,7 @@ BATCHES: dict[str, int] = {
     "lora": 8,
     "vit": 256,
     "vit_dropout": 128,
+    "vit_flax": 128,
     "gpt": 8,
     "lstm": 64,
     "gru": 64,

@@ -4,12 +4,13 @@
     python benchmarks/training_steps.py --model=vit --scanned=false --ways=plain,exact*4,0.5,0.33
     python benchmarks/training_steps.py --model=convnext --ways=plain,recompute@0.33*2 --traces=here
 
-The networks and what is picked by hand are in `step_models`. A way is one of those hand-picked
-policies; or BUDGET, POLICY, POLICY@BUDGET, each with *PARTS behind it for so many sub-batches. A
-budget is a size, a share of plain's need, or "@" and a way by hand, for what that one compiled to;
-without a budget it is what plain needs. Without a policy it is `auto`. "lowest" is `auto` at its
-minimum peak, compiled and not timed. "torch.compile" is of the unrolled ResNets; torch.compile@SHARE
-has that activation memory budget. It runs in a process of its own (`torch_resnet`).
+The networks are in `step_models`, what is picked by hand in `by_hand`. A way is one of those
+hand-picked policies; or BUDGET, POLICY, POLICY@BUDGET, each with *PARTS behind it for so many
+sub-batches. A budget is a size, a share of plain's need, or "@" and a way by hand, for what that one
+compiled to; without a budget it is what plain needs. Without a policy it is `auto`. "lowest" is
+`auto` at its minimum peak, compiled and not timed. "torch.compile" is of the unrolled ResNets;
+torch.compile@SHARE has that activation memory budget. It runs in a process of its own
+(`torch_resnet`).
 
 All ways run in one process and take turns, block by block, on one donated state. A row has the
 median, the least and the most milliseconds a step of a way over its blocks, what the compiler says
@@ -43,9 +44,10 @@ import jax
 import jax.numpy as jnp
 import records
 from absl import app, flags
+from by_hand import POLICIES, SEGMENTS
 from locks import held
 from peers import Peer
-from step_models import BATCHES, MODELS, POLICIES, SEGMENTS, UNROLLED, Training
+from step_models import BATCHES, MODELS, UNROLLED, Training
 from traces import traced
 
 import vmem_jax

@@ -146,6 +146,17 @@ def test_networks_of_convolutions_are_trained(name, options, hand):
     traced(name, hand, **options)
 
 
+def test_layers_of_flax_are_checkpointed_on_demand():
+    """One `remat2` a layer, which computes its forward pass again, and draws what it drops again."""
+    remats = []
+    for hand in ("plain", "checkpoint"):
+        training = MODELS["vit_flax"](hand, 2, layers=2, width=64)
+        state = jax.eval_shape(training.init, jax.random.key(0))
+        batch = jax.eval_shape(training.batch, jax.random.key(1))
+        remats.append(str(jax.make_jaxpr(training.step)(state, batch)).count(" = remat2["))
+    assert remats == [0, 2]
+
+
 def test_all_networks_have_a_batch():
     assert set(BATCHES) == set(MODELS)
 
