@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ class Calls:
 
     def __init__(self, emit: Callable[[JaxprEqn], None]) -> None:
         self.emit = emit
+        self._traced: dict[Hashable, Any] = {}
 
     def fence(self, values: Sequence[Var], like: JaxprEqn) -> list[Var]:
         """One barrier over `values`; returns what stands for them from there on."""
@@ -29,13 +30,23 @@ class Calls:
         self.emit(compat.new_equation(lax.optimization_barrier_p, values, outs, {}, like))
         return outs
 
-    def bind(self, call: Callable, operands: Sequence[Atom], like: JaxprEqn) -> list[Any]:
-        """Emits the equations of `call` on `operands`; returns the variables of its results."""
+    def bind(
+        self, call: Callable, operands: Sequence[Atom], like: JaxprEqn, key: Hashable = None
+    ) -> list[Any]:
+        """Emits the equations of `call` on `operands`; returns the variables of its results.
+
+        Args:
+          key: what is traced once for operands of the same types: all that `call` depends on.
+        """
         avals = [_traceable(v.aval) for v in operands]
         there = [compat.is_in_host_memory(v.aval) for v in operands]
         lying = lambda x, is_there: jax.device_put(x, jax.memory.Space.Host) if is_there else x
         where = lambda *xs: call(*map(lying, xs, there))
-        opened = compat.open_jaxpr(jax.make_jaxpr(where if any(there) else call)(*avals))
+        known = None if key is None else (key, *avals, *there)
+        if (opened := self._traced.get(known)) is None:
+            opened = compat.open_jaxpr(jax.make_jaxpr(where if any(there) else call)(*avals))
+            if known is not None:
+                self._traced[known] = opened
         here: dict[Var, Atom] = dict(zip(opened.invars, operands, strict=True))
         read = lambda a: here[a] if isinstance(a, Var) else a
         for n, eqn in enumerate(opened.eqns):

@@ -341,7 +341,8 @@ def _captured(
 
     # outputs in order, each buffer once; a literal output is no buffer
     outputs = tuple(dict.fromkeys(index[a] for a in opened.outvars if isinstance(a, Var)))
-    kinds = kinds_of(kernels, phases, index, len(opened.invars), len(inputs), set(outputs))
+    made_last = set(outputs)
+    kinds = kinds_of(kernels, phases, index, len(opened.invars), len(inputs), made_last)
     writer = {v: k for k in kernels for v in k.writes}
     buffers = []
     for b, v in enumerate(variables):
@@ -359,7 +360,7 @@ def _captured(
         )
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
         own = nbytes(v.aval) // shards.count(v)
-        if given.platform == "cpu" and not is_body and (b < len(inputs) or b in set(outputs)):
+        if given.platform == "cpu" and not is_body and (b < len(inputs) or b in made_last):
             # XLA:CPU counts host memory as the device's
             own += hosted_nbytes(v.aval) // shards.count(v)
         buffers.append(Buffer(own, kinds[b], label, movable, depth))
@@ -374,7 +375,7 @@ def _captured(
         dataclasses.replace(step, updates=updates[kernel]) if kernel in updates else step
         for step, kernel in zip(steps, kernels, strict=True)
     ]
-    size = lambda atom: nbytes(atom.aval) // (shards.count(atom) if isinstance(atom, Var) else 1)
+    size = lambda atom: made.size(atom) if isinstance(atom, Var) else nbytes(atom.aval)
     if given.platform == "cpu":
         looped = is_body or sub_batches is not None
         beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
@@ -397,7 +398,7 @@ def _captured(
         ]
     if sub_batches is not None:
         buffers, steps = in_parts(buffers, steps, sub_batches.count)
-    for b in _carried_into_results(steps, len(inputs), set(outputs)):
+    for b in _carried_into_results(steps, len(inputs), made_last):
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     streamed = {v for v in in_host_memory if not compat.is_in_host_memory(v.aval)}
     apart = streamed if given.platform == "cpu" else in_host_memory

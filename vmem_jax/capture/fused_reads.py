@@ -284,5 +284,5 @@ class Walk:
             if not isinstance(a, Var) or a not in self.values.maker:
                 break
             v = a
-        both = all(isinstance(a, Var) for a in eqn.invars)
-        return both and eqn.primitive.name in ("add", "add_any")
+        is_add = eqn.primitive.name in ("add", "add_any")
+        return is_add and all(isinstance(a, Var) for a in eqn.invars)

@@ -94,6 +94,7 @@ class StepMaker:
     ) -> None:
         self.eqns, self.index, self.shards, self.is_body = eqns, index, shards, is_body
         self.collectives = Collectives(eqns, shards)
+        self._sizes: dict[Var, int] = {}
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.is_gpu = given.platform != "cpu"
         self.products = given.products
@@ -121,6 +122,12 @@ class StepMaker:
         masks = [eqn for eqn in eqns if eqn.primitive.name in COMPARISONS]
         self.compared = {v for eqn in masks for v in eqn.invars if isinstance(v, Var)}
 
+    def size(self, v: Var) -> int:
+        """Bytes of `v` on one device."""
+        if (found := self._sizes.get(v)) is None:
+            found = self._sizes[v] = nbytes(v.aval) // self.shards.count(v)
+        return found
+
     def step(
         self,
         kernel: Kernel,
@@ -142,7 +149,7 @@ class StepMaker:
             behind = match_epilogue(matched, kernel.equations, kernel.root, eqns, maker)
             if behind is not None:
                 convolution = matched.convolution.with_epilogue(behind.epilogue)
-        size = lambda v: nbytes(v.aval) // shards.count(v)
+        size = self.size
         padded = 0 if convolution is None else convolution.padded_nbytes
         own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
         fusible = class_of(root) is not Class.HEAVY

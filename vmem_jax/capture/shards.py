@@ -60,10 +60,14 @@ class Shards:
 
     def count(self, v: Any) -> int:
         """Over how many devices `v` is split."""
+        if not self.splits:
+            return 1
         return self._parts(a for axes in self._of(v) for a in axes)
 
     def work(self, eqn: JaxprEqn) -> int:
         """Over how many devices the arithmetic of `eqn` is split, contracted dimensions included."""
+        if not self.splits:
+            return 1
         axes = {a for v in eqn.outvars[:1] for axes in self._of(v) for a in axes}
         for atom, dims in zip(eqn.invars, contracted_dims(eqn), strict=False):
             split = self._of(atom)

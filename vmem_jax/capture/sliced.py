@@ -121,7 +121,8 @@ class Slicer:
         if wants is None or self._price(v, layout) > nbytes(v.aval):
             as_is = laid_out if self.stated and v not in self.maker else lambda x: x
             part = lambda x, offset: as_is(cut(x, offset, layout, self.batch.size, self.size))
-            return self.calls.bind(part, [self.whole(v), self.offset], like)[0]
+            key = "cut", layout, as_is is laid_out
+            return self.calls.bind(part, [self.whole(v), self.offset], like, key)[0]
         eqn = self.eqns[self.maker[v]]
         if eqn.primitive.name == "iota":
             make = lambda offset: _counted(eqn, offset, layout, self.batch.size, self.size)
@@ -131,7 +132,8 @@ class Slicer:
             bits = lambda key, offset: sliced_bits(
                 eqn, key, offset, layout, self.batch.size, self.size
             )
-            return self.calls.bind(bits, [*invars, self.offset], eqn)[0]
+            drawn = "bits", layout, v.aval, *sorted(eqn.params.items())
+            return self.calls.bind(bits, [*invars, self.offset], eqn, drawn)[0]
         return self._resized(eqn, invars, wants, [layout])[0]
 
     def _price(self, v: Var, layout: Layout) -> int:

@@ -154,9 +154,11 @@ def in_parts(
         for s, step in enumerate(steps)
     ]
     inside = {b for step in steps if step.times > 1 for b in step.writes}
-    outside = {b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)}
+    inside.difference_update(
+        b for step in steps if step.times == 1 for b in (*step.reads, *step.writes)
+    )
     buffers = [
-        dataclasses.replace(buffer, movable=buffer.movable and b in inside - outside, slices=1)
+        dataclasses.replace(buffer, movable=buffer.movable and b in inside, slices=1)
         for b, buffer in enumerate(buffers)
     ]
     return buffers, steps
@@ -331,9 +333,9 @@ class _Divider:
             return part  # of each sub-batch the same
         if layout is None:
             add = lambda total, part: total + part.astype(total.dtype)
-            return self.calls.bind(add, [before, part], like)[0]
+            return self.calls.bind(add, [before, part], like, "add")[0]
         write = functools.partial(put, layout=layout, size=self.size)
-        return self.calls.bind(write, [before, part, emitter.offset], like)[0]
+        return self.calls.bind(write, [before, part, emitter.offset], like, ("put", layout))[0]
 
 
 def _alike(a: Any, b: Any) -> bool:
