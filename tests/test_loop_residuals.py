@@ -412,7 +412,7 @@ def test_a_front_has_ever_fewer_bytes_for_more_seconds():
     _, captured = captured_of(*BODIES["carried_key"]())
     loop, _ = capture_pair(find_pairs(captured.separate)[0])
     found = front([loop], MACHINE, 5)
-    assert len(found) > 2
+    assert len(found) > 1
     for a, b in itertools.pairwise(found):
         assert b.nbytes < a.nbytes
         assert b.seconds >= a.seconds
