@@ -344,6 +344,7 @@ def _captured(
     made_last = set(outputs)
     kinds = kinds_of(kernels, phases, index, len(opened.invars), len(inputs), made_last)
     writer = {v: k for k in kernels for v in k.writes}
+    made = StepMaker(eqns, kernels, index, shards, given, is_body)
     buffers = []
     for b, v in enumerate(variables):
         if b < len(inputs):
@@ -359,13 +360,12 @@ def _captured(
             and (shards.device_count == 1 or shards.spec(v) is not None)
         )
         depth = slices.get(v, 1) if movable and shards.are_slices_whole(v) else 1
-        own = nbytes(v.aval) // shards.count(v)
+        own = made.size(v)
         if given.platform == "cpu" and not is_body and (b < len(inputs) or b in made_last):
             # XLA:CPU counts host memory as the device's
             own += hosted_nbytes(v.aval) // shards.count(v)
         buffers.append(Buffer(own, kinds[b], label, movable, depth))
 
-    made = StepMaker(eqns, kernels, index, shards, given, is_body)
     bodies = [_body(eqns[kernel.root], shards, given) for kernel in kernels]
     steps = [
         made.step(kernel, phase, None if body is None else body.program, copied)
