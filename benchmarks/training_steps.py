@@ -31,17 +31,19 @@ those of one device.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
 import re
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import records
 from absl import app, flags
 from by_hand import POLICIES, SEGMENTS
@@ -72,7 +74,6 @@ WAY = re.compile(
 
 
 def main(_: Any) -> None:
-    started = time.perf_counter()
     if FLAGS.target:
         jax.config.update("jax_num_cpu_devices", FLAGS.mesh)  # to describe a mesh with
     batch = FLAGS.batch or BATCHES[FLAGS.model]
@@ -94,6 +95,29 @@ def main(_: Any) -> None:
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
     about["commit"] = records.commit()
     rows: dict[str, dict[str, Any]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before all was timed"))
+    try:
+        _measure(make, given, state, data, about, rows)
+    finally:  # of a process that is ended, too
+        with open(FLAGS.out, "a") as out:
+            for row in rows.values():
+                out.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+
+
+def _measure(
+    make: Callable[[str], Training],
+    given: Training,
+    state: Any,
+    data: Any,
+    about: dict[str, Any],
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    """Compiles each way and times them all: adds their rows, which say `about` all, to `rows`."""
+    started = time.perf_counter()
+    is_timed = FLAGS.rounds and not FLAGS.target
+    drawing = concurrent.futures.ThreadPoolExecutor(1)
+    drawn = drawing.submit(_drawn, given) if is_timed else None  # while ways compile
     steps: dict[str, Any] = {}
     for way in FLAGS.ways:
         row = rows[way] = {"way": way, **about}
@@ -106,7 +130,7 @@ def main(_: Any) -> None:
                 if way in POLICIES or way == SEGMENTS:
                     steps[way], found = _by_hand(make(way).step, state, data)
                 elif way.partition("@")[0] == TORCH:
-                    steps[way], found = _by_torch(way, batch)
+                    steps[way], found = _by_torch(way, FLAGS.batch or BATCHES[FLAGS.model])
                 elif way == LOWEST:
                     found = _lowest(given.step, state, data)
                 else:
@@ -116,19 +140,25 @@ def main(_: Any) -> None:
             except Exception as error:  # a row says so, and the other ways go on
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
-    if FLAGS.rounds and not FLAGS.target:
-        # as one program it compiles for minutes; copies, since some leaves are one array
-        start, draw = lambda key: jax.tree.map(jnp.copy, given.init(key)), given.batch
-        if FLAGS.mesh > 1:
-            placed = lambda shapes: jax.tree.map(lambda a: a.sharding, shapes)
-            start = jax.jit(start, out_shardings=placed(state))
-            draw = jax.jit(draw, out_shardings=placed(data))
+    if drawn is not None:
+        first, batch = drawn.result()
+        # copies: steps give the memory of a state to the next one
+        start = lambda: jax.device_put(first, _placed(state), may_alias=False)
         with held(FLAGS.lock, alone=True):
-            _time(start, draw(jax.random.key(1)), steps, rows)
-    with open(FLAGS.out, "a") as out:
-        for row in rows.values():
-            out.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+            _time(start, jax.device_put(batch, _placed(data)), steps, rows)
+
+
+def _drawn(given: Training) -> tuple[Any, Any]:
+    """A first state and a batch, in the host's memory: each shape of weight is its own program,
+    which compiles for a CPU in less time."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return given.init(jax.random.key(0)), given.batch(jax.random.key(1))
+
+
+def _placed(shapes: Any) -> Any:
+    """Where each of `shapes` is on the device, or the mesh."""
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda a: a.sharding or alone, shapes)
 
 
 def _sharded(state: Any, data: Any) -> tuple[Any, Any]:
@@ -231,7 +261,7 @@ def _budgeted(
 
 
 def _time(
-    start: Callable, data: Any, steps: dict[str, Any], rows: dict[str, dict[str, Any]]
+    start: Callable[[], Any], data: Any, steps: dict[str, Any], rows: dict[str, dict[str, Any]]
 ) -> None:
     """Adds to each row what its way takes."""
     state = None
@@ -239,7 +269,7 @@ def _time(
         if isinstance(step, Peer):
             continue
         del state
-        state = start(jax.random.key(0))
+        state = start()
         try:
             state, loss = step(state, data)  # the first loads kernels
             state, after = step(state, data)
@@ -252,7 +282,7 @@ def _time(
             rows[way]["error"] = f"{type(error).__name__}: {error}"[:600]
             del steps[way]
             state = None
-    state = start(jax.random.key(0)) if state is None else state
+    state = start() if state is None else state
     blocks: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(FLAGS.rounds):
         for way, step in steps.items():
