@@ -45,7 +45,7 @@ from typing import Any
 
 import jax
 import records
-from absl import app, flags
+from absl import app, flags, logging
 from by_hand import POLICIES, SEGMENTS
 from locks import held
 from peers import Peer
@@ -269,11 +269,13 @@ def _time(
         if isinstance(step, Peer):
             continue
         del state
+        begun = time.perf_counter()
         state = start()
         try:
             state, loss = step(state, data)  # the first loads kernels
             state, after = step(state, data)
             rows[way] |= {"loss": float(loss), "loss_after": float(after)}
+            logging.info("%s: two steps in %.1f s", way, time.perf_counter() - begun)
             if FLAGS.traces:
                 name = f"{FLAGS.model}_{re.sub('[^a-zA-Z0-9.]', '_', way)}"
                 run = lambda state, step=step: step(state, data)
