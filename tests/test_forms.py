@@ -70,6 +70,15 @@ def test_stacks_that_fit_in_sub_batches_are_made(excess):
     assert {*needs} >= {_need(form) for form in loop_contexts(step, budget)}
 
 
+def test_a_step_without_loops_has_no_forms_with_other_stacks():
+    def unrolled(w, x):
+        return jax.grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum())(w)
+
+    step = vmem_jax.jit(unrolled, budget=2**62).context((shape(64, 64), shape(8, 64)), {}, "h200")
+    assert parts_of(step).counts != (1,)
+    assert loop_contexts(step, 2**62, limits=whole_limits(step, 2**62)) == []
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_needs_a_limit_as_a_whole_fits_in_so_many_sub_batches(count):
     step = context(times=2)

@@ -50,7 +50,8 @@ def loop_contexts(
     if budget is None or not _chooses(step):
         return []
     chosen = [*_chosen_of(step, budget, every)]
-    chosen += _variants_of(step).fastest_within(limits, chosen)
+    variants = _variants_of(step)
+    chosen += (v for v in variants.fastest_within(limits, chosen) if not variants.is_own(v))
     return [  # the same ones for another budget
         step.cached(f"loops {_key(variant.kept)}", functools.partial(step.of, variant.traced))
         for variant in chosen
@@ -166,9 +167,7 @@ def _chosen(
     goals = [] if budget is None else [int(share * budget) for share in PARAMS.budget_goals]
     for goal in goals:
         found += variants.near(goal, found)
-    # the stacks of its own loops, chosen once more, make the same step
-    own = variants.own.need, variants.own.seconds
-    found = [variant for variant in found if (variant.need, variant.seconds) != own]
+    found = [variant for variant in found if not variants.is_own(variant)]
     for variant in found:
         logging.info("%s", variant)
     return tuple(sorted(found, key=lambda variant: -variant.kept.nbytes))
@@ -205,6 +204,10 @@ class _Variants:
         """The step with the stacks of its own loops."""
         return self.predicted(self.traced, Kept((), 0, 0.0))
 
+    def is_own(self, variant: LoopVariant) -> bool:
+        """Whether it is the step itself: the stacks of its own loops, chosen once more."""
+        return (variant.need, variant.seconds) == (self.own.need, self.own.seconds)
+
     @functools.cached_property
     def front(self) -> Sequence[Kept]:
         return front(self.loops, self.machine, PARAMS.stack_choices)
@@ -229,7 +232,7 @@ class _Variants:
         """The fastest step of the front within each of `limits`, which rise; none that is no faster
         than one before or than all of `found`."""
         fastest = min((variant.seconds for variant in found), default=math.inf)
-        for limit in limits if self.front else ():
+        for limit in limits if self.pairs else ():
             if fastest <= self.of(self.front[0]).seconds:
                 return
             fits = (v for v in map(self.of, self.front) if v.need <= limit)
