@@ -221,10 +221,15 @@ class _Variants:
         return arguments + max(kept.each, default=0)
 
     def some(self, budget: int | None) -> list[LoopVariant]:
-        """The steps of the front; with a budget those that may fit, and the one with the fewest bytes
-        in stacks."""
-        may_fit = lambda kept: budget is None or self.least(kept) <= budget
-        return [self.of(k) for k in self.front if may_fit(k) or k is self.front[-1]]
+        """The steps of the front; with a budget those that may fit, down to one that is likely to fit
+        or to the one with the fewest bytes in stacks. With fewer stacks they take longer."""
+        found = list[LoopVariant]()
+        for kept in self.front:
+            if budget is None or self.least(kept) <= budget or kept is self.front[-1]:
+                found.append(self.of(kept))
+                if budget is not None and found[-1].need <= PARAMS.likely_to_fit * budget:
+                    break
+        return found
 
     def fastest_within(
         self, limits: Iterable[int], found: Sequence[LoopVariant]
@@ -233,13 +238,16 @@ class _Variants:
         than one before or than all of `found`."""
         fastest = min((variant.seconds for variant in found), default=math.inf)
         for limit in limits if self.pairs else ():
-            if fastest <= self.of(self.front[0]).seconds:
-                return
-            fits = (v for v in map(self.of, self.front) if v.need <= limit)
-            variant = min(fits, key=lambda v: v.seconds, default=None)
-            if variant is not None and variant.seconds < fastest:
-                fastest = variant.seconds
-                yield variant
+            for kept in self.front:  # from the fewest seconds, and none is made that cannot fit
+                if self.least(kept) > limit:
+                    continue
+                variant = self.of(kept)
+                if variant.seconds >= fastest:
+                    break
+                if variant.need <= limit:
+                    fastest = variant.seconds
+                    yield variant
+                    break
 
     @functools.cached_property
     def lowest_of_front(self) -> Sequence[LoopVariant]:

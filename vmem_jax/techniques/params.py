@@ -24,7 +24,8 @@ class TechniqueParams:
       least_mask: of all temporaries; smaller masks stay in bytes. XLA is not held to the order of
         what is smaller.
       masks_part: of the budget; where bits save less in all, masks stay in bytes.
-      likely_to_fit: of the budget; what is predicted to peak below it keeps its masks in bytes.
+      likely_to_fit: of the budget; what is predicted to peak below it keeps its masks in bytes, and
+        no loops with smaller stacks are planned beside it.
       sure_to_fit: of the budget; what is predicted to peak below it surely fits as it is.
       logits_part: of the budget; smaller logits are not looked for.
       stack_choices: of residuals, from the fewest seconds to the fewest bytes; with those for the
