@@ -491,13 +491,15 @@ def test_a_scanned_step_fits_where_its_stacks_as_traced_do_not(monkeypatch):
         vmem_jax.jit(step, **options).plan(*args)
 
 
-def test_a_saved_plan_keeps_what_its_loops_stack(tmp_path):
+@pytest.mark.parametrize("budget", [None, 0.4])
+def test_a_saved_plan_keeps_what_its_loops_stack(tmp_path, budget):
+    """A budget that is a share is one of the step, not of the form that the plan is for."""
     step, (weights, _) = plain()
     args = weights, normal(3, 32 * ROWS, WIDTH)
     plan = vmem_jax.jit(step, budget=0.4, machine=FAST, sub_batches=1).plan(*args)
     assert plan.kept is not None
     plan.save(tmp_path / "plan.json")
-    again = vmem_jax.jit(step, plan=vmem_jax.Plan.load(tmp_path / "plan.json"))
+    again = vmem_jax.jit(step, budget=budget, plan=vmem_jax.Plan.load(tmp_path / "plan.json"))
     assert again.plan(*args).kept == plan.kept
     with pytest.raises(vmem_jax.PlanError):
         other = dataclasses.replace(plan, kept=((0, 10_000),))

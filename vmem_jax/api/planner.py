@@ -160,12 +160,12 @@ def checked_log(step: StepContext) -> SearchLog:
 
 def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     """The step by the user's own `plan`."""
+    budget, plain_need = budget_nbytes(step)  # before: shares are of the step as it was given
     step = form_for(step, plan)
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     policy, samples = step.settings.policy, plan.sub_batch_size
     variant = variant_of(step, policy, plan.sub_batches, samples=samples)
-    budget, plain_need = budget_nbytes(step)
     check_made_for(variant.program, plan)
     if step.target is None:
         try_configurations(variant.program, plan, step.devices[0])
