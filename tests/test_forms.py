@@ -60,6 +60,17 @@ def test_loops_whose_stacks_do_not_fit_are_made_only_if_asked_for(every, monkeyp
     assert min(needs) <= budget and (max(needs) > 2 * budget) == every
 
 
+@pytest.mark.parametrize(("share", "alone"), [(0.9, True), (0.99, False)])
+def test_no_smaller_stacks_are_made_beside_those_that_are_likely_to_fit(share, alone, monkeypatch):
+    step = context(times=2)
+    largest = max(loop_variants(step.traced, step.machine), key=lambda v: v.kept.nbytes)
+    made, new = [], loops._Variants._new
+    spy = lambda self, kept: made.append(kept.nbytes) or new(self, kept)
+    monkeypatch.setattr(loops._Variants, "_new", spy)
+    loop_contexts(step, int(largest.need / share))
+    assert largest.kept.nbytes in made and (len(made) == 1) == alone
+
+
 @pytest.mark.parametrize("excess", [0, -1])
 def test_stacks_that_fit_in_sub_batches_are_made(excess):
     step = context(times=2)

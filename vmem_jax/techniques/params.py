@@ -29,7 +29,7 @@ class TechniqueParams:
       sure_to_fit: of the budget; what is predicted to peak below it surely fits as it is.
       logits_part: of the budget; smaller logits are not looked for.
       stack_choices: of residuals, from the fewest seconds to the fewest bytes; with those for the
-        budget there are seven to plan.
+        budget there are at most seven to plan.
       budget_tries: to meet a budget: what an iteration of another choice needs beside its stacks
         differs a little.
       budget_goals: of the budget; what is predicted to need all of it may compile to more. Of ten
