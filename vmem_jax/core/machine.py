@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.cuda_cores import share_of_strict_rate, transform_nbytes
 from vmem_jax.core.program import Step
 from vmem_jax.core.tensor_cores import more_seconds, share_of_rate
 
@@ -80,7 +81,8 @@ class Machine:
       link_delay: seconds by which a step starts later during a copy.
       between: from one device to others of its host, bytes a second.
       convolutions: operations a second of convolutions of 256 channels and more on tensor cores, by
-        dtype; `flops` for other dtypes.
+        dtype; `flops` for other dtypes. Strict float32 has the rate of `core.cuda_cores` where there
+        are any.
       pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
       product: seconds that a matrix product takes beside moving what it touches: each of its
         programs goes along the summed dimension step by step, however few there are. Less for few
@@ -179,14 +181,17 @@ class Machine:
         return once + self._more(convolution)
 
     def _more(self, c: Convolution) -> float:
-        """Seconds of the kernels beside that of a convolution on tensor cores."""
+        """Seconds of the kernels beside that of a convolution."""
+        if c.strict and self.convolutions:
+            return transform_nbytes(c) / self.bandwidth
         return more_seconds(c) if c.dtype in self.convolutions else 0.0
 
     def _convolution_rate(self, c: Convolution) -> float:
         """Operations a second."""
         if c.groups == c.features_in > 1:
             return self.flops[""] / _DEPTHWISE
-        dtype = "" if c.strict else c.dtype
-        if dtype not in self.convolutions:
-            return self.flops.get(dtype, self.flops[""])
-        return self.convolutions[dtype] * share_of_rate(c)
+        if c.strict:
+            return self.flops[""] * (share_of_strict_rate(c) if self.convolutions else 1.0)
+        if c.dtype not in self.convolutions:
+            return self.flops.get(c.dtype, self.flops[""])
+        return self.convolutions[c.dtype] * share_of_rate(c)
