@@ -646,15 +646,6 @@ def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, ali
     assert compiles == [1, 0 if alike else 1, 1]
 
 
-def test_of_variants_with_equal_peaks_one_shows_what_the_others_take_too_much(heap):
-    """They peak where they are the same: only one of two equal peaks is compiled."""
-    predicted = {"first": BUDGET - 1, "second": BUDGET - 1, "third": BUDGET - 40}
-    group, compilers = predicting(heap, predicted, dict.fromkeys(predicted, 30), [])
-    found = find(group)
-    assert found.fits and found.best.variant.name == "third"
-    assert [len(compiler.plans) for compiler in compilers.values()] == [1, 0, 1]
-
-
 def test_the_lowest_plans_are_ordered_by_their_own_predictions(heap):
     """What another took too much says how much to plan for, not which plan is lower."""
     predicted = {"first": BUDGET - 1, "second": BUDGET + 2, "other": BUDGET + 10}

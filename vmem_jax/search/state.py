@@ -91,18 +91,13 @@ class State:
         return min((one.need for one in self.missed), default=math.inf)
 
     def excess_of_others(self, candidate: Candidate) -> int:
-        """The lowest excess of similar variants that need too much, until its own is known.
-
-        Similar are those of families that are alike, and those whose plans are predicted to need
-        equally many bytes: these peak where both variants are the same.
-        """
-        own, one = candidate.family, candidate.estimate
+        """The lowest excess of similar variants that need too much, until its own is known."""
+        own = candidate.family
         found = [
             a.excess
             for a, other in self.attempts.items()
-            if own is not other.family and not self.fits(a)
+            if own.alike and other.family.alike and own is not other.family and not self.fits(a)
             if other.count == candidate.count and not candidate.misses
-            if (own.alike and other.family.alike) or (one and a.predicted_need == one.need)
         ]
         return min(found, default=0)
 
