@@ -10,7 +10,6 @@ how far those that it finds without a step are from that step.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,18 +17,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import records
 from absl import app
 from scipy.optimize import nnls
 
 import vmem_jax
 from vmem_jax.core.convolution import Convolution
-from vmem_jax.core.cuda_cores import is_transformed
+from vmem_jax.core.cuda_cores import flops_of_3x3, is_transformed
 from vmem_jax.models.jobs import job
 
 RESULTS = Path(__file__).parent / "results"
 
 LEFT_OUT = ("resnet6-32-596-6-scan",)
-"""Networks of no name of `job`."""
+"""Networks that `job` does not have by that name."""
 
 SMALLEST = 250
 """Images of the smallest batch of which both are taken, where a network has several: the largest, and
@@ -61,7 +61,7 @@ def measured() -> Iterator[tuple[tuple[str, int], float]]:
     """Networks and batches, and the measured seconds of a step."""
     found: dict[tuple[str, int], float] = {}
     for path in sorted(RESULTS.glob("papers_h200_?.jsonl")):
-        for row in map(json.loads, path.read_text().splitlines()):
+        for row in records.lines(path):
             strict = row["dtype"] == "float32" and row.get("precision") == "highest"
             if strict and row["variant"] == "plain" and row.get("step_seconds"):
                 found[row["model"], row["batch"]] = statistics.median(row["step_seconds"])
@@ -88,7 +88,7 @@ def _terms(step: Any, seconds: float) -> tuple[list[float], float]:
         if c is None:
             rest -= predicted
         elif is_transformed(c):
-            transformed += c.flops * 9 / (c.kernel[0] * c.kernel[1])
+            transformed += flops_of_3x3(c)
             nbytes += c.x_nbytes + c.y_nbytes
         else:
             direct += c.flops

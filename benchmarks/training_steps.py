@@ -98,11 +98,14 @@ def main(_: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before all was timed"))
     try:
         _measure(make, given, state, data, about, rows)
+    except SystemExit as ended:
+        for row in rows.values():
+            row.setdefault("error", str(ended))
+        raise
     finally:  # of a process that is ended, too
-        with open(FLAGS.out, "a") as out:
-            for row in rows.values():
-                out.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
+        records.append(pathlib.Path(FLAGS.out), rows.values())
+        for row in rows.values():
+            print(json.dumps(row), flush=True)
 
 
 def _measure(
@@ -130,7 +133,7 @@ def _measure(
                 if way in POLICIES or way == SEGMENTS:
                     steps[way], found = _by_hand(make(way).step, state, data)
                 elif way.partition("@")[0] == TORCH:
-                    steps[way], found = _by_torch(way, FLAGS.batch or BATCHES[FLAGS.model])
+                    steps[way], found = _by_torch(way, about["batch"])
                 elif way == LOWEST:
                     found = _lowest(given.step, state, data)
                 else:
@@ -141,11 +144,11 @@ def _measure(
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
     if drawn is not None:
-        first, batch = drawn.result()
+        first, samples = drawn.result()
         # copies: steps give the memory of a state to the next one
         start = lambda: jax.device_put(first, _placed(state), may_alias=False)
         with held(FLAGS.lock, alone=True):
-            _time(start, jax.device_put(batch, _placed(data)), steps, rows)
+            _time(start, jax.device_put(samples, _placed(data)), steps, rows)
 
 
 def _drawn(given: Training) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ def is_transformed(convolution: Convolution) -> bool:
     """Whether it is computed by transforms."""
     c = convolution
     size = c.kernel[0]
-    square = len(c.kernel) == 2 and c.kernel == (size, size) and size in (3, 5, 7)
+    square = c.kernel == (size, size) and size in (3, 5, 7)
     plain = c.groups == 1 and all(n == 1 for n in (*c.strides, *c.dilation))
     return square and plain and c.features_in >= _LEAST_CHANNELS
 
@@ -43,7 +43,12 @@ def share_of_strict_rate(convolution: Convolution) -> float:
     """Of the rate of products in strict float32."""
     if not is_transformed(convolution):
         return _DIRECT
-    return _TRANSFORMED * math.prod(convolution.kernel) / 9
+    return _TRANSFORMED * convolution.flops / flops_of_3x3(convolution)
+
+
+def flops_of_3x3(convolution: Convolution) -> float:
+    """Its operations if its kernel were 3 × 3: transforms leave about as many of any."""
+    return convolution.flops * 9 / math.prod(convolution.kernel)
 
 
 def transform_nbytes(convolution: Convolution) -> float:
