@@ -126,6 +126,10 @@ def _is_of_the_decoder(row: dict[str, Any]) -> bool:
     return row["model"] == "decoder" and is_usual and not any(map(row.get, others))
 
 
+_LATE = ("not compiled: --seconds", "ended before all was timed")
+"""How errors begin of rows that training_steps.py had no time for."""
+
+
 def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
     """Those of `rows` that are of `models`, the last of each variant."""
     lines: dict[tuple[str, str], list[str]] = {}
@@ -162,11 +166,12 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         variant += ", transfers allowed" if moves else ""
         variant += f", {row['note']}" if "note" in row else ""
         predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
-        ms = f"{row['ms']:.1f}" if "ms" in row else "does not run"
+        is_late = row.get("error", "").startswith(_LATE)
+        ms = f"{row['ms']:.1f}" if "ms" in row else "not timed" if is_late else "does not run"
         of_plain = f"{row['of_plain']:.3f}" if "of_plain" in row else ""
-        gib = number(row["gib"]) if "gib" in row else "does not compile"
-        figures = [gib, ms, of_plain, predicted]
-        lines[step, variant] = [step, variant, *figures]
+        gib = number(row["gib"]) if "gib" in row else ms if is_late else "does not compile"
+        line = [step, variant, gib, ms, of_plain, predicted]
+        lines[step, variant] = lines.get((step, variant), line) if is_late else line
     header = ["step", "variant", "GiB", "ms", "time / plain", "ms predicted"]
     return "\n" + grid(header, [*lines.values()])
 

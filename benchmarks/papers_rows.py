@@ -59,13 +59,13 @@ TABLE_3 = (
 
 ROWS: tuple[Asked, ...] = (
     # AlexNet's largest batch, and steps that fail or failed at another system's lowest peak
-    Asked("alexnet:3584", "float32", ("auto@12GiB", "superneurons@12GiB"), 25),
-    Asked("vgg16:448", "float32", ("auto@12GiB",), 30),
+    Asked("alexnet:3584", "float32", ("auto@12GiB", "superneurons@12GiB"), 200),
+    Asked("vgg16:448", "float32", ("auto@12GiB",), 145, 20),
     Asked("fcn:128", "float32", ("modnn@least", "auto@least:modnn"), 95),
     Asked(
         "vgg16:256", "bfloat16", ("auto@12GiB", "auto@0.35", "auto@least", "ucudnn@12GiB"), 95, 20
     ),
-    Asked("vgg16:256", "float32", ("auto@12GiB", "auto@0.35"), 60),
+    Asked("vgg16:256", "float32", ("auto@12GiB", "auto@0.35"), 95, 20),
     Asked("inception4:480", "float32", ("auto@12GiB",), 165),
     Asked("resnet152:352", "float32", ("auto@12GiB",), 160),
     # µ-cuDNN where its workspaces decide; at its other missing budgets its step is predicted to need
