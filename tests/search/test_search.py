@@ -229,8 +229,12 @@ def test_a_later_group_that_may_gain_is_tried_though_something_fits(may_gain, fa
     assert seconds == first_plan.predicted_seconds
 
 
-def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_group(heap):
-    """Of the first group all is predicted to need a little too much, and compiles to less."""
+@pytest.mark.parametrize("near, gain, is_first", [(1.5, 0, True), (1.0, 0, False), (1.5, 1, False)])
+def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_group(
+    near, gain, is_first, heap
+):
+    """Of the first group all is predicted to need a little too much, and compiles to less; not where
+    the next group is one that is tried where something fits, too."""
     low = lowest_plan(POLICIES["recompute"]())
     budget = low.predicted_peak - 1
     later = Compiler(lambda plan: budget)
@@ -244,16 +248,12 @@ def test_where_a_plan_needs_nearly_the_budget_it_is_compiled_before_the_next_gro
     needs = lambda plan: budget if plan.policy == "fits" else plan.predicted_peak
     heap(lambda program, plan: needs(plan))
 
-    def groups(compile_plan):
-        mine = variant(compile_plan, POLICIES["recompute"](), STILL, "first")
-        return mine, variant(later, Fits(), STILL, "later")
-
     first = Compiler(lambda plan: budget)
-    found = find(*groups(first), budget=budget, near=1.5)
-    assert found.fits and found.best.variant.name == "first" and not later.plans
-    first = Compiler(lambda plan: budget)
-    found = find(*groups(first), budget=budget, near=1.0)
-    assert found.fits and found.best.variant.name == "later" and not first.plans
+    mine = variant(first, POLICIES["recompute"](), STILL, "first")
+    group = [family(variant(later, Fits(), STILL, "later"), must_gain=0.1)]
+    found = find(mine, MadeLater(lambda: group, lambda seconds: gain), budget=budget, near=near)
+    assert found.fits and found.best.variant.name == ("first" if is_first else "later")
+    assert (len(first.plans) > 0, len(later.plans) > 0) == (is_first, not is_first)
 
 
 # -- what cannot be planned or compiled

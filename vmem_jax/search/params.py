@@ -27,8 +27,9 @@ class SearchParams:
         took 0.4 to 5 % longer than predicted (H200).
       near: if no plan of a group of families is predicted to fit, the lowest one is compiled before
         the next group is tried, provided that its predicted need is at most this many times the
-        budget. Predicted peaks are off by 2.8 % in the median (docs/papers.md), but SuperNeurons'
-        plan for OverFeat(128) in strict float32 compiled to 17 % less than predicted.
+        budget, and that the next group would not be tried if it did fit. Predicted peaks are off by
+        2.8 % in the median (docs/papers.md), but SuperNeurons' plan for OverFeat(128) in strict
+        float32 compiled to 17 % less than predicted.
       much_more: a plan that is compiled next is refined if it takes this share longer than the step
         without a limit. Where it takes less, seconds hardly differ between goals.
       spread: the goals of those plans, as shares of what the plan may need. Over 200 budgets of

@@ -64,15 +64,15 @@ class Search(State):
         self.earlier = Record(self.record.all())
         if self.budget is not None:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
-        for group in groups:
+        for group, later in itertools.zip_longest(groups, groups[1:]):
             if self.best is not None and not self._may_gain(group, self.best):
                 continue
             for family in group:
                 self.open(family, family.counts[0], 0.0)
             self._work_off()
             self._try_between()
-            if group is not groups[-1]:
-                self._compile_lowest(1, self.params.near * self.limit)
+            if later is not None:
+                self._compile_lowest(1, self.params.near * self.limit, later)
         if self.best is not None:
             return self.found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
@@ -310,12 +310,15 @@ class Search(State):
 
     # -- if nothing is predicted to fit
 
-    def _compile_lowest(self, most: int, limit: float = math.inf) -> None:
+    def _compile_lowest(
+        self, most: int, limit: float = math.inf, later: Sequence[Family] = ()
+    ) -> None:
         """Compiles the plans with the lowest expected needs until one fits or none can be lower.
 
         Args:
           most: how many plans to compile.
           limit: bytes; plans that are expected to need more are left.
+          later: the next group of families; plans over which it may gain enough are left, too.
         """
         compiled: list[Attempt] = []
         self._make_waiting(limit)
@@ -323,7 +326,8 @@ class Search(State):
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            if candidate.expected > limit:
+            gains = isinstance(later, MadeLater) and later.may_gain(one.seconds)
+            if candidate.expected > limit or gains:
                 return
             self.over.remove(candidate)
             if self.missed_with(variant, one) is not None or self._gains_nothing(
