@@ -27,7 +27,8 @@ class TechniqueParams:
       likely_to_fit: of the budget; what is predicted to peak below it keeps its masks in bytes, and
         no loops with smaller stacks are planned beside it.
       sure_to_fit: of the budget; what is predicted to peak below it surely fits as it is.
-      logits_part: of the budget; smaller logits are not looked for.
+      logits_part: of the budget; smaller logits are not looked for. With their gradient they take
+        twice as much; in a vision transformer the last layer's hidden values are that large.
       stack_choices: of residuals, from the fewest seconds to the fewest bytes; with those for the
         budget there are at most seven to plan.
       budget_tries: to meet a budget: what an iteration of another choice needs beside its stacks
@@ -48,7 +49,7 @@ class TechniqueParams:
     masks_part: float = 1 / 64
     likely_to_fit: float = 0.95
     sure_to_fit: float = 0.5
-    logits_part: float = 1 / 64
+    logits_part: float = 1 / 32
     stack_choices: int = 5
     budget_tries: int = 3
     budget_goals: tuple[float, ...] = (1.0, 0.98)
