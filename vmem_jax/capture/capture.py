@@ -28,6 +28,7 @@ from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
+from vmem_jax.capture.rounded_operands import with_operands_rounded
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.shared_operands import products_as_one
@@ -220,6 +221,7 @@ def capture(
       products: as `Inputs` has it.
     """
     flat = with_equal_stacks_merged(with_constants_in_loops(flatten(closed)))
+    flat = with_operands_rounded(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
