@@ -11,6 +11,7 @@ from search_cases import (
     HIGH,
     LOW,
     PROGRAM,
+    STILL,
     Compiler,
     Recording,
     find,
@@ -21,7 +22,7 @@ from search_cases import (
 from vmem_jax import POLICIES
 from vmem_jax.core.plan import Plan
 from vmem_jax.policy.base import Infeasible
-from vmem_jax.search.estimate import Estimate, estimate
+from vmem_jax.search.estimate import Estimate, estimate, refined
 from vmem_jax.search.log import SearchLog
 from vmem_jax.search.params import SearchParams
 
@@ -146,3 +147,33 @@ def test_where_a_policy_names_its_lowest_plan_that_is_the_estimate():
 )
 def test_the_tolerance_of_a_plan_grows_with_the_program(steps, expected):
     assert SearchParams().plan_tolerance_of(steps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "lowest, long_steps, shares",
+    [
+        (0.0, 1000, (0.9, 0.8, 0.7, 0.6)),
+        (0.0, len(PROGRAM.steps) - 1, (0.9, 0.7)),
+        (0.75, 1000, (0.9, 0.8, 0.7)),
+    ],
+    ids=["all", "a longer program", "down to the lowest"],
+)
+def test_what_is_compiled_next_is_the_fastest_of_several_goals(heap, lowest, long_steps, shares):
+    """Here a plan for fewer bytes takes less time, down to the lowest, which takes the least."""
+    heap(lambda program, plan: BUDGET)
+    slow = dataclasses.replace(lowest_plan(POLICIES["recompute"]()), predicted_seconds=1e9)
+    asked = []
+
+    class Faster(POLICIES["recompute"]):
+        def plan(self, program, costs, budget):
+            asked.append(budget)
+            plan = dataclasses.replace(slow, predicted_seconds=budget)
+            if budget >= lowest * BUDGET:
+                return plan
+            return Infeasible(self.name, budget, BUDGET, "there", plan=plan)
+
+    one = variant(None, Faster(), STILL)
+    params = SearchParams(spread=(0.9, 0.8, 0.7, 0.6), long_steps=long_steps, much_more=-1.0)
+    found = refined(one, BUDGET, Estimate(slow, BUDGET), params, SearchLog())
+    goals = [int(share * BUDGET) for share in shares]
+    assert asked == goals and found.seconds == goals[-1]

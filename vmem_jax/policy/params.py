@@ -16,7 +16,8 @@ class PolicyParams:
       pinned_nbytes: bytes up to which a value that is made of nothing is kept.
       deepest_recompute: a value behind more dead producers than this is not recomputed.
       longest_order: an order of more than so many times the steps of the base, and 1,000, means
-        that the limit cannot be met.
+        that the limit cannot be met. Of those that met it for an unrolled ViT-L, GPT-2, ResNet-50 or
+        ConvNeXt in a fifth of its memory none had more than 2.9 times as many.
       farthest_recompute: the most steps that are considered for the cost of recomputing a value.
       scalar_nbytes: steps that move fewer bytes are free: learning rates, bias corrections,
         counters.
@@ -77,7 +78,7 @@ class PolicyParams:
 
     pinned_nbytes: int = 64
     deepest_recompute: int = 200
-    longest_order: int = 10
+    longest_order: int = 5
     farthest_recompute: int = 32
     scalar_nbytes: int = 4096
     bound_rows: tuple[int, ...] = (1, 2, 4)

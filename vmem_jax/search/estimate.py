@@ -124,5 +124,11 @@ def refined(
     """
     if goal is None or found.seconds <= (1 + params.much_more) * variant.lower_bound():
         return found
-    more = [planned(variant, int(share * goal), log) for share in params.spread]
-    return min((found, *(one for one in more if one.fits(goal))), key=lambda one: one.seconds)
+    every = -(-len(variant.program.steps) // params.long_steps)
+    for share in params.spread[::every]:
+        one = planned(variant, int(share * goal), log)
+        if one.fits(goal):
+            found = min(found, one, key=lambda each: each.seconds)
+        if one.is_lowest:
+            break  # nothing lower can be planned
+    return found

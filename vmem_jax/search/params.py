@@ -34,7 +34,8 @@ class SearchParams:
         without a limit. Where it takes less, seconds hardly differ between goals.
       spread: the goals of those plans, as shares of what the plan may need. Over 200 budgets of
         ResNet-50(256), four halve what the bisection loses to the best of all goals, 1.2 % in the
-        mean; eight leave a third. In a fifth of its memory eight find 47.6 ms, four 50.5.
+        mean; eight leave a third. In a fifth of its memory eight find 47.6 ms, four 50.5. For
+        programs of more than `long_steps` steps there are fewer, as many times as they are longer.
       plan_tolerance: bisection ends with a plan that fits if it takes at most this share longer than
         one that does not fit. For programs of more than `long_steps` steps the share grows with the
         length, up to ten times, since each plan takes longer to make.

@@ -318,16 +318,19 @@ class Search(State):
         Args:
           most: how many plans to compile.
           limit: bytes; plans that are expected to need more are left.
-          later: the next group of families; plans over which it may gain enough are left, too.
+          later: the next group of families; where it may gain enough over all plans that are known,
+            none is compiled.
         """
+        if self.over and isinstance(later, MadeLater):
+            if later.may_gain(min(one.seconds for one in self.over)):
+                return
         compiled: list[Attempt] = []
         self._make_waiting(limit)
         while self.over and self.best is None and self.spare > 0 and len(compiled) < most:
             candidate = self._lowest_over()
             variant, one = candidate.variant, candidate.estimate
             assert variant is not None and one is not None
-            gains = isinstance(later, MadeLater) and later.may_gain(one.seconds)
-            if candidate.expected > limit or gains:
+            if candidate.expected > limit:
                 return
             self.over.remove(candidate)
             if self.missed_with(variant, one) is not None or self._gains_nothing(
