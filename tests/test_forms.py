@@ -138,12 +138,16 @@ def test_the_least_of_sub_batches_is_a_bound(step, count):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_least_of_sub_batches_counts_gradients(count):
+def test_the_least_of_sub_batches_counts_gradients_and_samples(count):
     step = context(sub_batches=count)
     gradients = 4 * (6 * LAYERS * WIDTH**2 + 16 * WIDTH)
     arguments = step.traced.captured.program.arguments_nbytes
     assert _checked(step, count) >= arguments + gradients
     assert least_in_parts(step, 1) == 0
+    # a kernel reads or writes what a layer makes of a sub-batch, in float32
+    more = 4 * TOKENS * WIDTH
+    assert least_in_parts(step, count) >= arguments + gradients + more // count
+    assert least_in_parts(step, -2) < least_in_parts(step, -4)
 
 
 def _checked(step, count):

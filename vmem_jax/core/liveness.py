@@ -17,13 +17,18 @@ from vmem_jax.core.program import Program, Step
 from vmem_jax.core.touched import parts
 
 
-def step_nbytes(program: Program, step: Step) -> int:
-    """The least bytes that are live beside the residents while `step` runs."""
+def step_nbytes(program: Program, step: Step, among: Collection[int] | None = None) -> int:
+    """The least bytes that are live beside the residents while `step` runs.
+
+    Args:
+      among: counts these buffers alone, and no workspace; None for all.
+    """
     resident, buffers = program.is_resident, program.buffers
-    used = {b for b in (*step.reads, *step.writes) if not resident[b]}
-    over = {w for r, w in step.in_place if not resident[r] and not resident[w]}
+    counts = lambda b: not resident[b] and (among is None or b in among)
+    used = {b for b in (*step.reads, *step.writes) if counts(b)}
+    over = {w for r, w in step.in_place if counts(r) and counts(w)}
     size = lambda ids: sum(buffers[b].nbytes for b in ids)
-    return size(used) - size(over) + step.workspace
+    return size(used) - size(over) + (step.workspace if among is None else 0)
 
 
 def least_nbytes(program: Program) -> int:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture import Captured
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.locations import location_of
 from vmem_jax.capture.sub_batches import SubBatches as Division
 from vmem_jax.capture.sub_batches import totals_nbytes
 from vmem_jax.core.costs import Costs, of_parts
+from vmem_jax.core.liveness import step_nbytes
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Program
 from vmem_jax.errors import SubBatchError
@@ -122,7 +124,8 @@ def is_divisible(step: StepContext) -> bool:
 
 def least_in_parts(step: StepContext, count: int) -> int:
     """Bytes that every plan of `step` in `count` sub-batches, or in some of -`count` samples, needs:
-    at least arguments and, behind the last one, all totals, mostly gradients.
+    at least arguments, all totals, mostly gradients, and what the kernel that uses most of a batch
+    uses of a sub-batch.
 
     It is 0 where that is not known: of one sub-batch, and where arguments are in host memory.
     """
@@ -131,7 +134,17 @@ def least_in_parts(step: StepContext, count: int) -> int:
         return 0
     captured = step.traced.captured
     totals = step.cached("totals", lambda: totals_nbytes(captured.divisible, found))
-    return captured.program.arguments_nbytes + totals
+    largest = step.cached("largest", lambda: _largest_nbytes(captured, found))
+    share = largest // count if count > 0 else largest * -count // found.size
+    return captured.program.arguments_nbytes + totals + share
+
+
+def _largest_nbytes(captured: Captured, batch: Batch) -> int:
+    """Bytes of samples that one kernel of the whole batch uses at most."""
+    program, values = captured.program, batch.values
+    on_samples = lambda v: v in values and values[v].layout is not None
+    among = {b for b, v in enumerate(captured.variables) if on_samples(v)}
+    return max((step_nbytes(program, each, among) for each in program.steps), default=0)
 
 
 def whole_limits(step: StepContext, budget: int | None) -> list[int]:
