@@ -126,10 +126,6 @@ def _is_of_the_decoder(row: dict[str, Any]) -> bool:
     return row["model"] == "decoder" and is_usual and not any(map(row.get, others))
 
 
-_LATE = ("not compiled: --seconds", "ended before all was timed")
-"""How errors begin of rows that training_steps.py had no time for."""
-
-
 def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
     """Those of `rows` that are of `models`, the last of each variant."""
     lines: dict[tuple[str, str], list[str]] = {}
@@ -166,7 +162,7 @@ def _training_steps(rows: Sequence[dict[str, Any]], *models: str) -> str:
         variant += ", transfers allowed" if moves else ""
         variant += f", {row['note']}" if "note" in row else ""
         predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
-        is_late = row.get("error", "").startswith(_LATE)
+        is_late = row.get("error", "").startswith(records.LATE)
         ms = f"{row['ms']:.1f}" if "ms" in row else "not timed" if is_late else "does not run"
         of_plain = f"{row['of_plain']:.3f}" if "of_plain" in row else ""
         gib = number(row["gib"]) if "gib" in row else ms if is_late else "does not compile"

@@ -16,6 +16,11 @@ import jax
 LEAST_OF = "least:"
 """Begins a budget that is what another policy needs at the least, as least:modnn."""
 
+NOT_COMPILED = "not compiled: --seconds"
+ENDED = "ended before all was timed"
+LATE = (NOT_COMPILED, ENDED)
+"""How errors begin of rows that training_steps.py had no time for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:

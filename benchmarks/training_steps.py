@@ -95,7 +95,7 @@ def main(_: Any) -> None:
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
     about["commit"] = records.commit()
     rows: dict[str, dict[str, Any]] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before all was timed"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(records.ENDED))
     try:
         _measure(make, given, state, data, about, rows)
     except SystemExit as ended:
@@ -125,7 +125,7 @@ def _measure(
     for way in FLAGS.ways:
         row = rows[way] = {"way": way, **about}
         if FLAGS.seconds and time.perf_counter() - started > FLAGS.seconds:
-            row["error"] = f"not compiled: --seconds={FLAGS.seconds} were over"
+            row["error"] = f"{records.NOT_COMPILED}={FLAGS.seconds} were over"
             continue
         with held(FLAGS.lock, alone=False):
             begun = time.perf_counter()

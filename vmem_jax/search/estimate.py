@@ -124,8 +124,7 @@ def refined(
     """
     if goal is None or found.seconds <= (1 + params.much_more) * variant.lower_bound():
         return found
-    every = -(-len(variant.program.steps) // params.long_steps)
-    for share in params.spread[::every]:
+    for share in params.spread_of(len(variant.program.steps)):
         one = planned(variant, int(share * goal), log)
         if one.fits(goal):
             found = min(found, one, key=lambda each: each.seconds)

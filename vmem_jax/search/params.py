@@ -72,5 +72,9 @@ class SearchParams:
         """`plan_tolerance` for a program of so many steps."""
         return self.plan_tolerance * min(max(1.0, steps / self.long_steps), 10.0)
 
+    def spread_of(self, steps: int) -> tuple[float, ...]:
+        """`spread` for a program of so many steps."""
+        return self.spread[:: -(-steps // self.long_steps)]
+
 
 DEFAULT = SearchParams()

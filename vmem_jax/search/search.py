@@ -71,8 +71,9 @@ class Search(State):
                 self.open(family, family.counts[0], 0.0)
             self._work_off()
             self._try_between()
-            if later is not None:
-                self._compile_lowest(1, self.params.near * self.limit, later)
+            fastest = min((one.seconds for one in self.over), default=None)
+            if later is not None and not (fastest is not None and _gains(later, fastest)):
+                self._compile_lowest(1, self.params.near * self.limit)
         if self.best is not None:
             return self.found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
@@ -92,7 +93,7 @@ class Search(State):
         """Whether a later group is tried though `best` fits."""
         if self.spare <= 0 or self.compiles is not Compiles.ALL:
             return False
-        return isinstance(group, MadeLater) and group.may_gain(best.plan.predicted_seconds)
+        return _gains(group, best.plan.predicted_seconds)
 
     def _none_fits(self) -> Found:
         """The lowest peak that is known, or why there is none."""
@@ -310,20 +311,13 @@ class Search(State):
 
     # -- if nothing is predicted to fit
 
-    def _compile_lowest(
-        self, most: int, limit: float = math.inf, later: Sequence[Family] = ()
-    ) -> None:
+    def _compile_lowest(self, most: int, limit: float = math.inf) -> None:
         """Compiles the plans with the lowest expected needs until one fits or none can be lower.
 
         Args:
           most: how many plans to compile.
           limit: bytes; plans that are expected to need more are left.
-          later: the next group of families; where it may gain enough over all plans that are known,
-            none is compiled.
         """
-        if self.over and isinstance(later, MadeLater):
-            if later.may_gain(min(one.seconds for one in self.over)):
-                return
         compiled: list[Attempt] = []
         self._make_waiting(limit)
         while self.over and self.best is None and self.spare > 0 and len(compiled) < most:
@@ -404,3 +398,8 @@ class Search(State):
         if plain is None or plain.program.arguments_nbytes >= least:
             return
         self._attempt(self._unchanged(plain), plain, planned(plain, None, self.log))
+
+
+def _gains(group: Sequence[Family], seconds: float) -> bool:
+    """Whether a later group may gain enough over plans of so many seconds."""
+    return isinstance(group, MadeLater) and group.may_gain(seconds)
