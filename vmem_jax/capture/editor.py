@@ -138,6 +138,26 @@ def spliced(
     return eqns, env[traced.outvars[0]]
 
 
+def with_each_replaced(
+    closed: ClosedJaxpr, rules: Callable[[], Callable[[Equation], Sequence[Equation]]]
+) -> ClosedJaxpr:
+    """`closed` with what a rule gives in place of each equation, in the bodies of its loops, too.
+
+    Args:
+      rules: makes the rule of `closed`, and one for each body.
+    """
+    opened, rule = compat.open_jaxpr(closed), rules()
+    eqns: list[Equation] = []
+    for eqn in opened.eqns:
+        if eqn.primitive.name == "scan":
+            body = with_each_replaced(eqn.params["jaxpr"], rules)
+            eqns.append(eqn.replace(params={**eqn.params, "jaxpr": body}))
+        else:
+            eqns += rule(eqn)
+    parts = opened.constvars, compat.constants(closed), opened.invars, opened.outvars, eqns
+    return compat.close(*parts, like=closed)
+
+
 def is_view(eqn: Equation) -> bool:
     """Whether an equation only rearranges all elements of its input."""
     (x, *rest), y = eqn.invars, eqn.outvars[0]

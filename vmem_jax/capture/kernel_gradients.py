@@ -10,6 +10,7 @@ they add nothing to the sums.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import match
-from vmem_jax.capture.editor import spliced
+from vmem_jax.capture.editor import spliced, with_each_replaced
 from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.program import Program
@@ -41,7 +41,8 @@ def with_known_kernel_gradients(
     if platform != "gpu":
         return flat, frozenset()
     found: set[Convolution] = set()
-    return _known(flat, found), frozenset(found)
+    known = with_each_replaced(flat, lambda: functools.partial(_known, found))
+    return known, frozenset(found)
 
 
 def as_misread(costs: Costs, program: Program, misread: frozenset[Convolution]) -> Costs:
@@ -53,22 +54,15 @@ def as_misread(costs: Costs, program: Program, misread: frozenset[Convolution]) 
     return dataclasses.replace(costs, seconds=seconds)
 
 
-def _known(flat: ClosedJaxpr, found: set[Convolution]) -> ClosedJaxpr:
-    opened = compat.open_jaxpr(flat)
-    eqns: list[JaxprEqn] = []
-    for eqn in opened.eqns:
-        if eqn.primitive.name == "scan":
-            body = _known(eqn.params["jaxpr"], found)
-            eqns.append(eqn.replace(params={**eqn.params, "jaxpr": body}))
-        elif zeros := _zeros(eqn):
-            *padded, gradient = _padded(eqn, zeros)
-            if matched := match(gradient, {}):
-                found.add(matched.convolution)
-            eqns += [*padded, gradient]
-        else:
-            eqns.append(eqn)
-    parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
-    return compat.close(*parts, like=flat)
+def _known(found: set[Convolution], eqn: JaxprEqn) -> list[JaxprEqn]:
+    """`eqn`, or what XLA does not misread in its place, which is added to `found`."""
+    zeros = _zeros(eqn)
+    if not zeros:
+        return [eqn]
+    *padded, gradient = _padded(eqn, zeros)
+    if matched := match(gradient, {}):
+        found.add(matched.convolution)
+    return [*padded, gradient]
 
 
 def _zeros(eqn: JaxprEqn) -> tuple[int, ...]:

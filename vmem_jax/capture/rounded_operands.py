@@ -15,8 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from vmem_jax import jax_compat as compat
-from vmem_jax.capture.editor import spliced
+from vmem_jax.capture.editor import spliced, with_each_replaced
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
 _ROUNDED = {
@@ -34,30 +33,26 @@ def with_operands_rounded(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     Args:
       platform: that it is compiled for; only on "gpu" something changes. XLA:CPU does not round.
     """
-    return _rounded(flat) if platform == "gpu" else flat
+    if platform != "gpu":
+        return flat
+    return with_each_replaced(flat, lambda: functools.partial(_rounded, {}))
 
 
-def _rounded(flat: ClosedJaxpr) -> ClosedJaxpr:
-    opened = compat.open_jaxpr(flat)
-    eqns: list[JaxprEqn] = []
-    made: dict[tuple[Var, Any], Var] = {}
-    for eqn in opened.eqns:
-        if eqn.primitive.name == "scan":
-            body = _rounded(eqn.params["jaxpr"])
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
-        elif (dtype := _read_as(eqn)) is not None:
-            for wide in (a for a in eqn.invars if isinstance(a, Var)):
-                if _dtype(wide) == jnp.float32 and (wide, dtype) not in made:
-                    rounds = functools.partial(lax.convert_element_type, new_dtype=dtype)
-                    rounding, made[wide, dtype] = spliced(rounds, [wide], eqn)
-                    eqns += rounding
-            narrow = [made.get((a, dtype), a) if isinstance(a, Var) else a for a in eqn.invars]
-            [result] = eqn.outvars
-            params = {**eqn.params, "preferred_element_type": _dtype(result)}
-            eqn = eqn.replace(invars=narrow, params=params)
-        eqns.append(eqn)
-    parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
-    return compat.close(*parts, like=flat)
+def _rounded(made: dict[tuple[Var, Any], Var], eqn: JaxprEqn) -> list[JaxprEqn]:
+    """`eqn` with its operands rounded, behind what rounds those that are not in `made`."""
+    dtype = _read_as(eqn)
+    if dtype is None:
+        return [eqn]
+    before: list[JaxprEqn] = []
+    for wide in (a for a in eqn.invars if isinstance(a, Var)):
+        if _dtype(wide) == jnp.float32 and (wide, dtype) not in made:
+            rounds = functools.partial(lax.convert_element_type, new_dtype=dtype)
+            rounding, made[wide, dtype] = spliced(rounds, [wide], eqn)
+            before += rounding
+    narrow = [made.get((a, dtype), a) if isinstance(a, Var) else a for a in eqn.invars]
+    [result] = eqn.outvars
+    params = {**eqn.params, "preferred_element_type": _dtype(result)}
+    return [*before, eqn.replace(invars=narrow, params=params)]
 
 
 def _read_as(eqn: JaxprEqn) -> Any:
