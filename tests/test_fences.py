@@ -196,6 +196,23 @@ def test_casts_and_zeros_wait_for_the_layer_before_where_xla_would_make_them_at_
     assert 2 not in found(early=True, body=True)
 
 
+@pytest.mark.parametrize("layers, waits", [(3, False), (12, True)])
+def test_small_casts_wait_where_all_together_are_large(layers, waits):
+    """XLA would make them at once, and keep those of the last layers longest."""
+    b = Builder()
+    x, *weights = (b.input(64) for _ in range(1 + layers))
+    y, casts = x, []
+    for w in weights:
+        cast = b.step([w], 8, fusible=True)
+        y = b.step([y, cast], 64)
+        casts.append(cast)
+    program = b.program([b.step([y], 8, BACKWARD)])
+    order = range(len(program.steps))
+    held = {f.position for f in fences(program, order, small=10, early=True)}
+    second, *_, last = (program.producer[cast] for cast in casts[1:])
+    assert (second in held, last in held) == (waits, waits)
+
+
 def test_masks_that_are_drawn_from_keys_of_one_key_wait_for_the_layer_before():
     """XLA would draw those of all layers at the start, in one kernel."""
     b = Builder()

@@ -4,6 +4,7 @@ A weight is cast for its layer from an argument alone, and zeros that a scatter 
 made of nothing. Left alone, XLA:GPU casts the weights of all layers before the first, and keeps the
 zeros of the embedding's gradient from there to the end: 1.9 GB and 0.4 GB of a decoder of 1.1
 billion weights (0.11.2). A barrier with a value of the layer before has each made where it is read.
+Each cast may be small and all together not: a ViT-L has 144 of 2 to 8 MiB, 576 MiB in all.
 
 So it is with the random words of dropout: each layer's are drawn from its key, all keys come from one
 argument, and XLA:GPU draws the masks of all layers in one kernel at the start. On an H200 a mask of
@@ -33,29 +34,53 @@ def held_back(
 
     Args:
       uses: as `spines.uses_of` has them.
-      small: values up to this many bytes are not worth a barrier.
+      small: values up to this many bytes are not worth a barrier, unless there are many.
       forward_end: where the forward pass ends. Behind it casts are recomputed, with fences of their
         own.
       is_written_over: (buffer, start, end) -> whether its last reader stands there and may write its
         result over it.
     """
-    ran: set[int] = set()
-    at_start: set[int] = set()  # buffers up to `small` that are made of arguments or of nothing
-    for position, s in enumerate(order):
-        step = program.steps[s]
-        again, is_large = s in ran, any(program.buffers[b].nbytes > small for b in step.writes)
-        ran.add(s)
-        if not all(program.producer[b] < 0 or b in at_start for b in step.reads):
-            continue
-        if not is_large:
-            at_start.update(step.writes)
-        if again or not is_large or step.is_heavy or step.is_boundary:
-            continue
-        if step.reads and position >= forward_end:
+    made = lambda limit: _made_at_start(program, order, limit, forward_end)
+    negligible = _negligible([nbytes for _, nbytes in made(small)], small)
+    for position, nbytes in made(negligible):
+        step = program.steps[order[position]]
+        if nbytes <= negligible:
             continue
         latest = _latest(program, order, uses, small, position, is_written_over)
         if latest is not None:
             yield position, (latest, *step.reads)
+
+
+def _made_at_start(
+    program: Program, order: Sequence[int], limit: int, forward_end: int
+) -> Iterator[tuple[int, int]]:
+    """(position, bytes of its largest value) of the light steps that read nothing, or in the forward
+    pass arguments alone or values up to `limit` bytes that are made so; where they first run."""
+    ran: set[int] = set()
+    at_start: set[int] = set()  # buffers up to `limit`
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        again = s in ran
+        ran.add(s)
+        if not all(program.producer[b] < 0 or b in at_start for b in step.reads):
+            continue
+        nbytes = max((program.buffers[b].nbytes for b in step.writes), default=0)
+        if nbytes <= limit:
+            at_start.update(step.writes)
+        is_cast_again = bool(step.reads) and position >= forward_end
+        if not (again or step.is_heavy or step.is_boundary or is_cast_again):
+            yield position, nbytes
+
+
+def _negligible(sizes: Sequence[int], small: int) -> int:
+    """The most bytes, up to `small`, of a value that may be made at the start: those of `sizes` up to
+    that size take no more than `early_small` times `small` together."""
+    together = 0
+    for nbytes in sorted(nbytes for nbytes in sizes if nbytes <= small):
+        together += nbytes
+        if together > PARAMS.early_small * small:
+            return nbytes - 1
+    return small
 
 
 def _latest(

@@ -21,6 +21,8 @@ class CoreParams:
         spine.
       early_steps: steps in front of what waits for nothing that are looked at for a value that it
         can wait for.
+      early_small: small values that may be made at the start, all together, in sizes of one such
+        value; four are a five-hundredth of a step's temporaries.
       siblings: elementwise steps before another one that may be one kernel with it.
       row_major_part: of what a plan needs; for so much more it still states layouts, which make
         its updates faster.
@@ -33,6 +35,7 @@ class CoreParams:
     packing_states: int = 20_000
     spine_steps: int = 8
     early_steps: int = 64
+    early_small: int = 4
     siblings: int = 8
     row_major_part: float = 0.005
     corrected_times: float = 8.0
