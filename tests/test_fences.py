@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vmem_jax.core.fences import Fence, fences
 from vmem_jax.core.liveness import last_reads
+from vmem_jax.core.program import BEGIN, END
 from vmem_jax.core.spines import spines
 from vmem_jax.policy.executor import Execution
 
@@ -231,6 +232,25 @@ def test_masks_that_are_drawn_from_keys_of_one_key_wait_for_the_layer_before():
     ours = {f.position: f.buffers for f in fences(program, order, small=4, early=True)}
     assert ours[second] == (made[0][1], *program.steps[second].reads)
     assert last not in ours and second not in {f.position for f in fences(program, order, small=4)}
+
+
+def test_masks_of_sub_batches_wait_for_the_layer_before():
+    """What a sub-batch is handed is there when it begins: the masks of all its layers."""
+    b = Builder()
+    x, *keys = b.input(64), b.input(1), b.input(1)
+    large = b.step([x], 64)
+    y, *keys = b.step([large, *keys], (64, 1, 1), op=BEGIN)
+    made = []
+    for key in keys:
+        mask = b.step([key], 32, fusible=True)
+        y = b.step([y, mask], 64)
+        made.append((mask, y))
+    done = b.step([b.step([y], 64, BACKWARD)], 64, op=END)
+    program = b.program([b.step([done], 8, BACKWARD)])
+    order = range(len(program.steps))
+    ours = {f.position: f.buffers for f in fences(program, order, small=4, early=True)}
+    first, second = (program.producer[mask] for mask, _ in made)
+    assert ours[second] == (made[0][1], keys[1]) and first not in ours
 
 
 def test_what_waits_for_the_step_before_is_one_fence_with_what_is_tied_there():

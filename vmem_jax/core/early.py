@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vmem_jax.core.params import PARAMS
-from vmem_jax.core.program import Program
+from vmem_jax.core.program import BEGIN, Program
 from vmem_jax.core.spines import is_read_from
 
 Uses = Mapping[int, Sequence[tuple[int, bool]]]
@@ -62,6 +62,9 @@ def _made_at_start(
         step = program.steps[s]
         again = s in ran
         ran.add(s)
+        if step.op == BEGIN:  # what sub-batches are handed
+            at_start.update(b for b in step.writes if program.buffers[b].nbytes <= limit)
+            continue
         if not all(program.producer[b] < 0 or b in at_start for b in step.reads):
             continue
         nbytes = max((program.buffers[b].nbytes for b in step.writes), default=0)
@@ -92,10 +95,13 @@ def _latest(
     is_written_over: Callable[[int, int, int], bool],
 ) -> int | None:
     """The large value that a heavy step made last before `position`, or else any step, that is still
-    read and that nothing is written over; None if there is none close by."""
+    read and that nothing is written over; None if there is none close by. In sub-batches it is one of
+    theirs."""
     fallback = None
     for before in range(position - 1, max(position - PARAMS.early_steps, 0) - 1, -1):
         step = program.steps[order[before]]
+        if step.is_boundary:
+            break
         for b in step.writes:
             if program.is_resident[b] or program.buffers[b].nbytes <= small:
                 continue

@@ -401,12 +401,13 @@ class _Fencer:
 
     def _forward_end(self) -> int:
         """The position of the first backward step of something large. A number that the gradient is
-        multiplied with, the share of one token, may stand at the very start of the order."""
+        multiplied with, the share of one token, may stand at the very start of the order, and so may
+        a scatter of ones to the labels."""
         program = self.program
         for position, s in enumerate(self.order):
             step = program.steps[s]
             touched = (program.buffers[b].nbytes for b in (*step.reads, *step.writes))
-            is_large = step.is_heavy or max(touched, default=0) > self.small
+            is_large = max(touched, default=0) > self.small
             if step.phase is Phase.BACKWARD and is_large:
                 return position
         return len(self.order)
