@@ -462,17 +462,62 @@ def test_a_checkpointed_layer_in_a_loop_computes_what_it_holds():
     assert backward == pytest.approx(4 * (3 * product + tanh), rel=0.1)
 
 
-def test_the_last_product_of_a_sum_adds_the_others():
-    """So the first ones do not wait for it, with what they alone read."""
+@pytest.mark.parametrize("platform, passes", [("cpu", 0), ("gpu", 1)])
+def test_the_last_product_of_a_sum_adds_the_others(platform, passes):
+    """So the first ones do not wait for it, with what they alone read. XLA:GPU adds where
+    the sum is read."""
 
     def step(a, b, c, w):
         return jnp.tanh(a @ w + b @ w + c @ w)
 
     w, x = jnp.ones((8, 8)), jnp.ones((64, 8))
-    program = capture(jax.jit(step).trace(x, 2 * x, 3 * x, w).jaxpr).program
+    closed = jax.jit(step).trace(x, 2 * x, 3 * x, w).jaxpr
+    program = capture(closed, platform=platform).program
     products = [s for s in program.steps if s.is_heavy]
     assert [len(s.reads) for s in products] == [2, 3, 3]
     assert all({*s.writes} <= {*t.reads} for s, t in itertools.pairwise(products))
+    once = program.buffers[products[0].writes[0]].nbytes
+    assert [s.behind for s in products] == [0, passes * once, passes * once]
+
+
+@pytest.mark.parametrize("cast, is_added", [(False, True), (True, False)])
+def test_a_product_adds_a_bias_that_is_an_argument(cast, is_added):
+    """XLA:GPU has a pass of its own for a bias that is cast: what reads the sum computes it."""
+
+    def step(x, w, bias):
+        bias = bias.astype(jnp.bfloat16) if cast else bias
+        h = x @ w + bias
+        return lax.reduce_sum(jnp.exp(h), (0,)), lax.reduce_max(h, (0,))
+
+    x, w = jnp.ones((64, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16)
+    bias = jnp.ones(8, jnp.float32 if cast else jnp.bfloat16)
+    program = capture(jax.jit(step).trace(x, w, bias).jaxpr, platform="gpu").program
+    [product] = (s for s in program.steps if s.is_heavy)
+    assert len(product.reads) == 2 + is_added and product.behind == 0
+    sums = [s for s in program.steps if {*product.writes} & {*s.reads}]
+    assert {s.op for s in sums} <= {"reduce_sum", "reduce_max"}
+    assert all((len(s.reads) > 1) != is_added for s in sums)
+
+
+@pytest.mark.parametrize(
+    "read, passes",
+    [
+        (lambda h: jnp.exp(h), 1),
+        (lambda h: (lax.reduce_max(h, (0,)), jnp.exp(h)), 2),
+        (lambda h: lax.dot(h, h.T), 3),
+    ],
+)
+def test_a_bias_in_front_of_a_residual_is_added_with_it(read, passes):
+    """In a chain that reads the sum, in the first of several, or in a pass of its own."""
+
+    def step(x, w, bias):
+        y = jnp.sin(x)
+        return read(y @ w + bias.astype(jnp.bfloat16) + y)
+
+    x, w = jnp.ones((64, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16)
+    program = capture(jax.jit(step).trace(x, w, jnp.ones(8)).jaxpr, platform="gpu").program
+    product = next(s for s in program.steps if s.is_heavy)
+    assert len(product.reads) == 3 and product.behind == passes * x.nbytes
 
 
 @pytest.mark.parametrize("norms", [1, 2])

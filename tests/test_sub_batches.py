@@ -21,7 +21,7 @@ from vmem_jax.capture.layouts import Layout, reshaped
 from vmem_jax.conv.pick import slice_by_xla
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.core.plan import keep_plan
-from vmem_jax.core.program import BEGIN
+from vmem_jax.core.program import BEGIN, Phase
 from vmem_jax.core.validate import violations
 from vmem_jax.rewrite.rewrite import rewrite
 
@@ -200,10 +200,10 @@ SPLIT = {
 }
 
 
-def traced(fun):
+def traced(fun, platform=""):
     args = (W, X, Y, MASK)
     closed = jax.jit(fun).trace(*args).jaxpr
-    captured = capture(closed)
+    captured = capture(closed, platform=platform)
     count = len(jax.tree.leaves(W))
     layouts = [None] * count + [Layout(0)] * 3
     return captured, follow_batch(captured.flat, layouts, N), jax.tree.leaves(args)
@@ -249,20 +249,17 @@ def test_a_smaller_sub_batch_of_any_size(size):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_a_product_is_there_beside_the_total_that_it_is_added_to():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_product_is_there_beside_the_total_that_it_is_added_to(platform):
     """XLA adds it in a kernel of its own, so for a moment both exist."""
-    captured, batch, _ = traced(SPLIT["sum"])
+    captured, batch, _ = traced(SPLIT["sum"], platform)
     program = captured.in_sub_batches(batch, 2).program
-    steps, buffers = program.steps, program.buffers
-    of_total = lambda b: (
-        steps[program.producer[b]].op == BEGIN if program.producer[b] >= 0 else False
-    )
-    added = [s for s in steps if s.op == "dot_general" and any(of_total(r) for r, _ in s.in_place)]
-    assert added
-    for step in added:
-        [(_, total)] = step.in_place
-        assert step.workspace == buffers[total].nbytes > 0
-    assert all(s.workspace == 0 for s in steps if s.op == "dot_general" and s not in added)
+    [begin] = (step for step in program.steps if step.op == BEGIN)
+    [gradient] = (s for s in program.steps if s.op == "dot_general" and s.phase is Phase.BACKWARD)
+    [added] = (s for s in program.steps if {*gradient.writes} & {*s.reads})
+    totals = {*begin.writes} & {*added.reads}
+    assert added.fusible and {(b, *added.writes) for b in totals} <= {*added.in_place} != set()
+    assert not {*begin.writes} & {*gradient.reads}
 
 
 def test_convolutions_in_micro_batches_within_sub_batches():

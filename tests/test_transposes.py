@@ -25,7 +25,7 @@ def steps(call, *shapes, platform="gpu"):
 def transposed(call, *shapes, platform="gpu"):
     """Bytes by the operation that makes what is transposed."""
     found = steps(call, *shapes, platform=platform)
-    return {step.op: step.transposed for step in found if step.transposed}
+    return {step.op: step.behind for step in found if step.behind}
 
 
 def attended(q, k, v):
@@ -52,7 +52,7 @@ def test_gradients_to_heads_are_transposed_before_they_are_put_together():
     loss = lambda *args: attention(*args).astype("float32").sum()
     found = steps(jax.grad(loss, (0, 1, 2)), *GIVEN)
     # four forwards, and backwards the cotangent and three gradients
-    assert sum(step.transposed for step in found) == 2 * 8 * ONE
+    assert sum(step.behind for step in found) == 2 * 8 * ONE
 
 
 def test_a_chain_transposes_where_it_computes():
@@ -81,11 +81,11 @@ def test_cpu_has_no_such_passes():
 @pytest.mark.parametrize("tokens", [196, 197, 200])
 def test_rows_that_are_no_vectors_take_longer(tokens):
     given = of(SAMPLES, tokens, WIDTH), *GIVEN[1:]
-    [cut] = [s for s in steps(attention, *given) if s.transposed and s.op != "dot_general"][:1]
-    assert cut.transposed_aligned == (tokens % 8 == 0)
+    [cut] = [s for s in steps(attention, *given) if s.behind and s.op != "dot_general"][:1]
+    assert cut.behind_aligned == (tokens % 8 == 0)
     machine = CARDS["h200"].machine
     taken = machine.seconds(cut) - cut.nbytes / machine.bandwidth - machine.launch
-    once = cut.transposed / machine.bandwidth
+    once = cut.behind / machine.bandwidth
     assert taken == pytest.approx(once if tokens % 8 == 0 else 1.35 * once)
 
 
@@ -95,7 +95,7 @@ SCORES = {(64, 197, False): 82.5, (64, 197, True): 62.4, (8, 1024, False): 77.0}
 
 
 def test_cutting_heads_out_takes_what_the_card_took():
-    cut = [s for s in steps(attention, *GIVEN) if s.transposed and s.op != "dot_general"]
+    cut = [s for s in steps(attention, *GIVEN) if s.behind and s.op != "dot_general"]
     taken = sum(map(CARDS["h200"].machine.seconds, cut))
     assert 1e6 * taken == pytest.approx(CUT, rel=0.1)
 

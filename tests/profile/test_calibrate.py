@@ -57,7 +57,7 @@ def test_too_little_to_tell_an_error(samples):
 
 def test_what_is_timed_alone_is_transposed_besides():
     p = program([("dot_general", False)] * 2)
-    steps = tuple(dataclasses.replace(step, transposed=4000) for step in p.steps)
+    steps = tuple(dataclasses.replace(step, behind=4000) for step in p.steps)
     roofline, behind = analytic(p, MACHINE).seconds, 4000 / MACHINE.bandwidth
     timings = {"a": Timing(3 * roofline[0], Source.MEASURED)}
     costs = costs_from(dataclasses.replace(p, steps=steps), MACHINE, ("a", ""), [], timings)

@@ -27,6 +27,7 @@ from vmem_jax.capture.overlap import is_made_apart
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
 from vmem_jax.capture.softmax import makes_exponentials
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
+from vmem_jax.core.program import BEGIN
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 
@@ -211,8 +212,10 @@ class _Fuser:
         """The equations behind heavy equation `i` that its kernel computes before it writes.
 
         A transpose of a product is the product with its operands exchanged. cuDNN's forward
-        convolutions, and products by cuBLASLt or Triton, take a bias, a tensor to add (a total of
-        weight gradients, say) and a ReLU; XLA uses that where nothing else reads what is in between.
+        convolutions, and products, take a bias, a tensor to add (a total of weight gradients, say)
+        and a ReLU; XLA uses that where nothing else reads what is in between. XLA:GPU has a product
+        add arguments alone, and what is made, such as a residual, in a pass behind it (0.11.2); a
+        bias that is made, of a cast for instance, is added by what reads the sum.
         """
         eqn = self.eqns[i]
         chain: list[int] = []
@@ -227,21 +230,42 @@ class _Fuser:
             return chain
         if turned is None and not takes_epilogue(eqn, self._source_equation(eqn.invars[-1])):
             return chain
+        is_product = eqn.primitive.name == "dot_general"
         out, most = self.eqns[chain[-1] if chain else i].outvars[0], len(chain) + 3
-        while out not in self.outputs and self.uses.get(out) == 1 and len(chain) < most:
+        biases: list[int] = []  # of the chain, if a tensor is added behind them
+        while out not in self.outputs and self.uses.get(out) == 1 and len(chain + biases) < most:
             j = self.readers[out][-1]
             name, after = self.eqns[j].primitive.name, self.eqns[j].outvars[0]
             same = (after.aval.shape, after.aval.dtype) == (out.aval.shape, out.aval.dtype)
             if name not in ("add", "add_any", "max") or not same or j in self.absorbed:
                 break
-            if j in self.tied:
+            maker, is_spread = self._addend(j, out)
+            if j in self.tied or (is_product and maker == BEGIN) or (name == "max" and biases):
                 break
-            chain.append(j)
-            self.absorbed[j] = i
             out = after
+            if is_product and is_spread and maker and self.platform != "cpu":
+                biases.append(j)
+                continue
+            chain += [*biases, j]
+            self.absorbed |= dict.fromkeys((*biases, j), i)
+            biases = []
             if name == "max":
                 break
         return chain
+
+    def _addend(self, j: int, out: Var) -> tuple[str, bool]:
+        """The primitive that makes what equation `j` adds to `out`, "" of an argument, and whether
+        that is spread over more elements."""
+        [atom] = [a for a in self.eqns[j].invars if a is not out] or [out]
+        is_spread = False
+        while isinstance(atom, Var) and atom in self.maker:
+            maker = self.maker[atom]
+            name = self.eqns[maker].primitive.name
+            if name != "broadcast_in_dim" and self.classes[maker] is not Class.VIEW:
+                return name, is_spread
+            is_spread |= name == "broadcast_in_dim"
+            atom = self.eqns[maker].invars[0]
+        return "", is_spread
 
     def _transposed(self, i: int) -> int | None:
         """The transpose that is all that reads a matrix product, if the product with its operands

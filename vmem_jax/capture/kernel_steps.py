@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -98,6 +98,10 @@ class StepMaker:
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.is_gpu = given.platform != "cpu"
         self.products = given.products
+        self.readers: dict[Var, list[compat.JaxprEqn]] = {}
+        for eqn in eqns:
+            for a in {a for a in eqn.invars if isinstance(a, Var)}:
+                self.readers.setdefault(a, []).append(eqn)
         self.transposed = transposed(eqns) if self.is_gpu else {}
         self.copied = copied(eqns) if self.is_gpu else Copied({}, {})
         libraries = libraries_of(given.platform)
@@ -165,7 +169,6 @@ class StepMaker:
         else:
             own_nbytes = body_nbytes(body, carried)
         in_place: list[tuple[int, int]] = []
-        apart = 0  # bytes of what is made before it is added to a total
         inside = sum(map(size, _inside(kernel, eqns)))
         has_epilogue = _has_epilogue(kernel, eqns)
         boundary = root.primitive.name in (BEGIN, END)
@@ -195,12 +198,6 @@ class StepMaker:
             # it adds to what is carried
             added = [v for v in kernel.reads if v not in maker and v not in root.invars]
             in_place = [(index[v], w) for w in writes for v in added if sizes[index[v]] == sizes[w]]
-        else:  # a sum over samples that is added to a total where it is made
-            total = lambda v: v in maker and maker[v].primitive.name == BEGIN
-            given = [index[v] for v in kernel.reads if total(v)]
-            in_place = [(r, w) for w in writes for r in given if sizes[r] == sizes[w]]
-            # XLA adds it in a kernel of its own, which is timed with this one
-            apart = sum(sizes[w] for _, w in in_place) if class_of(root) is Class.HEAVY else 0
         length = root.params["length"] if root.primitive.name == "scan" else 1
         copied_nbytes = 2 * length * copied.moved  # each is read and written
         fetched, returned = _over_the_link(root, body)
@@ -225,7 +222,7 @@ class StepMaker:
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
             copies=copied.copies if self.is_gpu else 0,
             fetches=copied.fetches if self.is_gpu else 0,
-            workspace=inside if fusible else own_nbytes + gathered + apart + padded + inside,
+            workspace=inside if fusible else own_nbytes + gathered + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
             in_place=tuple(in_place),
             layer=layer_of(root) or _layer_of_loop(body),
@@ -236,8 +233,8 @@ class StepMaker:
             tied=tuple(index[v] for v in kernel.tied),
             body=() if body is None else body.steps,
             length=length,
-            transposed=2 * sum(map(size, turned)),
-            transposed_aligned=all(self.transposed[v] for v in turned),
+            behind=2 * sum(map(size, turned)) + self._added_behind(kernel),
+            behind_aligned=all(self.transposed[v] for v in turned),
             copied=tuple(index[v] for v in copies),
             stacked=tuple(index[v] for v in stacks if v in kernel.writes),
             recopied=recopied,
@@ -276,6 +273,33 @@ class StepMaker:
         if len(writes) != 1 or writes[0] not in self.copied.results:
             return False
         return phase is Phase.BACKWARD or not self.copied.results[writes[0]]
+
+    def _added_behind(self, kernel: Kernel) -> int:
+        """Bytes that adding to a product takes, of what is made elsewhere.
+
+        One chain that reads the sum adds itself. The first of several writes it as well. In front of
+        another library kernel it is a pass of its own.
+        """
+        root = self.eqns[kernel.root]
+        if root.primitive.name != "dot_general" or not self.is_gpu:
+            return 0
+        own = [self.eqns[i] for i in kernel.equations]
+        within = {v for eqn in own for v in eqn.outvars}
+        added = (a for eqn in own if eqn.primitive.name in ("add", "add_any") for a in eqn.invars)
+        made = {a for a in added if isinstance(a, Var) and self._stored(a) in self.maker}
+        moved = sum(nbytes(v.aval) for v in made - within)
+        [out] = kernel.writes
+        chains = [class_of(eqn) is not Class.HEAVY for eqn in self._readers(out)]
+        passes = 2 if not any(chains) else 0 if chains == [True] else 1
+        return moved + passes * nbytes(out.aval) if moved else 0
+
+    def _readers(self, v: Var) -> Iterator[compat.JaxprEqn]:
+        """What reads `v` and views of it."""
+        for eqn in self.readers.get(v, ()):
+            if class_of(eqn) is Class.VIEW:
+                yield from self._readers(eqn.outvars[0])
+            else:
+                yield eqn
 
     def _is_size_first(self, kernel: Kernel) -> bool:
         """Whether it is a product of unaligned transposed heads whose layout no loop states."""

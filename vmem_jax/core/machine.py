@@ -150,8 +150,8 @@ class Machine:
         once = max(step.flops / rate, moving) + (self.launch if is_kernel else 0.0)
         if step.convolution is not None:
             once += self._more(step.convolution)
-        behind = step.transposed / self.bandwidth
-        behind *= 1.0 if step.transposed_aligned else _UNALIGNED_PASS
+        behind = step.behind / self.bandwidth
+        behind *= 1.0 if step.behind_aligned else _UNALIGNED_PASS
         return step.times * (once + behind + step.sent / self.between)
 
     def _bandwidth(self, step: Step) -> float:

@@ -101,8 +101,8 @@ class Step:
       sent: bytes that the device sends to others to gather operands and to add up partial results.
       compared: buffers that a library kernel's epilogue writes and a comparison reads, as for the
         mask of a clamp. A barrier separates the two.
-      transposed: bytes that passes of their own move behind it, to transpose what it makes.
-      transposed_aligned: whether their rows are whole vectors.
+      behind: bytes that passes of their own move behind it, to transpose what it makes or add to it.
+      behind_aligned: whether their rows are whole vectors.
       copied: buffers that it reads in copies of another layout, which are made in front of it and in
         its workspace (`capture.merged`).
       recopied: whether what it makes is copied so behind it; its workspace has what is copied then.
@@ -146,8 +146,8 @@ class Step:
     tied: tuple[int, ...] = ()
     fetched: int = 0
     returned: int = 0
-    transposed: int = 0
-    transposed_aligned: bool = True
+    behind: int = 0
+    behind_aligned: bool = True
     copied: tuple[int, ...] = ()
     recopied: bool = False
     row_major: bool = False

@@ -116,7 +116,7 @@ def costs_from(
     times = [step.times for step in program.steps]
     once = lambda seconds: [s / n for s, n in zip(seconds, times, strict=True)]
     # what is timed alone is not transposed for others
-    bare = [dataclasses.replace(step, transposed=0) for step in program.steps]
+    bare = [dataclasses.replace(step, behind=0) for step in program.steps]
     roofline = once([machine.seconds(step) for step in bare])
     whole = once(analytic(program, machine).seconds)
     behind = [max(0.0, n - less) for n, less in zip(whole, roofline, strict=True)]
