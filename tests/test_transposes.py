@@ -8,6 +8,7 @@ import pytest
 
 from vmem_jax.capture import capture
 from vmem_jax.core.cards import CARDS
+from vmem_jax.core.program import Phase
 
 SAMPLES, TOKENS, HEADS, SIZE = 64, 197, 16, 64
 WIDTH = HEADS * SIZE
@@ -50,9 +51,22 @@ def test_heads_are_transposed_between_products():
 
 def test_gradients_to_heads_are_transposed_before_they_are_put_together():
     loss = lambda *args: attention(*args).astype("float32").sum()
-    found = steps(jax.grad(loss, (0, 1, 2)), *GIVEN)
-    # four forwards, and backwards the cotangent and three gradients
-    assert sum(step.behind for step in found) == 2 * 8 * ONE
+    found = steps(jax.value_and_grad(loss, (0, 1, 2)), *GIVEN)
+    # four forwards, and backwards what is attended, its cotangent twice, and three gradients
+    assert sum(step.behind for step in found) == 2 * 10 * ONE
+
+
+def test_a_sum_of_a_gradient_does_not_transpose_it():
+    """As that to the bias of the values. Two products read the gradient, each in its own order."""
+
+    def loss(x, qkv, bias, out):
+        q, k, v = (jnp.einsum("nti,ihd->nthd", x, w) + b for w, b in zip(qkv, bias, strict=True))
+        return (attended(q, k, v).reshape(x.shape) @ out).astype("float32").sum()
+
+    given = GIVEN[0], of(3, WIDTH, HEADS, SIZE), of(3, HEADS, SIZE), GIVEN[2]
+    found = steps(jax.grad(loss, (0, 1, 2, 3)), *given)
+    of_values = [s for s in found if s.phase is Phase.BACKWARD and s.batched and s.behind]
+    assert {s.behind for s in of_values} == {2 * 2 * ONE}
 
 
 def test_a_chain_transposes_where_it_computes():

@@ -233,8 +233,9 @@ class StepMaker:
             tied=tuple(index[v] for v in kernel.tied),
             body=() if body is None else body.steps,
             length=length,
-            behind=2 * sum(map(size, turned)) + self._added_behind(kernel),
-            behind_aligned=all(self.transposed[v] for v in turned),
+            behind=sum(2 * size(v) * self.transposed[v].count for v in turned)
+            + self._added_behind(kernel),
+            behind_aligned=all(self.transposed[v].aligned for v in turned),
             copied=tuple(index[v] for v in copies),
             stacked=tuple(index[v] for v in stacks if v in kernel.writes),
             recopied=recopied,

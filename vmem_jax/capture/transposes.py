@@ -6,7 +6,9 @@ front of its products and behind them. A chain that computes something does that
 writes. Between two library kernels, and where heads are only cut out of one array or put together
 into one, it is a pass of its own: XLA (0.11.2) transposes queries, keys and values as one array and
 then copies each out of it. An H200 takes 90 us for that where one pass over them takes 38 (ViT-L,
-64 images), and 103 us to put the three gradients together.
+64 images), and 103 us to put the three gradients together. Each product that reads what another one
+makes transposes it anew: what is attended once for the output and once for the output's weight
+gradient, and its cotangent for the gradients to the weights of attention and to the values.
 """
 
 from __future__ import annotations
@@ -43,14 +45,27 @@ Runs = tuple[_Run, ...]
 """The dimensions of a value from the slowest to the fastest, or parts of them."""
 
 
-def transposed(eqns: Sequence[JaxprEqn]) -> dict[Var, bool]:
-    """The values that are transposed in passes of their own, and whether their rows are vectors then.
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How a value is transposed.
+
+    Attributes:
+      count: passes over it.
+      aligned: whether its rows are whole vectors then.
+    """
+
+    count: int
+    aligned: bool
+
+
+def transposed(eqns: Sequence[JaxprEqn]) -> dict[Var, Passes]:
+    """The values that are transposed in passes of their own.
 
     Args:
       eqns: of a flat jaxpr.
     """
     walk = _Walk(eqns)
-    found: dict[Var, bool] = {}
+    found: dict[Var, Passes] = {}
     for eqn in eqns:
         if eqn.primitive.name != "dot_general" or not any(eqn.params["dimension_numbers"][1]):
             continue
@@ -60,8 +75,8 @@ def transposed(eqns: Sequence[JaxprEqn]) -> dict[Var, bool]:
                 walk.back(a, _runs(_shape(a), batch), found)
         [out] = eqn.outvars
         runs = _runs(_shape(out), range(len(batches[0])))
-        if walk.is_read_otherwise(out, runs):
-            found[out] = _is_aligned(out, runs)
+        if count := walk.passes_behind(out, runs):
+            found[out] = Passes(count, _is_aligned(out, runs))
     return found
 
 
@@ -122,23 +137,25 @@ class _Walk:
                 if isinstance(a, Var):
                     self.readers.setdefault(a, []).append(eqn)
 
-    def back(self, v: Var, runs: Runs, found: dict[Var, bool]) -> None:
+    def back(self, v: Var, runs: Runs, found: dict[Var, Passes]) -> None:
         """Adds to `found` the value behind operand `v` of a product, if it is transposed."""
         eqn = self.maker.get(v)
         while eqn is not None and class_of(eqn) is Class.VIEW and isinstance(eqn.invars[0], Var):
-            before = eqn.invars[0]
+            inner = eqn.invars[0]
             if eqn.primitive.name == "transpose":
                 groups = _regrouped(runs, _shape(v))
                 if groups is None:
                     return
                 order = eqn.params["permutation"]
                 runs = _joined([groups[order.index(d)] for d in range(len(order))])
-            v, eqn = before, self.maker.get(before)
+            v, eqn = inner, self.maker.get(inner)
         if eqn is None or _fits(runs):
             return
-        is_product = eqn.primitive.name == "dot_general"
-        if is_product or (eqn.primitive.name in _MOVES and self._is_given(eqn)):
-            found[v] = _is_aligned(v, runs)
+        if eqn.primitive.name == "dot_general":
+            before = found[v].count if v in found else 0
+            found[v] = Passes(before + 1, _is_aligned(v, runs))
+        elif eqn.primitive.name in _MOVES and self._is_given(eqn):
+            found[v] = Passes(1, _is_aligned(v, runs))
 
     def _is_given(self, eqn: JaxprEqn) -> bool:
         """Whether all that `eqn` moves is given by kernels of their own, with nothing computed in
@@ -154,11 +171,12 @@ class _Walk:
                 return False
         return True
 
-    def is_read_otherwise(self, v: Var, runs: Runs) -> bool:
-        """Whether a library kernel, or what only moves `v`, reads it with its batch dimensions apart,
-        and nothing that computes does."""
+    def passes_behind(self, v: Var, runs: Runs) -> int:
+        """How often `v` is transposed for library kernels, and for what only moves it, that read it
+        with its batch dimensions apart: never if something that computes reads it, other than a
+        sum."""
         waiting: list[tuple[Var, Runs]] = [(v, runs)]
-        apart = False
+        kernels, moved = 0, False
         while waiting:
             v, runs = waiting.pop()
             for eqn in self.readers.get(v, ()):
@@ -174,13 +192,13 @@ class _Walk:
                         waiting.append((eqn.outvars[0], runs))
                 elif name in _MOVES:
                     if any(map(self._is_computed_with, eqn.outvars)):
-                        return False
-                    apart |= not _fits(runs)
+                        return 0
+                    moved |= not _fits(runs)
                 elif kind is Class.HEAVY:
-                    apart |= not _fits(runs)
-                else:
-                    return False
-        return apart
+                    kernels += not _fits(runs)
+                elif kind is not Class.REDUCE:
+                    return 0
+        return kernels + moved
 
     def _is_computed_with(self, v: Var) -> bool:
         """Whether a chain computes something of `v`, through views and moves."""
