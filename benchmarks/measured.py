@@ -103,6 +103,7 @@ _STEPS = {
     "gru": "GRU ({batch})",
     "rnn": "recurrent network ({batch})",
     "vit_dropout": "ViT-L/16, {layers} layers (128)",
+    "vit_flax": "ViT-L/16 of Flax's layers (128)",
     "convnext": "ConvNeXt-B ({batch})",
     "unet": "U-Net of latent diffusion ({batch})",
 }

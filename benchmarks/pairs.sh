@@ -1,5 +1,5 @@
 #!/bin/sh
-# Twelve training steps at five budgets each, and what may be picked instead of the plan: policies
+# Thirteen training steps at five budgets each, and what may be picked instead of the plan: policies
 # "exact" and "recompute", whole and in sub-batches. Run on one NVIDIA GPU.
 #   sh benchmarks/pairs.sh rows.jsonl [program ...]
 # Each program is one process, whose ways take turns. LOCK names a file by which several of these share
@@ -30,7 +30,7 @@ run() {
     --lock="$LOCK" --seconds="${COMPILE:-0}"
 }
 unrolled="--scanned=false --stacked=false"
-all="resnet50 convnext unet resnet vit gpt lora decoder decoder_unrolled vit_unrolled vit_dropout"
+all="resnet50 convnext unet resnet vit gpt lora decoder decoder_unrolled vit_unrolled vit_dropout vit_flax"
 for program in ${*:-$all gpt_unrolled}; do
   case $program in
     # what a loop stacks is not policy "recompute"'s to choose; batch norms need the whole batch.
@@ -47,6 +47,7 @@ for program in ${*:-$all gpt_unrolled}; do
     gpt_unrolled) run all "--model=gpt $unrolled" 1.0 0.5 0.33 0.25 0.2 ;;
     vit_unrolled) run all "--model=vit --batch=64 $unrolled" 1.0 0.5 0.33 0.25 0.2 ;;
     vit_dropout) run all "--model=vit_dropout $unrolled" 1.0 0.5 0.33 0.25 0.2 ;;
+    vit_flax) run all "--model=vit_flax" 1.0 0.5 0.33 0.25 0.2 ;;
     *) echo "no program $program" >&2; exit 2 ;;
   esac
 done
