@@ -119,11 +119,17 @@ def test_the_gradient_of_the_head_is_summed_in_float32_as_it_is_read():
     assert sums == {np.dtype("float32")}
 
 
+def test_half_as_many_words_again_as_hidden_values_have_a_tail():
+    params, x, labels = arguments(vocabulary=3 * WIDTH // 2)
+    _, tail = found_in(step_of(integer_labels), params, x, labels)
+    assert isinstance(tail, Tail) and tail.nbytes == SEQUENCES * TOKENS * 3 * WIDTH // 2 * 4
+
+
 def test_why_there_is_no_tail():
     params, x, labels = arguments()
     small = {"layer": params["layer"], "head": params["head"][:, :8]}
     _, why = found_in(step_of(integer_labels), small, x, labels % 8)
-    assert isinstance(why, str) and "twice" in why
+    assert isinstance(why, str) and "a third more" in why
 
     def contrastive(logits, labels):  # a softmax over all tokens and words
         return -jax.nn.log_softmax(logits.reshape(-1))[labels[0, 0]]
