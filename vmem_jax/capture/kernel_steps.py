@@ -288,11 +288,11 @@ class StepMaker:
         within = {v for eqn in own for v in eqn.outvars}
         added = (a for eqn in own if eqn.primitive.name in ("add", "add_any") for a in eqn.invars)
         made = {a for a in added if isinstance(a, Var) and self._stored(a) in self.maker}
-        moved = sum(nbytes(v.aval) for v in made - within)
+        moved = sum(map(self.size, made - within))
         [out] = kernel.writes
         chains = [class_of(eqn) is not Class.HEAVY for eqn in self._readers(out)]
         passes = 2 if not any(chains) else 0 if chains == [True] else 1
-        return moved + passes * nbytes(out.aval) if moved else 0
+        return moved + passes * self.size(out) if moved else 0
 
     def _readers(self, v: Var) -> Iterator[compat.JaxprEqn]:
         """What reads `v` and views of it."""

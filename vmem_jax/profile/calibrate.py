@@ -115,7 +115,7 @@ def costs_from(
     """
     times = [step.times for step in program.steps]
     once = lambda seconds: [s / n for s, n in zip(seconds, times, strict=True)]
-    # what is timed alone is not transposed for others
+    # what is timed alone is not transposed for others, and what it adds is an argument
     bare = [dataclasses.replace(step, behind=0) for step in program.steps]
     roofline = once([machine.seconds(step) for step in bare])
     whole = once(analytic(program, machine).seconds)
