@@ -137,7 +137,7 @@ class _Fuser:
         """What reads the results of `eqn`, and what reads views and broadcasts of them."""
         for j in itertools.chain(*(self.readers.get(v, ()) for v in eqn.outvars)):
             yield self.eqns[j]
-            if self.classes[j] is Class.VIEW or self.eqns[j].primitive.name == "broadcast_in_dim":
+            if self.classes[j] is Class.VIEW or self._spreads(j):
                 yield from self._readers(self.eqns[j])
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -257,15 +257,17 @@ class _Fuser:
         """The primitive that makes what equation `j` adds to `out`, "" of an argument, and whether
         that is spread over more elements."""
         [atom] = [a for a in self.eqns[j].invars if a is not out] or [out]
-        is_spread = False
-        while isinstance(atom, Var) and atom in self.maker:
+        name = ""
+        while isinstance(atom, Var) and atom in self.maker and not name:
             maker = self.maker[atom]
-            name = self.eqns[maker].primitive.name
-            if name != "broadcast_in_dim" and self.classes[maker] is not Class.VIEW:
-                return name, is_spread
-            is_spread |= name == "broadcast_in_dim"
-            atom = self.eqns[maker].invars[0]
-        return "", is_spread
+            if self.classes[maker] is Class.VIEW or self._spreads(maker):
+                atom = self.eqns[maker].invars[0]
+            else:
+                name = self.eqns[maker].primitive.name
+        return name, atom.aval.size < out.aval.size
+
+    def _spreads(self, i: int) -> bool:
+        return self.eqns[i].primitive.name == "broadcast_in_dim"
 
     def _transposed(self, i: int) -> int | None:
         """The transpose that is all that reads a matrix product, if the product with its operands
@@ -301,8 +303,8 @@ class _Fuser:
                 # a bias is spread over the result inside the kernel
                 while isinstance(atom, Var) and atom in self.maker:
                     maker = self.maker[atom]
-                    spread = self.eqns[maker].primitive.name == "broadcast_in_dim"
-                    if atom in self.outputs or not (spread or self.classes[maker] is Class.VIEW):
+                    spread = self._spreads(maker) or self.classes[maker] is Class.VIEW
+                    if atom in self.outputs or not spread:
                         break
                     equations.add(maker)
                     atom = self.eqns[maker].invars[0]
