@@ -1,4 +1,4 @@
-"""The tables of docs/rows/benchmarks.md of graphs, tuning, gradients and predictions."""
+"""The tables of docs/rows/benchmarks.md of graphs, slices, tuning, gradients and predictions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ were taken from JAX's compilation cache. In some rows the first call records gra
 
 
 def step_tables(folder: Path = RESULTS) -> str:
-    """What graphs gain, what tuning keeps, how far gradients are from float32's, and predictions from
-    what was measured."""
-    found = graphs_tables(folder) + tuned_tables(folder) + gradients_tables(folder)
+    """What graphs gain, what slices take, what tuning keeps, how far gradients are from float32's, and
+    predictions from what was measured."""
+    found = graphs_tables(folder) + slices_tables(folder)
+    found += tuned_tables(folder) + gradients_tables(folder)
     return found + errors_table(folder / "prediction_errors.jsonl")
 
 
@@ -41,6 +42,28 @@ def graphs_tables(folder: Path = RESULTS) -> str:
         header = ["step", "from the", "first call", "graphs", "launches"]
         header += ["loss with graphs", "with launches", "error"]
         parts.append(f"\n## {path.name}\n\n{GRAPHS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+SLICES = """Microseconds an iteration of a loop of small layers and of its backward loop, where stacks
+stay on the device and where slices of them leave it and return, by `python benchmarks/slices.py`.
+"""
+
+
+def slices_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file."""
+    parts = []
+    for path in sorted(folder.glob("slices_*.jsonl")):
+        lines = [
+            [
+                f"{row['slice_nbytes'] / 1024:.0f} KiB",
+                str(row["stacks"]),
+                *(f"{500 * row[name] / row['iterations']:.1f}" for name in ("exact_ms", "ms")),
+            ]
+            for row in records.lines(path)
+        ]
+        header = ["a slice", "stacks", "they stay", "they move"]
+        parts.append(f"\n## {path.name}\n\n{SLICES}\n" + grid(header, lines))
     return "".join(parts)
 
 

@@ -264,7 +264,7 @@ NO_PARAMETERS = {
     "core/convolution.py": {"XLA"},
     "core/instructions.py": {"POINTER"},
     "core/list_schedule.py": {"_SCALAR"},
-    "core/looped.py": {"IN_FLIGHT", "EXTRA"},
+    "core/looped.py": {"IN_FLIGHT", "EXTRA", "_ENDS"},
     "core/machine.py": {
         "_CACHED",
         "_DEPTHWISE",

@@ -100,6 +100,7 @@ def test_bytes_that_are_no_text(store, caplog):
         (lambda c: c["steps"].update(a=3), "damaged"),
         (lambda c: c["machine"].update(bandwidth=0), "damaged"),
         (lambda c: c["machine"].update(link_delay=-1e-6), "damaged"),
+        (lambda c: c["machine"].update(slice_start=-1e-6), "damaged"),
         (lambda c: c["machine"]["flops"].pop(""), "damaged"),
         (lambda c: c["machine"].update(colour="red"), "damaged"),
         (lambda c: c.update(machine=[]), "damaged"),

@@ -166,6 +166,9 @@ _MEASURED = Machine(
     link_in=55.3e9,
     link_both=97.7e9,
     link_delay=2e-6,
+    # loops of an H200 that move 2 to 8 slices an iteration, `benchmarks/slices.py`: 50 to 91 µs an
+    # iteration where a slice has 128 KiB and the kernels take 9 to 32
+    slice_start=10e-6,
     # 3 x 3 with 256 and 512 channels in ResNet-50(256), ResNet-152(128): 700 to 780 TFLOP/s
     convolutions={"bfloat16": 740e12, "float16": 740e12, "float32": 280e12},
     pinning=2.8e-10,

@@ -21,12 +21,14 @@ class Link:
       into: host to device, alone.
       both: the total while both directions are busy.
       delay: seconds by which a step starts later while a direction is busy.
+      slice_start: seconds that the host takes to start a copy of a slice in a loop.
     """
 
     out: float
     into: float
     both: float
     delay: float = 0.0
+    slice_start: float = 0.0
 
 
 class Source(enum.StrEnum):
@@ -69,7 +71,8 @@ class Costs:
 
 def analytic(program: Program, machine: Machine) -> Costs:
     """Costs of `program` on `machine` by its roofline."""
-    link = Link(machine.link_out, machine.link_in, machine.link_both, machine.link_delay)
+    rates = machine.link_out, machine.link_in, machine.link_both
+    link = Link(*rates, machine.link_delay, machine.slice_start)
     return Costs(machine.name, tuple(machine.seconds(s) for s in program.steps), link)
 
 

@@ -79,6 +79,7 @@ class Machine:
       link_in: pinned host memory to device, bytes a second.
       link_both: the total while both directions are busy, bytes a second.
       link_delay: seconds by which a step starts later during a copy.
+      slice_start: seconds that the host takes to start a copy of a slice in a loop.
       between: from one device to others of its host, bytes a second.
       convolutions: operations a second of convolutions of 256 channels and more on tensor cores, by
         dtype; `flops` for other dtypes. Strict float32 has the rate of `core.cuda_cores` where there
@@ -102,6 +103,7 @@ class Machine:
     link_in: float = 25e9
     link_both: float = 45e9
     link_delay: float = 0.0
+    slice_start: float = 0.0
     convolutions: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pinning: float = 1.2 / 2**31
     between: float = 300e9

@@ -96,6 +96,7 @@ def measure(
         link_in=rates.into or shipped.link_in,
         link_both=rates.both or shipped.link_both,
         link_delay=shipped.link_delay,  # not measured
+        slice_start=shipped.slice_start,  # not measured
         convolutions={d: rate for d, rate in convolutions.items() if rate},
         pinning=rates.pinning or shipped.pinning,
         product=shipped.product,

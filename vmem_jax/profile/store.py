@@ -93,8 +93,9 @@ def _machine_from(content: Any) -> Machine | None:
     for number in (*rates, machine.launch, machine.pinning):
         positive(number)
     machine.flops[""]
-    if not 0 <= machine.link_delay < 1:
-        raise ValueError(f"a delay of {machine.link_delay} s")
+    for delay in (machine.link_delay, machine.slice_start):
+        if not 0 <= delay < 1:
+            raise ValueError(f"a delay of {delay} s")
     return machine
 
 

@@ -23,6 +23,7 @@ def machine_table(machine: Machine) -> Table:
     table.add_row("host to device", _rate(machine.link_in))
     table.add_row("both at once, in total", _rate(machine.link_both))
     table.add_row("a step beside a copy, later", f"{machine.link_delay * 1e6:.3g} µs")
+    table.add_row("starting a copy of a slice", f"{machine.slice_start * 1e6:.3g} µs")
     table.add_row("pinning host memory", f"{machine.pinning * 2**30:.3g} s/GiB")
     table.add_row("a launch", f"{machine.launch * 1e6:.3g} µs")
     return table
