@@ -346,7 +346,7 @@ class _Fencer:
         for s in reversed(self.order):
             step = program.steps[s]
             behind = (found.get(r, 0) for b in step.writes for r in program.readers[b])
-            product = step.is_heavy and step.phase is Phase.BACKWARD
+            product = step.is_heavy and not step.is_boundary and step.phase is Phase.BACKWARD
             found[s] = max(max(behind, default=0) + product, found.get(s, 0))
         return found
 
@@ -379,7 +379,8 @@ class _Fencer:
         """What the run makes for later than itself where large values are read last.
 
         That is the result of such a step, or of what goes on from it within the run: the updated
-        weight, where the gradient is no longer there. However small it is, what it keeps is not.
+        weight, or a total of sub-batches, where the gradient is no longer there. However small it is,
+        what it keeps is not.
         """
         program = self.program
         loose: list[int] = []
@@ -393,9 +394,12 @@ class _Fencer:
             if not frees and not follows:
                 continue
             loose += [b for b in step.writes if self._outlives(b, end)]
-            # a fusible reader of a large value is computed where that is made, by XLA itself
-            heavy = step.is_heavy and not any(self._can_be_spine(b) for b in step.writes)
-            if follows or heavy:
+            # a fusible reader of a large value is computed where that is made, by XLA itself, but for
+            # a sum, such as the gradient to a bias
+            apart = step.is_reduction and not self._products[self.order[position]]
+            if step.is_heavy:
+                apart = not any(self._can_be_spine(b) for b in step.writes)
+            if follows or apart:
                 onward.update(step.writes)
         return loose
 

@@ -113,13 +113,13 @@ def _groups(program: Program, features: frozenset[int]) -> list[_Group]:
     goes_on: dict[int, bool] = {}  # whether the forward pass needs it
     for s in reversed(forward):
         step = program.steps[s]
-        ends = _is_reduction(step) and not readers[s]
+        ends = step.is_reduction and not readers[s]
         own = step.is_heavy or ends or any(program.is_resident[w] for w in step.writes)
         goes_on[s] = own or any(goes_on[r] for r in readers[s])
     main: dict[int, int] = {}  # the main step that a step goes with
     for s in reversed(forward):
         step = program.steps[s]
-        helps = _is_random(step) or _is_reduction(step) or features.isdisjoint(step.reads)
+        helps = _is_random(step) or step.is_reduction or features.isdisjoint(step.reads)
         onward = [r for r in readers[s] if goes_on[r]]
         if goes_on[s]:
             main[s] = main[onward[0]] if helps and onward else s
@@ -154,10 +154,6 @@ def _is_random(step: Step) -> bool:
     return step.op.startswith(("random_", "threefry", "rng_"))
 
 
-def _is_reduction(step: Step) -> bool:
-    return step.fusible and step.op.startswith(("reduce_", "arg"))
-
-
 def _kind(program: Program, features: frozenset[int], group: _Group) -> LayerKind:
     step = program.steps[group.main]
     ops = [program.steps[s].op for s in group.steps]
@@ -174,7 +170,7 @@ def _kind(program: Program, features: frozenset[int], group: _Group) -> LayerKin
         return LayerKind.DROPOUT
     if "reduce_max" in ops and "reduce_sum" in ops:
         return LayerKind.SOFTMAX
-    if any(_is_reduction(program.steps[s]) for s in group.steps if s != group.main):
+    if any(program.steps[s].is_reduction for s in group.steps if s != group.main):
         return LayerKind.NORMALISATION
     return LayerKind.ACTIVATION if len(read) == 1 else LayerKind.OTHER
 

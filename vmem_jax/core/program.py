@@ -169,6 +169,11 @@ class Step:
         return not self.fusible and self.op not in (COMPRESS, DECOMPRESS)
 
     @property
+    def is_reduction(self) -> bool:
+        """Whether it is an elementwise chain with a reduction at its end."""
+        return self.fusible and self.op.startswith(("reduce_", "arg"))
+
+    @property
     def iterations(self) -> int:
         """Of a loop, how often its body runs in the whole training step."""
         return self.times * self.length
