@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import pytest
 
 from vmem_jax.transfer import extension
+
+# some tests start processes of their own, which need memory beside this one
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Masks that wait eight in a byte, on a GPU: the values of plain, in less than bytes need."""
+"""Masks that wait eight in a byte, on a GPU: the values of plain."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ SHAPE = 64, 512, 512
 
 
 @pytest.mark.parametrize(("drop", "scanned"), [(masks.leaky, False), (masks.dropped, True)])
-def test_a_step_has_the_values_of_plain_where_bytes_do_not_fit(drop, scanned):
+def test_a_step_has_the_values_of_plain_where_bits_are_faster(drop, scanned):
+    """Than to make the masks again, in somewhat more than a step needs without masks."""
     step, args, allow = (
         masks.step_of(drop, scanned),
         masks.arguments(*SHAPE),
         ("order", "recompute"),
     )
-    budget = vmem_jax.lowest(step, *args, allow=allow).nbytes - 1
+    budget = int(1.1 * vmem_jax.lowest(step, *args, allow=allow).nbytes)
     packed = vmem_jax.jit(step, budget=budget, allow=(*allow, "bits"))
     masks.assert_equal(packed(*args), jax.jit(step)(*args))
     assert packed.plan(*args).bits
