@@ -13,15 +13,12 @@ pytestmark = pytest.mark.gpu
 SHAPE = 64, 512, 512
 
 
-@pytest.mark.parametrize(("drop", "scanned"), [(masks.leaky, False), (masks.dropped, True)])
-def test_a_step_has_the_values_of_plain_where_bits_are_faster(drop, scanned):
-    """Than to make the masks again, in somewhat more than a step needs without masks."""
-    step, args, allow = (
-        masks.step_of(drop, scanned),
-        masks.arguments(*SHAPE),
-        ("order", "recompute"),
-    )
-    budget = int(1.1 * vmem_jax.lowest(step, *args, allow=allow).nbytes)
-    packed = vmem_jax.jit(step, budget=budget, allow=(*allow, "bits"))
+@pytest.mark.parametrize(
+    ("drop", "scanned", "budget"), [(masks.leaky, False, 0.75), (masks.dropped, True, 0.65)]
+)
+def test_a_step_has_the_values_of_plain(drop, scanned, budget):
+    """In less than it needs with masks in bytes, whether they are kept or made again in time."""
+    step, args = masks.step_of(drop, scanned), masks.arguments(*SHAPE)
+    packed = vmem_jax.jit(step, budget=budget, allow=("order", "recompute", "bits"))
     masks.assert_equal(packed(*args), jax.jit(step)(*args))
     assert packed.plan(*args).bits

@@ -35,11 +35,11 @@ def test_memory_that_another_process_takes_is_said_and_the_next_step_runs(donate
         from memory_gone import notes_without_memory, train
         from processes import meanwhile
 
-        w, x = jnp.eye(1024) / 2, jnp.ones((1 << 20, 1024))
+        w, x = jnp.eye(1024) / 2, jnp.ones((1 << 18, 1024))
         given, other = w + 0, w + 0
         budgeted = vmem_jax.jit(train, budget="device", policy="exact", donate_argnums={donated})
         need = budgeted.lower(w, x).compile().need_nbytes
-        assert need > 8 << 30, need
+        assert need > 4 << 30, need
         with meanwhile(HOLDER):
             says = notes_without_memory(budgeted, given, x)
         assert f"planned to need {{need / 2**30:.2f}} GiB" in says, says
