@@ -17,8 +17,8 @@ were taken from JAX's compilation cache. In some rows the first call records gra
 
 
 def step_tables(folder: Path = RESULTS) -> str:
-    """What graphs gain, what slices take, what tuning keeps, how far gradients are from float32's, and
-    predictions from what was measured."""
+    """What graphs gain, what slices take, what tuning keeps, how far gradients are from float32's,
+    and predictions from what was measured."""
     found = graphs_tables(folder) + slices_tables(folder)
     found += tuned_tables(folder) + gradients_tables(folder)
     return found + errors_table(folder / "prediction_errors.jsonl")

@@ -39,10 +39,13 @@ def masked(logits, labels):
     return (losses * mask).sum() / mask.sum()
 
 
-def step_of(loss_of, dtype="float32", flat=False, tied=False, weights_first=False):
+def step_of(
+    loss_of, dtype="float32", flat=False, tied=False, weights_first=False, tokens_first=False
+):
     def step(params, x, labels):
         def loss(params):
-            h = jnp.tanh(x @ params["layer"]).astype(dtype)
+            turned = (lambda y: y.swapaxes(0, 1)) if tokens_first else (lambda y: y)
+            h = turned(jnp.tanh(turned(x) @ params["layer"]).astype(dtype))
             head = params["head"].T if tied else params["head"]
             if flat:
                 h, targets = h.reshape(-1, WIDTH), labels.reshape(-1)
@@ -89,7 +92,14 @@ def as_large(jaxpr, size):
 @pytest.mark.parametrize("loss_of", [integer_labels, one_hot, by_hand, masked])
 @pytest.mark.parametrize(
     "how",
-    [{}, {"dtype": "bfloat16"}, {"flat": True}, {"tied": True}, {"weights_first": True}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"flat": True},
+        {"tied": True},
+        {"weights_first": True},
+        {"tokens_first": True},
+    ],
     ids=str,
 )
 def test_chunks_give_the_loss_and_gradients_of_all_tokens(loss_of, how):
@@ -117,6 +127,28 @@ def test_the_gradient_of_the_head_is_summed_in_float32_as_it_is_read():
     ]
     sums = {v.aval.dtype for v in loop.outvars if v.aval.shape == (WIDTH, VOCABULARY)}
     assert sums == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_chunks_of_transposed_hidden_values_are_transposed_one_by_one(read_again):
+    """As a recurrent network has them, token by token; unless something else reads all of them."""
+    made = step_of(integer_labels, tokens_first=True)
+
+    def step(params, x, labels):
+        new, value = made(params, x, labels)
+        h = jnp.tanh(x.swapaxes(0, 1) @ params["layer"]).swapaxes(0, 1)
+        return new, value, h[0] if read_again else 0.0
+
+    flat, tail = found_in(step, *arguments())
+    assert isinstance(tail, Tail) and tail.size == TOKENS
+    found = [
+        eqn.outvars[0].aval.shape
+        for eqn in compat.open_jaxpr(in_chunks(flat, tail, 4)).eqns
+        if eqn.primitive.name == "transpose" and len(eqn.outvars[0].aval.shape) == 3
+    ]
+    by_token = TOKENS, SEQUENCES, WIDTH
+    by_sequence = SEQUENCES, TOKENS, WIDTH
+    assert sorted(found) == ([by_sequence, by_token, by_token] if read_again else [by_token])
 
 
 def test_half_as_many_words_again_as_hidden_values_have_a_tail():

@@ -264,7 +264,7 @@ class _Fuser:
                 atom = self.eqns[maker].invars[0]
             else:
                 name = self.eqns[maker].primitive.name
-        return name, atom.aval.size < out.aval.size
+        return name, nbytes(atom.aval) < nbytes(out.aval)
 
     def _spreads(self, i: int) -> bool:
         return self.eqns[i].primitive.name == "broadcast_in_dim"

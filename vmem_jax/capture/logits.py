@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.batch import Batch, follow_batch
+from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.locations import location_of
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes
-from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
+from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
 _WIDE = 0.75
 """Of the elements of the product: a value with more of them is as large as the logits. Recurrent
@@ -62,6 +62,16 @@ class Tail:
     def size(self) -> int:
         """Tokens, or sequences, of which a chunk has some."""
         return self.batch.size
+
+
+class _Part(NamedTuple):
+    """Equations that may be a tail: their indices, and they as a jaxpr of their own."""
+
+    equations: tuple[int, ...]
+    inside: tuple[JaxprEqn, ...]
+    reads: tuple[Var, ...]
+    returns: tuple[Var, ...]
+    closed: ClosedJaxpr
 
 
 def find_tail(flat: ClosedJaxpr) -> Tail | str:
@@ -109,47 +119,81 @@ class _Finder:
             return "what follows it does more than to make a loss of it"
         if any(self.eqns[i].effects for i in made):
             return "something with an effect stands behind it"
-        exchanged = {i: j for i in made if (j := self._transposed(i)) is not None}
-        equations = tuple(sorted(made | {*exchanged.values()}))
-        made = made - {*exchanged.values()}  # what the exchanged products make
-        inside = [
-            _exchanged(self.eqns[i], self.eqns[exchanged[i]].outvars[0])
-            if i in exchanged
-            else self.eqns[i]
-            for i in sorted(made)
-        ]
-        made = {*equations}
-        own = {v for eqn in inside for v in eqn.outvars}
-        reads = dict.fromkeys(
-            a for eqn in inside for a in eqn.invars if isinstance(a, Var) and a not in own
-        )
-        outside = lambda v: v in self.results or any(r not in made for r in self.readers.get(v, ()))
-        returns = tuple(v for eqn in inside for v in eqn.outvars if outside(v))
         size = math.prod(self._shape(self.eqns[product].outvars[0]))
-        large = [v for v in returns if math.prod(self._shape(v)) >= _WIDE * size]
+        whole = self._part(made)
+        large = [v for v in whole.returns if math.prod(self._shape(v)) >= _WIDE * size]
         if large:
             eqn = self.eqns[self.maker[large[0]]]
             return f"what {location_of(eqn)} makes of it is as large, and is needed as a whole"
-        closed = compat.close([], [], list(reads), list(returns), inside, self.flat)
         why = "nothing in it is done token by token"
-        operands = self.eqns[product].invars
-        for read, layout, count in self._tokens(product):
-            # what has the shape of the tokens is cut like them, wherever it comes from
-            ahead = self._shape(read)[: layout.dim + 1]
-            others = [v not in operands and self._shape(v)[: len(ahead)] == ahead for v in reads]
-            along = [v is read or other for v, other in zip(reads, others, strict=True)]
-            layouts = [layout if is_along else None for is_along in along]
-            batch = follow_batch(closed, layouts, count)
+        for operand, dim, count in self._tokens(product):
+            turned = self._turned(whole, operand)
+            part = self._part(made | turned) if turned else whole
+            batch = self._along(part, product, operand, dim, count)
             if not isinstance(batch, Batch):
                 if batch.mixer >= 0:
-                    why = f"{location_of(inside[batch.mixer])} needs all tokens at once"
+                    why = f"{location_of(part.inside[batch.mixer])} needs all tokens at once"
                 continue
-            if self._is_whole(inside, batch, size):
+            if self._is_whole(part.inside, batch, size):
                 continue
+            equations, logits = part.equations, nbytes(self.eqns[product].outvars[0].aval)
             backward = next((i for i in equations if _is_backward(self.eqns[i])), product)
-            given, logits = tuple(reads), nbytes(self.eqns[product].outvars[0].aval)
-            return Tail(equations, backward, closed, given, returns, batch, logits)
+            return Tail(equations, backward, part.closed, part.reads, part.returns, batch, logits)
         return why
+
+    def _part(self, made: set[int]) -> _Part:
+        """The equations of `made` and what takes the transposes of products among them."""
+        exchanged = {i: j for i in made if (j := self._transposed(i)) is not None}
+        equations = {*made, *exchanged.values()}
+        inside = tuple(
+            _exchanged(self.eqns[i], self.eqns[exchanged[i]].outvars[0])
+            if i in exchanged
+            else self.eqns[i]
+            for i in sorted(made - {*exchanged.values()})  # the products make what these make
+        )
+        own = {v for eqn in inside for v in eqn.outvars}
+        reads = tuple(
+            dict.fromkeys(
+                a for eqn in inside for a in eqn.invars if isinstance(a, Var) and a not in own
+            )
+        )
+        outside = lambda v: (
+            v in self.results or any(r not in equations for r in self.readers.get(v, ()))
+        )
+        returns = tuple(v for eqn in inside for v in eqn.outvars if outside(v))
+        closed = compat.close([], [], list(reads), list(returns), inside, self.flat)
+        return _Part(tuple(sorted(equations)), inside, reads, returns, closed)
+
+    def _turned(self, part: _Part, operand: Var) -> set[int]:
+        """The transposes that make `operand` for `part` alone, and that alone read what it returns in
+        the shape of that. Each chunk is transposed by itself, as a recurrent network has its hidden
+        values, token by token; otherwise all are, before the chunks and behind them."""
+        turns = lambda i: self.eqns[i].primitive.name == "transpose"
+        i = self.maker.get(operand, -1)
+        if i < 0 or not turns(i) or operand in self.results:
+            return set()
+        if not {*self.readers[operand]} <= {*part.equations}:
+            return set()
+        alike = [v for v in part.returns if self._shape(v) == self._shape(operand)]
+        alone = [self.readers.get(v, []) for v in alike if v not in self.results]
+        return {i, *(readers[0] for readers in alone if len(readers) == 1 and turns(readers[0]))}
+
+    def _along(
+        self, part: _Part, product: int, operand: Var, dim: int, count: int
+    ) -> Batch | Mixing:
+        """`part` followed along dimension `dim` of `operand`, of the product's two."""
+        read, layout = operand, Layout(dim)
+        if operand not in part.reads:
+            turn = self.eqns[self.maker[operand]]
+            [read], layout = turn.invars, Layout(turn.params["permutation"][dim])
+        # what has the shape of the tokens is cut like them, wherever it comes from
+        ahead, operands = self._shape(operand)[: dim + 1], self.eqns[product].invars
+        others = [v not in operands and self._shape(v)[: len(ahead)] == ahead for v in part.reads]
+        layouts = [
+            layout if v is read else Layout(dim) if other else None
+            for v, other in zip(part.reads, others, strict=True)
+        ]
+        return follow_batch(part.closed, layouts, count)
 
     def _transposed(self, i: int) -> int | None:
         """The transpose that alone reads equation `i`, a product, and exchanges its operands' sides:
@@ -207,17 +251,22 @@ class _Finder:
                     found.add(i)
         return found
 
-    def _tokens(self, product: int) -> Iterator[tuple[Atom, Layout, int]]:
-        """(operand, how tokens lie in it, how many): the first dimension of either operand that the
-        product keeps, where it has a few, and else the longest."""
+    def _tokens(self, product: int) -> Iterator[tuple[Var, int, int]]:
+        """(operand, dimension of the tokens, how many): the first of either operand that the product
+        keeps, where it has a few, and else the longest. Of a transposed value the first is the one
+        that was it before."""
         eqn = self.eqns[product]
         (contracted, _) = eqn.params["dimension_numbers"]
         for operand, gone in zip(eqn.invars, contracted, strict=True):
             shape = self._shape(operand)
             kept = [d for d in range(len(shape)) if d not in gone and shape[d] > 1]
-            for d in sorted(kept, key=lambda d: (shape[d] < _MOST_CHUNKS, d)):
+            made = self.maker.get(operand, -1) if isinstance(operand, Var) else -1
+            lies: Sequence[int] = range(len(shape))
+            if made >= 0 and self.eqns[made].primitive.name == "transpose":
+                lies = self.eqns[made].params["permutation"]
+            for d in sorted(kept, key=lambda d: (shape[d] < _MOST_CHUNKS, lies[d])):
                 if isinstance(operand, Var):
-                    yield operand, Layout(d), shape[d]
+                    yield operand, d, shape[d]
 
     def _is_whole(self, inside: Sequence[JaxprEqn], batch: Batch, size: int) -> bool:
         """Whether a value as large as the logits is there for all tokens at once."""
