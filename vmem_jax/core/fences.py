@@ -394,14 +394,19 @@ class _Fencer:
             if not frees and not follows:
                 continue
             loose += [b for b in step.writes if self._outlives(b, end)]
-            # a fusible reader of a large value is computed where that is made, by XLA itself, but for
-            # a sum, such as the gradient to a bias
-            apart = step.is_reduction and not self._products[self.order[position]]
-            if step.is_heavy:
-                apart = not any(self._can_be_spine(b) for b in step.writes)
-            if follows or apart:
+            # a fusible reader of a large value is computed where that is made, by XLA itself
+            heavy = step.is_heavy and not any(self._can_be_spine(b) for b in step.writes)
+            if follows or heavy or self._is_for_a_total(self.order[position]):
                 onward.update(step.writes)
         return loose
+
+    def _is_for_a_total(self, s: int) -> bool:
+        """Whether step `s` sums what the backward pass adds to something and reads no further, as
+        sub-batches add the gradient to a bias to its total. XLA would take such sums at the end."""
+        program, step = self.program, self.program.steps[s]
+        readers = [program.steps[r] for b in step.writes for r in program.readers[b]]
+        is_added = all(r.phase is Phase.BACKWARD for r in readers)
+        return step.is_reduction and is_added and not self._products[s]
 
     def _forward_end(self) -> int:
         """The position of the first backward step of something large. A number that the gradient is
