@@ -12,6 +12,7 @@ What compares a value with what is computed from it is one kernel (`capture.ties
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.bits import pack_p
+from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.draws import draws
 from vmem_jax.capture.few_rows import is_elementwise
 from vmem_jax.capture.fused_reads import Walk
@@ -84,7 +86,7 @@ class _Fuser:
         self.platform, self.parts = platform, parts
         self.eqns: list[JaxprEqn] = opened.eqns
         self.classes = [class_of(eqn) for eqn in self.eqns]
-        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.maker = makers(self.eqns)
         self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
         age = lambda a: -self.maker.get(a, len(self.eqns))
         self.operands = [
@@ -100,12 +102,8 @@ class _Fuser:
             self.epoch.append(heavy)
             sizes = [self.nbytes[v] for v in (*eqn.outvars, *self.operands[i])]
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for a in eqn.invars:
-                if isinstance(a, Var):
-                    self.readers.setdefault(a, []).append(i)
-        self.uses = {v: len(readers) for v, readers in self.readers.items()}
+        self.readers = readers(self.eqns)
+        self.uses: dict[Var, int] = collections.Counter(itertools.chain(*self.operands))
         self.tied = {i: tie for tie in ties(flat) for i in tie.equations}
         for i in self.tied:  # a mask of a tie exists
             if self.eqns[i].primitive.name in COMPARISONS:
@@ -114,9 +112,9 @@ class _Fuser:
             if eqn.primitive is pack_p:  # bytes exist: packed where they are read, they save none
                 self.classes[i] = Class.REDUCE
         if platform != "cpu":
-            makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+            by = {v: eqn for eqn in self.eqns for v in eqn.outvars}
             for i, eqn in enumerate(self.eqns):
-                if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, makers):
+                if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, by):
                     self.classes[i] = Class.REDUCE
                 elif is_made_apart(eqn):
                     self.classes[i] = Class.REDUCE

@@ -36,8 +36,8 @@ class Values(Protocol):
       maker: of a value the equation that makes it; none of an input.
       operands: of an equation the values that it reads, inputs first and then the latest first: what
         was made long ago is what most stands behind.
-      readers: of a value the equations that read it, in order, as often as they do.
-      uses: how many these are.
+      readers: of a value the equations that read it, in order.
+      uses: of a value how often they read it.
       nbytes: of a value.
       exists: fusible values that some kernel must write.
       until: of an existing value the last epoch that reads it.

@@ -23,6 +23,7 @@ from jax import lax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.all_at_once import Stacked
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.hosted_stacks import why_whole, with_hosted_stacks
 from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, is_array
@@ -135,7 +136,7 @@ def with_update_loops(flat: ClosedJaxpr, results: Collection[int]) -> ClosedJaxp
     """
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
-    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    maker = makers(eqns)
     lengths = {_shape(opened.outvars[o])[0] for o in results}
     is_long = lambda v: len(_shape(v)) > 0 and _shape(v)[0] in lengths
     made = set[Var]()  # by loops or sub-batches, and views of that

@@ -11,6 +11,7 @@ from vmem_jax.capture.body_traffic import Traffic
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
+from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.draws import draws_words
 from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.inputs import Inputs
@@ -98,10 +99,7 @@ class StepMaker:
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.is_gpu = given.platform != "cpu"
         self.products = given.products
-        self.readers: dict[Var, list[compat.JaxprEqn]] = {}
-        for eqn in eqns:
-            for a in {a for a in eqn.invars if isinstance(a, Var)}:
-                self.readers.setdefault(a, []).append(eqn)
+        self.readers = readers(eqns)
         self.transposed = transposed(eqns) if self.is_gpu else {}
         self.copied = copied(eqns) if self.is_gpu else Copied({}, {})
         libraries = libraries_of(given.platform)
@@ -296,7 +294,7 @@ class StepMaker:
 
     def _readers(self, v: Var) -> Iterator[compat.JaxprEqn]:
         """What reads `v` and views of it."""
-        for eqn in self.readers.get(v, ()):
+        for eqn in map(self.eqns.__getitem__, self.readers.get(v, ())):
             if class_of(eqn) is Class.VIEW:
                 yield from self._readers(eqn.outvars[0])
             else:

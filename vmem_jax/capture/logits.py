@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, Mixing, follow_batch
+from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.locations import location_of
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes
@@ -90,11 +91,8 @@ class _Finder:
     def __init__(self, flat: ClosedJaxpr) -> None:
         self.flat, self.opened = flat, compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.opened.eqns
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for a in {a for a in eqn.invars if isinstance(a, Var)}:
-                self.readers.setdefault(a, []).append(i)
+        self.maker = makers(self.eqns)
+        self.readers = readers(self.eqns)
         self.results = {a for a in self.opened.outvars if isinstance(a, Var)}
 
     def products(self) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -32,7 +33,7 @@ class Prices:
 
     def __init__(self, eqns: Sequence[JaxprEqn], before: int | None = None) -> None:
         self.eqns = eqns[:before]
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.maker = makers(self.eqns)
         self._prices: dict[Var, int | None] = {}
 
     def of(self, v: Var) -> int | None:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten, inline
 from vmem_jax.capture.loop_constants import MadeInBody, Prices
@@ -113,7 +114,7 @@ class Pair:
 def find_pairs(flat: ClosedJaxpr) -> tuple[Pair, ...]:
     """The pairs of scans of `flat`, in the order of their forward scans. No scan is in two pairs."""
     eqns = compat.open_jaxpr(flat).eqns
-    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    maker = makers(eqns)
     taken: set[int] = set()
     found = []
     for backward, eqn in enumerate(eqns):

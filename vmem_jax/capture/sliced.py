@@ -16,6 +16,7 @@ from jax import lax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, follow_scan
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.layouts import SUMMED, Layout, Where, resized_params, wanted
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.random_bits import can_slice, sliced_bits
@@ -48,7 +49,7 @@ class Slicer:
     ) -> None:
         self.batch, self.size, self.offset, self.calls = batch, size, offset, calls
         self.whole, self.stated = whole, stated
-        self.maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.maker = makers(eqns)
         self.eqns = eqns
         self.env: dict[Var, Atom] = {}
         self._sliced: dict[tuple[Var, Layout], Atom] = {}

@@ -29,6 +29,7 @@ from jax.extend.core import Primitive
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.sliced import Slicer, opened, put
@@ -169,7 +170,7 @@ class _Divider:
         self.flat, self.batch, self.size, self.stated = flat, batch, size, stated
         self.opened = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.opened.eqns
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.maker = makers(self.eqns)
         self.inlined = self._inlined()
         self.early = self._makers([v for i in batch.early for v in self.eqns[i].outvars])
         self.entered: dict[Var, Var] = {}  # what the sub-batch reads, and its variable there

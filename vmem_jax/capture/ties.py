@@ -28,6 +28,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
@@ -74,11 +75,8 @@ def ties(flat: ClosedJaxpr) -> tuple[Tie, ...]:
 class _Ties:
     def __init__(self, eqns: Sequence[Equation]) -> None:
         self.eqns = eqns
-        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(eqns):
-            for v in {a for a in eqn.invars if isinstance(a, Var)}:
-                self.readers.setdefault(v, []).append(i)
+        self.maker = makers(eqns)
+        self.readers = readers(eqns)
 
     def all(self) -> list[Tie]:
         found: list[tuple[set[int], dict[Var, None]]] = []

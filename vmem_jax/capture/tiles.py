@@ -17,6 +17,7 @@ import numpy as np
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import match
+from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.fuse import fuse
 from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -91,11 +92,8 @@ class Tiles:
         opened = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = opened.eqns
         self.outputs = {a for a in opened.outvars if isinstance(a, Var)}
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for a in {a for a in eqn.invars if isinstance(a, Var)}:
-                self.readers.setdefault(a, []).append(i)
+        self.maker = makers(self.eqns)
+        self.readers = readers(self.eqns)
         kernels = fuse(flat)
         self.exists = {v for kernel in kernels for v in (*kernel.reads, *kernel.writes)}
         heavy = [k for k in kernels if class_of(self.eqns[k.root]) is Class.HEAVY]

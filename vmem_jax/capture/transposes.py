@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 
@@ -131,11 +132,7 @@ class _Walk:
 
     def __init__(self, eqns: Sequence[JaxprEqn]) -> None:
         self.maker: Mapping[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.readers: dict[Var, list[JaxprEqn]] = {}
-        for eqn in eqns:
-            for a in eqn.invars:
-                if isinstance(a, Var):
-                    self.readers.setdefault(a, []).append(eqn)
+        self.readers = {v: [eqns[i] for i in read] for v, read in readers(eqns).items()}
 
     def back(self, v: Var, runs: Runs, found: dict[Var, Passes]) -> None:
         """Adds to `found` the value behind operand `v` of a product, if it is transposed."""

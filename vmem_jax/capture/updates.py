@@ -42,6 +42,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.all_at_once import Stacked, stacked_by
 from vmem_jax.capture.batch import Value, follow_slices
 from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.flatten import drop_dead, inline
 from vmem_jax.capture.layouts import Layout
@@ -112,11 +113,8 @@ class Loop:
         self.length: int = self.eqn.params["length"]
         self._step = -1 if self.eqn.params["reverse"] else 1
         self.results = {a for a in self.opened.outvars if isinstance(a, Var)}
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for a in {a for a in eqn.invars if isinstance(a, Var)}:
-                self.readers.setdefault(a, []).append(i)
+        self.maker = makers(self.eqns)
+        self.readers = readers(self.eqns)
         self.hosted = hosted_values(flat, [pair for pair in hosted if pair[0] not in sliced])
         self.over = {o: i for i, o in aliases(flat, donated, hosted_values(flat, hosted))}
         self.sliced = {self.opened.invars[i] for i in sliced}
