@@ -166,23 +166,26 @@ class _Finder:
         """The transposes that make `operand` for `part` alone, and that alone read what it returns in
         the shape of that. Each chunk is transposed by itself, as a recurrent network has its hidden
         values, token by token; otherwise all are, before the chunks and behind them."""
-        turns = lambda i: self.eqns[i].primitive.name == "transpose"
-        i = self.maker.get(operand, -1)
-        if i < 0 or not turns(i) or operand in self.results:
+        if self._turn(operand) is None or operand in self.results:
             return set()
         if not {*self.readers[operand]} <= {*part.equations}:
             return set()
         alike = [v for v in part.returns if self._shape(v) == self._shape(operand)]
         alone = [self.readers.get(v, []) for v in alike if v not in self.results]
-        return {i, *(readers[0] for readers in alone if len(readers) == 1 and turns(readers[0]))}
+        behind = [read[0] for read in alone if len(read) == 1 and _transposes(self.eqns[read[0]])]
+        return {self.maker[operand], *behind}
+
+    def _turn(self, operand: Var) -> JaxprEqn | None:
+        """The transpose that makes `operand`, if one does."""
+        eqn = self.eqns[self.maker[operand]] if operand in self.maker else None
+        return eqn if eqn is not None and _transposes(eqn) else None
 
     def _along(
         self, part: _Part, product: int, operand: Var, dim: int, count: int
     ) -> Batch | Mixing:
         """`part` followed along dimension `dim` of `operand`, of the product's two."""
-        read, layout = operand, Layout(dim)
-        if operand not in part.reads:
-            turn = self.eqns[self.maker[operand]]
+        read, layout, turn = operand, Layout(dim), self._turn(operand)
+        if turn is not None and self.maker[operand] in part.equations:
             [read], layout = turn.invars, Layout(turn.params["permutation"][dim])
         # what has the shape of the tokens is cut like them, wherever it comes from
         ahead, operands = self._shape(operand)[: dim + 1], self.eqns[product].invars
@@ -256,15 +259,13 @@ class _Finder:
         eqn = self.eqns[product]
         (contracted, _) = eqn.params["dimension_numbers"]
         for operand, gone in zip(eqn.invars, contracted, strict=True):
-            shape = self._shape(operand)
+            if not isinstance(operand, Var):
+                continue
+            shape, turn = self._shape(operand), self._turn(operand)
             kept = [d for d in range(len(shape)) if d not in gone and shape[d] > 1]
-            made = self.maker.get(operand, -1) if isinstance(operand, Var) else -1
-            lies: Sequence[int] = range(len(shape))
-            if made >= 0 and self.eqns[made].primitive.name == "transpose":
-                lies = self.eqns[made].params["permutation"]
+            lies = range(len(shape)) if turn is None else turn.params["permutation"]
             for d in sorted(kept, key=lambda d: (shape[d] < _MOST_CHUNKS, lies[d])):
-                if isinstance(operand, Var):
-                    yield operand, d, shape[d]
+                yield operand, d, shape[d]
 
     def _is_whole(self, inside: Sequence[JaxprEqn], batch: Batch, size: int) -> bool:
         """Whether a value as large as the logits is there for all tokens at once."""
@@ -289,6 +290,10 @@ def _exchanged(eqn: JaxprEqn, out: Var) -> JaxprEqn:
     (first, second), _ = eqn.params["dimension_numbers"]
     params = {**eqn.params, "dimension_numbers": ((second, first), ((), ()))}
     return eqn.replace(invars=[b, a], outvars=[out], params=params)
+
+
+def _transposes(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "transpose"
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
