@@ -43,7 +43,7 @@ from vmem_jax.core.costs import Costs
 from vmem_jax.core.early import held_back
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.overwriting import readers_before_updates
-from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.program import BEGIN, Phase, Program
 from vmem_jax.core.runs import anew, before_loops, late
 from vmem_jax.core.simulate import Timeline, simulate
 from vmem_jax.core.spines import is_read_from, uses_of
@@ -401,11 +401,12 @@ class _Fencer:
         return loose
 
     def _is_for_a_total(self, s: int) -> bool:
-        """Whether step `s` sums what the backward pass adds to something and reads no further, as
-        sub-batches add the gradient to a bias to its total. XLA would take such sums at the end."""
+        """Whether step `s` sums what is added to a total of sub-batches and leads to no product, as
+        the gradient to a bias. XLA would take such sums at the end."""
         program, step = self.program, self.program.steps[s]
+        made_by = lambda b: program.steps[program.producer[b]].op if program.producer[b] >= 0 else ""
         readers = [program.steps[r] for b in step.writes for r in program.readers[b]]
-        is_added = all(r.phase is Phase.BACKWARD for r in readers)
+        is_added = all(any(made_by(b) == BEGIN for b in r.reads) for r in readers)
         return step.is_reduction and is_added and not self._products[s]
 
     def _forward_end(self) -> int:
