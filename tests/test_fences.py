@@ -145,8 +145,7 @@ def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
 @pytest.mark.parametrize("split", [True, False])
 def test_the_total_of_a_bias_is_tied_to_the_run_that_frees_what_is_summed(op, ties, onward, split):
     """The sum itself is read in that run alone. Where a product of the backward pass waits for it, as
-    for the sums of a norm, it is made in time anyway; and XLA makes one kernel of the updates of small
-    parameters."""
+    for the sums of a norm, it is made in time anyway. Updates of small parameters are one kernel."""
     b = Builder()
     h, total = given = [b.input(64), b.input(1)]
     if split:

@@ -340,6 +340,12 @@ class _Fencer:
         return max(map(self._products.__getitem__, readers), default=0) > 1
 
     @functools.cached_property
+    def _given_sub_batches(self) -> frozenset[int]:
+        """What sub-batches are handed when they begin, totals among it."""
+        begins = (step for step in self.program.steps if step.op == BEGIN)
+        return frozenset(b for step in begins for b in step.writes)
+
+    @functools.cached_property
     def _products(self) -> dict[int, int]:
         """For every step the most products of the backward pass on one path from it to the end."""
         program, found = self.program, dict[int, int]()
@@ -404,9 +410,8 @@ class _Fencer:
         """Whether step `s` sums what is added to a total of sub-batches and leads to no product, as
         the gradient to a bias. XLA would take such sums at the end."""
         program, step = self.program, self.program.steps[s]
-        made_by = lambda b: program.steps[program.producer[b]].op if program.producer[b] >= 0 else ""
         readers = [program.steps[r] for b in step.writes for r in program.readers[b]]
-        is_added = all(any(made_by(b) == BEGIN for b in r.reads) for r in readers)
+        is_added = all(not self._given_sub_batches.isdisjoint(r.reads) for r in readers)
         return step.is_reduction and is_added and not self._products[s]
 
     def _forward_end(self) -> int:
