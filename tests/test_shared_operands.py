@@ -91,9 +91,30 @@ def test_gradients_of_one_cotangent_are_one():
     assert [len(each) for each in cotangents] == [1, 1]
 
 
-def test_large_products_stay_apart():
-    eqns = compat.open_jaxpr(jax.jit(gates).trace(*arguments(n=2048)).jaxpr).eqns
-    assert products_as_one(eqns) == ()
+def three(x, a, b, c):
+    return x @ a, x @ b, x @ c
+
+
+SIZES = [
+    ((2048, 2048, 2048), [3]),
+    ((4096, 2048, 2048), [2]),
+    ((8192, 1024, 1024), [2]),
+    ((16384, 1024, 1024), []),
+    ((32768, 64, 64), [3]),
+]
+"""Rows, summed values and columns of three products of one value, and how many are one: two that
+take 32 MiB each besides may be joined by a third, two of 36 may not."""
+
+
+def of_sizes(rows, summed, columns, sharding=None):
+    shapes = [(rows, summed), *[(summed, columns)] * 3]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes]
+
+
+@pytest.mark.parametrize(("sizes", "expected"), SIZES)
+def test_large_products_stay_apart(sizes, expected):
+    eqns = compat.open_jaxpr(jax.jit(three).trace(*of_sizes(*sizes)).jaxpr).eqns
+    assert [len(group) for group in products_as_one(eqns)] == expected
 
 
 def test_no_product_is_one_with_another_behind_the_boundary_of_two_loops():
@@ -111,6 +132,14 @@ def test_xla_computes_them_as_one(iteration, expected):
     jaxpr = compat.open_jaxpr(jax.jit(iteration).trace(*arguments()).jaxpr)
     asked = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
     assert products == asked - sum(expected) + len(expected)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(("sizes", "expected"), SIZES)
+def test_xla_leaves_large_products_apart(sizes, expected):
+    compiled = jax.jit(three).lower(*of_sizes(*sizes, target("h200").sharding())).compile()
+    products = len(re.findall(r"\bdot\(|__cublas", compiled.as_text()))
+    assert products == 3 - sum(expected) + len(expected)
 
 
 def totals(carry, xs):

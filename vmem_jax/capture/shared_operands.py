@@ -1,10 +1,10 @@
 """shared_operands: which matrix products of an iteration XLA:GPU computes as one.
 
 Of two products that have an operand in common XLA makes one of the other operands' concatenation, if
-both sum over the same dimensions of what they share, one of them is small, and neither depends on
-the other. So the gates of a recurrent layer are one product, of which each gate reads a part, and so
-are the gradients to the layer's input and state, which are products of one cotangent. XLA starts
-with what was computed first, and merges no product a second time.
+both sum over the same dimensions of what they share, neither is large but for that, and neither
+depends on the other. So the gates of a recurrent layer are one product, of which each gate reads a
+part, and so are the gradients to the layer's input and state, which are products of one cotangent.
+XLA starts with what was computed first, and merges no product a second time.
 
 A part of a product is added to nothing in the product's kernel: what reads it computes that.
 """
@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.jax_compat import JaxprEqn, Var
 
-_SMALL = 32 * 2**20
-"""Bytes of the operands and of the result of a product that XLA merges with any other."""
+_MOST = 64 * 2**20
+"""Bytes of the other operand and of the result of a product that XLA merges, or of several that it
+has merged (XLA's `xla_gpu_dot_merger_threshold_mb`, 0.11.2)."""
 
 
 def products_as_one(
@@ -65,13 +66,13 @@ class _Merging:
 
     def _fit(self, one: tuple[int, ...], other: tuple[int, ...], shared: Var) -> bool:
         alike = _reading(self.eqns[one[0]], shared) == _reading(self.eqns[other[0]], shared)
-        small = min(self._nbytes(one), self._nbytes(other)) <= _SMALL
+        small = max(self._nbytes(one, shared), self._nbytes(other, shared)) <= _MOST
         return alike and small and not self._depend(one, other) and not self._depend(other, one)
 
-    def _nbytes(self, products: Iterable[int]) -> int:
+    def _nbytes(self, products: Iterable[int], shared: Var) -> int:
         eqns = [self.eqns[i] for i in products]
         values = dict.fromkeys(a for eqn in eqns for a in (*eqn.invars, *eqn.outvars))
-        return sum(nbytes(a.aval) for a in values)
+        return sum(nbytes(a.aval) for a in values if a is not shared)
 
     def _depend(self, late: tuple[int, ...], early: tuple[int, ...]) -> bool:
         """Whether one of `late` depends on one of `early`, or on what is computed with it."""
