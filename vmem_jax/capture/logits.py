@@ -140,14 +140,14 @@ class _Finder:
         return why
 
     def _part(self, made: set[int]) -> _Part:
-        """The equations of `made` and what takes the transposes of products among them."""
+        """The equations of `made`, in which products make the transposes that alone read them."""
         exchanged = {i: j for i in made if (j := self._transposed(i)) is not None}
         equations = {*made, *exchanged.values()}
         inside = tuple(
             _exchanged(self.eqns[i], self.eqns[exchanged[i]].outvars[0])
             if i in exchanged
             else self.eqns[i]
-            for i in sorted(made - {*exchanged.values()})  # the products make what these make
+            for i in sorted(made - {*exchanged.values()})
         )
         own = {v for eqn in inside for v in eqn.outvars}
         reads = tuple(
@@ -163,9 +163,12 @@ class _Finder:
         return _Part(tuple(sorted(equations)), inside, reads, returns, closed)
 
     def _turned(self, part: _Part, operand: Var) -> set[int]:
-        """The transposes that make `operand` for `part` alone, and that alone read what it returns in
-        the shape of that. Each chunk is transposed by itself, as a recurrent network has its hidden
-        values, token by token; otherwise all are, before the chunks and behind them."""
+        """The transpose that makes `operand` for `part` alone, and those that alone read what `part`
+        returns in the shape of `operand`.
+
+        A recurrent network makes hidden values token by token, and its head reads them by sequence.
+        In the chunks each is transposed by itself; outside, all are, before the loop and behind it.
+        """
         if self._turn(operand) is None or operand in self.results:
             return set()
         if not {*self.readers[operand]} <= {*part.equations}:
