@@ -17,6 +17,7 @@ from vmem_jax.core.cards import CARDS
 from vmem_jax.devices.targets import target
 
 MACHINE = CARDS["h200"].machine
+OURS = compat.FENCE_OPTIONS["gpu"]
 N = 128
 
 
@@ -96,14 +97,14 @@ def three(x, a, b, c):
 
 
 SIZES = [
-    ((2048, 2048, 2048), [3]),
-    ((4096, 2048, 2048), [2]),
-    ((8192, 1024, 1024), [2]),
-    ((16384, 1024, 1024), []),
-    ((32768, 64, 64), [3]),
+    ((1024, 1024, 512), [3]),
+    ((2048, 1024, 512), [2]),
+    ((1024, 4096, 256), [2]),
+    ((4096, 1024, 512), []),
+    ((4096, 64, 64), [3]),
 ]
 """Rows, summed values and columns of three products of one value, and how many are one: two that
-take 32 MiB each besides may be joined by a third, two of 36 may not."""
+take 4 MiB each besides may be joined by a third, two of 5 may not."""
 
 
 def of_sizes(rows, summed, columns, sharding=None):
@@ -127,7 +128,7 @@ def test_no_product_is_one_with_another_behind_the_boundary_of_two_loops():
 @pytest.mark.parametrize(("iteration", "expected"), ITERATIONS)
 def test_xla_computes_them_as_one(iteration, expected):
     there = arguments(target("h200").sharding())
-    compiled = jax.jit(iteration).lower(*there).compile().as_text()
+    compiled = jax.jit(iteration).lower(*there).compile(OURS).as_text()
     products = len(re.findall(r"\bdot\(|__cublas", compiled))
     jaxpr = compat.open_jaxpr(jax.jit(iteration).trace(*arguments()).jaxpr)
     asked = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
@@ -137,7 +138,8 @@ def test_xla_computes_them_as_one(iteration, expected):
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize(("sizes", "expected"), SIZES)
 def test_xla_leaves_large_products_apart(sizes, expected):
-    compiled = jax.jit(three).lower(*of_sizes(*sizes, target("h200").sharding())).compile()
+    there = of_sizes(*sizes, target("h200").sharding())
+    compiled = jax.jit(three).lower(*there).compile(OURS)
     products = len(re.findall(r"\bdot\(|__cublas", compiled.as_text()))
     assert products == 3 - sum(expected) + len(expected)
 

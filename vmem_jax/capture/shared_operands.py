@@ -15,11 +15,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from vmem_jax.capture.primitives import nbytes
-from vmem_jax.jax_compat import JaxprEqn, Var
+from vmem_jax.jax_compat import MERGED_MIB, JaxprEqn, Var
 
-_MOST = 64 * 2**20
+_MOST = MERGED_MIB * 2**20
 """Bytes of the other operand and of the result of a product that XLA merges, or of several that it
-has merged (XLA's `xla_gpu_dot_merger_threshold_mb`, 0.11.2)."""
+has merged."""
 
 
 def products_as_one(
