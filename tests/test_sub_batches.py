@@ -86,6 +86,19 @@ def scanned(w, x):
     return x @ w["c"] + means.sum(0)[:, None]
 
 
+def barriers(w, x):
+    """Layers in a scan that holds its index behind barriers, beside samples."""
+
+    def layer(carry, k):
+        for _ in range(2):
+            k, carry = lax.optimization_barrier((k, carry))
+            scale = lax.dynamic_index_in_dim(jnp.arange(1.0, 5.0), k + 1)
+            carry = hidden(w, carry[None] * scale)[0]
+        return carry, None
+
+    return lax.scan(layer, x, jnp.arange(3))[0] @ w["c"]
+
+
 def dropped(w, x, shape=None):
     key = jax.random.wrap_key_data(KEY)
     kept = jax.random.bernoulli(key, 0.8, shape or x.shape)
@@ -183,6 +196,7 @@ SPLIT = {
     "mapped": of(lambda w, x: jax.vmap(lambda x: hidden(w, x) @ w["c"])(x)),
     "checkpointed": of(lambda w, x: jax.checkpoint(hidden)(w, x) @ w["c"]),
     "layers in a scan": of(scanned),
+    "layers behind barriers": of(barriers),
     "a sum over layers, from a literal": training(
         lambda w, x, y, mask: lax.scan(
             lambda total, k: (total + jnp.square(hidden(w, x) * k).sum(), None),

@@ -183,6 +183,8 @@ class Slicer:
         calls = Calls(equations.append)
 
         def whole(v: Var) -> Atom:
+            if v in inner.env:  # made beside what is split, as by a barrier of both
+                return inner.env[v]
             if v not in same:
                 made = opened.eqns[inner.maker[v]]
                 operands = [a if isinstance(a, Literal) else whole(a) for a in made.invars]
