@@ -147,6 +147,7 @@ def test_compiler_counts_the_byte_array():
 
 
 def test_store_is_freed_with_its_owner():
+    gc.collect()  # stores of other tests
     before = live_stores()
     store = Store([Site(16, 64)])
     store.open(CPU)
