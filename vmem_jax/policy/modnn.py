@@ -290,7 +290,10 @@ class _Schedule:
             self.now += seconds
             self.memory.free(_WORKSPACE)
             for r, w in taken.items():
-                self.memory.hand_over(r, w)
+                if self._counts(w):
+                    self.memory.hand_over(r, w)
+                else:
+                    self.memory.free(r)
             self.used.update(dict.fromkeys(reads, True))
             self.used.update(dict.fromkeys(step.writes, False))
             self.made.update(dict.fromkeys(step.writes, self.now))
