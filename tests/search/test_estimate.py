@@ -124,6 +124,32 @@ def test_a_lowest_plan_that_missed_is_asked_for_with_less(heap):
     assert known.asked == policy.asked[:-1]
 
 
+class Steep(POLICIES["recompute"]):
+    """Which ends at a peak of 100, and at one of 85 where it is asked for 91 or less."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def plan(self, program, costs, budget):
+        self.asked.append(budget)
+        plan = lowest_plan(POLICIES["recompute"]())
+        peak = 85 if budget <= 91 else 100
+        plan = dataclasses.replace(plan, budget=budget, predicted_peak=peak)
+        return plan if peak <= budget else Infeasible(self.name, budget, peak, "there", plan=plan)
+
+
+def test_a_policy_is_asked_for_less_than_its_lowest_plan_has(heap):
+    heap(lambda _, plan: plan.predicted_peak)
+    policy = Steep()
+    one = estimated(policy, 99)
+    assert one.plan.predicted_peak == 85 and one.fits(99)
+    assert policy.asked == [99, 90]
+    far = Steep()  # of 1.25 times the goal and more, less is not expected to be near
+    assert not estimated(far, 60).fits(60)
+    assert far.asked == [60]
+
+
 def test_nothing_is_planned_for_less_than_is_resident(heap):
     heap(lambda program, plan: plan.predicted_peak + 1000)
     policy = Recording()

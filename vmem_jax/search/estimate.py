@@ -68,7 +68,9 @@ def estimate(
     none does, the plan with the smallest need.
 
     The excess of the heap over the live bytes is subtracted from the policy's goal until a plan fits
-    or nothing lower can be planned. Then the goal is bisected, since another plan may lose less.
+    or nothing lower can be planned. Then the goal is bisected, since another plan may lose less. If
+    none fits by little, the policy is asked for less than its lowest plan has: searches end where
+    they meet their goal or find no more to drop, so a lower goal may lead to a lower peak.
 
     Args:
       before: a plan that compiled to too much; its excess is subtracted in the first round. Its
@@ -109,6 +111,12 @@ def estimate(
         if asked is not None and floor < asked < before.plan.predicted_peak:
             one = planned(variant, (asked + floor) // 2, log)
             found += [one] if one.plan.schedule != before.plan.schedule else []
+    least = min(found, key=lambda one: one.need)
+    if before is None and not least.fits(goal) and least.fits(int(params.near * goal)):
+        for share in params.below:
+            found.append(planned(variant, max(int(share * least.plan.predicted_peak), floor), log))
+            if found[-1].fits(goal):
+                break
     fitting = [one for one in found if one.fits(goal)]
     return min(fitting or found, key=lambda one: one.seconds if fitting else one.need)
 
