@@ -20,6 +20,7 @@ from vmem_jax.capture.carried import find_carrying
 from vmem_jax.core.plan import Plan
 from vmem_jax.errors import TechniqueError
 from vmem_jax.rewrite.carried import with_carried
+from vmem_jax.techniques.carry import carry_contexts
 
 BATCH, SIZE, WIDE, NARROW = 4, 8, 32, 16
 SMALL, LARGE = (BATCH, SIZE, SIZE, NARROW), (BATCH, SIZE, SIZE, WIDE)
@@ -369,6 +370,16 @@ def test_a_carrying_plan_keeps_less_at_once():
         plan = vmem_jax.jit(step, budget=1.0, policy="exact", allow=allow).plan(*args)
         peaks[name] = plan.predicted_peak
     assert peaks["all"] < peaks["order"]
+
+
+def test_it_has_forms_with_passes_for_several_sums_and_without():
+    """A pass touches all that it sums: where that is the peak, a form without needs less."""
+    step, args = raw(bottleneck)
+    budgeted = vmem_jax.jit(step, budget=0.5, allow=("order", "recompute", "carry"))
+    forms = carry_contexts(budgeted.context(args, {}, None))
+    programs = [form.traced.captured.program for form in forms]
+    assert [bool(program.summed) for program in programs] == [True, False]
+    assert all(program.carried for program in programs)
 
 
 def test_a_step_without_such_convolutions_says_so():

@@ -85,13 +85,15 @@ def _is_timed_on(card: str) -> bool:
 
 def carry_contexts(step: StepContext) -> list[StepContext]:
     """The forms of `step` whose convolutions carry what stands around them, each with one pass for
-    several sums; none if it does not use that. The last has such passes alone, where there is no
-    other or its batch can run in parts, which that of no other can."""
+    several sums, and each without, which needs less where what such a pass touches is the peak; none
+    if it does not use that. The last has such passes alone, where there is no other or its batch can
+    run in parts, which that of no other can."""
     if Carry.name not in step.settings.allowed or Carry().unusable(step):
         return []
     form = lambda chosen: step.cached(f"carried {chosen}", lambda: with_carry(step, chosen))
     choices = [] if _must_divide(step) else _choices(step)
-    forms = [with_passes(form(chosen)) for chosen in choices]
+    without = [form(chosen) for chosen in choices]
+    forms = list(dict.fromkeys([*map(with_passes, without), *without]))
     apart = with_passes(step)
     if not forms or (apart is not step and len(parts_of(apart).counts) > 1):
         forms.append(apart)
