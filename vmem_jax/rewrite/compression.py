@@ -26,7 +26,8 @@ from vmem_jax.transfer.compression import Site, compress, decompress
 
 def compressible(captured: Captured, share: float) -> tuple[int, ...]:
     """The buffers of `captured` that can be compressed: floats that the forward pass makes for the
-    backward pass, on one device, and stacks of such.
+    backward pass, on one device, and stacks of such. What the forward pass makes of a gradient that
+    it takes itself is left out.
 
     Args:
       share: smaller buffers than this share of all temporaries are omitted.
@@ -36,7 +37,7 @@ def compressible(captured: Captured, share: float) -> tuple[int, ...]:
         return ()
     resident = program.is_resident
     least = share * sum(b.nbytes for i, b in enumerate(program.buffers) if not resident[i])
-    found = []
+    late, found = Editor(captured.flat).late, []
     for b, v in enumerate(captured.variables):
         maker, aval = program.producer[b], cast(Any, v.aval)
         if maker < 0 or resident[b] or program.buffers[b].nbytes < max(least, 1):
@@ -44,7 +45,8 @@ def compressible(captured: Captured, share: float) -> tuple[int, ...]:
         if not program.buffers[b].movable or not jnp.issubdtype(aval.dtype, jnp.floating):
             continue
         phases = {program.steps[r].phase for r in program.readers[b]}
-        if program.steps[maker].phase is Phase.FORWARD and Phase.BACKWARD in phases:
+        is_early = program.steps[maker].equations[-1] not in late
+        if is_early and program.steps[maker].phase is Phase.FORWARD and Phase.BACKWARD in phases:
             found.append(b)
     return tuple(found)
 
