@@ -610,12 +610,12 @@ def test_a_variant_that_compiled_to_less_than_predicted_is_expected_to_do_so_aga
 
 
 def predicting(heap, predicted, excess, alike):
-    """Families of a policy each, whose every plan is `predicted` to need so much by name, compiles to
-    so much more, and of which some are alike; and their compilers."""
+    """Families, each of a policy by the first word of its name, whose every plan is `predicted` to
+    need so much, compiles to so much more, and of which some are alike; and their compilers."""
 
     def policy(own):
         class Fixed(POLICIES["recompute"]):
-            name = own
+            name = own.split()[0]
 
             def plan(self, program, costs, budget):
                 plan = dataclasses.replace(super().plan(program, costs, HIGH), policy=own)
@@ -654,3 +654,13 @@ def test_the_lowest_plans_are_ordered_by_their_own_predictions(heap):
     found = find(group)
     assert not found.fits and found.best.need == BUDGET + 3
     assert not compilers["other"].plans
+
+
+def test_other_plans_of_a_policy_whose_predictions_are_far_off_are_compiled_last(heap):
+    """All are predicted to fit, and compiles are left for the lowest alone."""
+    predicted = {"far 1": BUDGET - 3, "far 2": BUDGET - 2, "near": BUDGET - 1}
+    excess = {"far 1": BUDGET, "far 2": BUDGET, "near": 0}
+    group, compilers = predicting(heap, predicted, excess, [])
+    found = find(group, reserved_compiles=8)
+    assert found.fits and found.best.variant.name == "near"
+    assert [len(compiler.plans) for compiler in compilers.values()] == [1, 0, 1]

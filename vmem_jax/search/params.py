@@ -47,7 +47,9 @@ class SearchParams:
         compiled to too much, since freeing other values moves the peak.
       far: if the plan with the lowest predicted peak compiles to this many times the prediction,
         plans for `less_extreme` times its peak are compiled too. Such a plan recomputes nearly
-        everything, and its fences cost memory.
+        everything, and its fences cost memory. Where all compiled plans of a policy came to this
+        many times their predictions, other policies come first: moDNN in 19 sub-batches of FCN(128)
+        came to 7,571 MiB of 2,065, and in 32 to as much.
       less_extreme: see `far`.
       same: needs of which one is more than this share of the other count as the same: if a further
         lowest plan compiles to so much of the one before, only those of policies that were not

@@ -101,6 +101,14 @@ class State:
         ]
         return min(found, default=0)
 
+    def is_far_off(self, candidate: Candidate) -> bool:
+        """Whether each compiled plan of its policy came to more than `far` times its prediction."""
+        assert candidate.variant is not None
+        policy = candidate.variant.policy.name
+        others = [a for a in self.attempts if a.variant.policy.name == policy]
+        far = [a.need > self.params.far * a.predicted_need for a in others]
+        return bool(far) and all(far)
+
     def fits(self, attempt: Attempt) -> bool:
         return attempt.need <= self.limit
 
