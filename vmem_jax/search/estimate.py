@@ -113,10 +113,8 @@ def estimate(
             found += [one] if one.plan.schedule != before.plan.schedule else []
     least = min(found, key=lambda one: one.need)
     if before is None and not least.fits(goal) and least.fits(int(params.near * goal)):
-        for share in params.below:
-            found.append(planned(variant, max(int(share * least.plan.predicted_peak), floor), log))
-            if found[-1].fits(goal):
-                break
+        lower = max(int(params.below * least.plan.predicted_peak), floor)
+        found.append(planned(variant, lower, log))
     fitting = [one for one in found if one.fits(goal)]
     return min(fitting or found, key=lambda one: one.seconds if fitting else one.need)
 

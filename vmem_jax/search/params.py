@@ -19,8 +19,8 @@ class SearchParams:
         A fifth plan gained nothing over the fourth.
       plans_per_estimate: plans of one variant that are made before one of them is compiled. The
         heap's excess differs between plans (`core.heap`), so the goal is bisected.
-      below: if no plan of a variant is predicted to fit, but one in `near` times the goal, the goals
-        of further ones, as shares of its live bytes. Policy `auto` ends at 2,108 MiB for goals of
+      below: if no plan of a variant is predicted to fit, but one in `near` times the goal, the goal
+        of a further one, as a share of its live bytes. Policy `auto` ends at 2,108 MiB for goals of
         2,020 to 2,140 MiB for ResNet-50(256), and at 1,912 for those of 1,740 to 1,900.
       time_tolerance: once a plan fits, another variant is compiled only if it is predicted to be
         faster by this share; another system's plan replaces `auto`'s by the same rule. Predicted
@@ -61,7 +61,7 @@ class SearchParams:
     reserved_compiles: int = 3
     compiles_per_variant: int = 4
     plans_per_estimate: int = 5
-    below: tuple[float, ...] = (0.9, 0.8)
+    below: float = 0.9
     time_tolerance: float = 0.05
     transfers_must_gain: float = 0.1
     near: float = 1.25
