@@ -166,5 +166,5 @@ if __name__ == "__main__":
     FLAGS.set_default("rounds", 3)
     FLAGS.set_default("steps", 2)
     FLAGS.set_default("together", 3)
-    FLAGS.set_default("limit", 150.0)
+    FLAGS.set_default("limit", 300.0)
     app.run(main)
