@@ -42,7 +42,10 @@ class Evictions:
         upcoming: Sequence[int],
         end: int,
     ) -> None:
-        self._program, self._costs, self._recomputation = program, costs, recomputation
+        self._producer, self._seconds = program.producer, costs.seconds
+        self._reads = [step.reads for step in program.steps]
+        self._nbytes = [buffer.nbytes for buffer in program.buffers]
+        self._uses, self._may_drop = recomputation.uses, recomputation.may_drop
         self._live, self._present, self._upcoming, self._end = live, present, upcoming, end
         self._heap: list[tuple[float, int, int]] = []  # (score, number, buffer)
         self._entry: dict[int, tuple[float, int, int]] = {}  # buffer -> the one that holds
@@ -67,7 +70,8 @@ class Evictions:
     def lowest(self, now: int, pinned: Collection[int]) -> int | None:
         """The value to drop at position `now` of the base order; None if none may be."""
         for b in self._changed:
-            self._add(b, now)
+            if b in self._live:
+                self._add(b, now)
         self._changed.clear()
         aside = []
         found = None
@@ -91,12 +95,12 @@ class Evictions:
         self._entry.pop(b, None)
         if b not in self._live:
             return None
-        uses, n = self._recomputation.uses[b], self._upcoming[b]
+        uses, n = self._uses[b], self._upcoming[b]
         following = uses[n] if n < len(uses) else self._end
-        if not self._recomputation.may_drop(b, following):
+        if not self._may_drop(b, following):
             return None
         absence = max(following - now, 1)
-        score = self._recompute_seconds(b) / (self._program.buffers[b].nbytes * absence + 1)
+        score = self._recompute_seconds(b) / (self._nbytes[b] * absence + 1)
         entry = score, self._live[b], b
         self._entry[b] = entry
         heapq.heappush(self._heap, entry)
@@ -105,20 +109,24 @@ class Evictions:
     def _recompute_seconds(self, b: int) -> float:
         """Seconds to make `b` again from what is live, a few missing steps deep."""
         self.computed += 1
-        program, total = self._program, 0.0
-        seen: set[int] = set()
-        looked: list[int] = []
-        stack = [b]
+        present, reads, producer = self._present, self._reads, self._producer
+        s = producer[b]
+        looked = reads[s]
+        total, missing = self._seconds[s], [r for r in looked if not present[r]]
+        if not missing:
+            return total
+        seen, stack, every = {s}, missing, [*looked]
         while stack and len(seen) < PARAMS.farthest_recompute:
-            s = program.producer[stack.pop()]
+            s = producer[stack.pop()]
             if s in seen:
                 continue
             seen.add(s)
-            total += self._costs.seconds[s]
-            looked += program.steps[s].reads
-            stack += [r for r in program.steps[s].reads if not self._present[r]]
-        for r in looked:
+            total += self._seconds[s]
+            looked = reads[s]
+            every += looked
+            stack += [r for r in looked if not present[r]]
+        for r in every:
             # what is there can only make it dearer by going, unless it takes the place of others
-            if not self._present[r] or stack:
+            if not present[r] or stack:
                 self._watchers.setdefault(r, set()).add(b)
         return total
