@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,6 +15,7 @@ from vmem_jax.api.families import variant_of
 from vmem_jax.api.planner import checked_log, find_plan
 from vmem_jax.core.planned import predicted_need
 from vmem_jax.policy.base import Infeasible
+from vmem_jax.policy.residuals import Kept
 from vmem_jax.search.attempt import Compiles
 from vmem_jax.techniques import loops
 from vmem_jax.techniques.logits import logit_chunks
@@ -67,6 +70,8 @@ def test_no_smaller_stacks_are_made_beside_those_that_are_likely_to_fit(share, a
     made, new = [], loops._Variants._new
     spy = lambda self, kept: made.append(kept.nbytes) or new(self, kept)
     monkeypatch.setattr(loops._Variants, "_new", spy)
+    params = dataclasses.replace(loops.PARAMS, stacks_off=0.0)
+    monkeypatch.setattr(loops, "PARAMS", params)
     loop_contexts(step, int(largest.need / share))
     assert largest.kept.nbytes in made and (len(made) == 1) == alone
 
@@ -79,6 +84,21 @@ def test_stacks_that_fit_in_sub_batches_are_made(excess):
     needs = [_need(form) for form in loop_contexts(step, budget, limits=[limit])]
     assert (fastest.need in needs) == (limit >= fastest.need)
     assert {*needs} >= {_need(form) for form in loop_contexts(step, budget)}
+
+
+def test_smaller_stacks_are_made_while_they_are_faster(monkeypatch):
+    """Behind those that are likely to fit; not those that are expected to take far longer."""
+    step = context()
+    variants = loops._Variants(step.traced, step.machine)
+    kepts = [Kept((), 100 - n, seconds) for n, seconds in enumerate((1.0, 1.1, 1.2, 1.3, 2.0))]
+    variants.front = kepts
+    made = dict(zip(kepts, (9.0, 8.0, 7.0, 7.5, 1.0), strict=True))
+    new = lambda kept: loops.LoopVariant(step.traced, kept, 50, made[kept], False)
+    monkeypatch.setattr(variants, "of", new)
+    assert [each.seconds for each in variants.some(2**40)] == [9.0, 8.0, 7.0]
+    made[kepts[3]] = 6.0
+    assert [each.seconds for each in variants.some(2**40)] == [9.0, 8.0, 7.0, 6.0]
+    assert [each.seconds for each in variants.some(None)] == [9.0, 8.0, 7.0, 6.0, 1.0]
 
 
 def test_a_step_without_loops_has_no_forms_with_other_stacks():

@@ -222,14 +222,28 @@ class _Variants:
 
     def some(self, budget: int | None) -> list[LoopVariant]:
         """The steps of the front; with a budget those that may fit, down to one that is likely to fit
-        or to the one with the fewest bytes in stacks. With fewer stacks they take longer."""
+        or to the one with the fewest bytes in stacks. With fewer stacks they take longer, or hardly:
+        behind that one those are made that are faster."""
         found = list[LoopVariant]()
         for kept in self.front:
             if budget is None or self.least(kept) <= budget or kept is self.front[-1]:
                 found.append(self.of(kept))
                 if budget is not None and found[-1].need <= PARAMS.likely_to_fit * budget:
+                    found += self._faster_behind(found[-1])
                     break
         return found
+
+    def _faster_behind(self, last: LoopVariant) -> Iterator[LoopVariant]:
+        """The steps of the front behind `last`, while each is predicted to be faster than the one
+        before; none is made whose stacks are expected to make it slower by more than that is off."""
+        for kept in self.front[self.front.index(last.kept) + 1 :]:
+            if kept.seconds > last.kept.seconds + PARAMS.stacks_off * last.seconds:
+                return
+            variant = self.of(kept)
+            if variant.seconds >= last.seconds:
+                return
+            yield variant
+            last = variant
 
     def fastest_within(
         self, limits: Iterable[int], found: Sequence[LoopVariant]
