@@ -20,9 +20,11 @@ from vmem_jax.core.program import Phase, Program
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import violations
 from vmem_jax.models import job
-from vmem_jax.policy import Auto, Infeasible
+from vmem_jax.policy import Auto, Infeasible, auto
+from vmem_jax.policy.drop_order import order_with_drops
 from vmem_jax.policy.executor import Execution
 from vmem_jax.policy.order import canonical_order, lower_order
+from vmem_jax.policy.params import PARAMS
 from vmem_jax.policy.recomputation import Recomputation
 from vmem_jax.policy.standard import cuts, standard_choices
 from vmem_jax.rewrite.rewrite import rewrite
@@ -85,6 +87,25 @@ def test_a_chain_is_cut_everywhere_and_root_n_of_it_are_kept():
     by_name = {choice.name: run(choice.drops) for choice in standard_choices(recomputation)}
     root = by_name["every 8th block from 0"]
     assert root.seconds < 2 * 64 + 1 + 64 and root.peak < 24 * 10_000
+
+
+def test_those_that_peak_far_above_the_budget_are_not_tried(monkeypatch):
+    program = _program(NETWORKS[0])
+    costs = analytic(program, MACHINE)
+    recomputation = Recomputation(program, lower_order(program, costs))
+    choices = standard_choices(recomputation)
+    orders = [order_with_drops(recomputation, each.drops) for each in choices]
+    peaks = [simulate(program, order, costs).peak for order in orders]
+    budget = int(0.95 * min(peaks))
+    tried, under = [], auto._under_limit
+    spy = lambda of, costs, drops, *rest: tried.append(drops) or under(of, costs, drops, *rest)
+    monkeypatch.setattr(auto, "_under_limit", spy)
+    Auto(allow=("order", "recompute")).plan(program, costs, budget)
+    far = [PARAMS.standard_near * budget < peak for peak in peaks]
+    assert any(far) and not all(far)
+    for each, is_far in zip(choices, far, strict=True):
+        assert not (is_far and each.drops in tried), each.name
+    assert any(each.drops in tried for each in choices)
 
 
 def test_a_program_without_blocks_has_no_standard_choices():

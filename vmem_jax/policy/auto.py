@@ -190,7 +190,9 @@ class Auto(AbstractPolicy):
                 for choice in standard_choices(recomputation):
                     order = order_with_drops(recomputation, choice.drops)
                     least = sum(map(costs.seconds.__getitem__, order))  # a limit makes it no faster
-                    if best.peak > budget or least < best.seconds:
+                    if best.peak <= budget and least >= best.seconds:
+                        continue
+                    if simulate(program, order, costs).peak <= PARAMS.standard_near * budget:
                         usual = _under_limit(recomputation, linkless, choice.drops, budget)
                         best = _better(best, usual, budget)
                 found = {share: attempt((), share) for share in shares}
