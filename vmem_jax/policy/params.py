@@ -18,9 +18,9 @@ class PolicyParams:
       longest_order: an order of more than so many times the steps of the base, and 1,000, means
         that the limit cannot be met. Of those that met it for an unrolled ViT-L, GPT-2, ResNet-50 or
         ConvNeXt in a fifth of its memory none had more than 2.9 times as many.
-      standard_near: a usual checkpoint policy is tried under the executor's limit if it peaks at most
-        this many times above it. Of 23 tries for an unrolled GPT-2 at five budgets, seven gave the
-        best plan so far, from 1.00 to 1.08 times; above 1.25 a limit leaves little of the policy.
+      standard_near: a usual checkpoint policy is tried under the executor's limit if alone it peaks
+        at this many times the limit at most. Of 23 tries for an unrolled GPT-2 at five budgets seven
+        gave the best plan so far, and peaked at 1.00 to 1.08 times the limit.
       farthest_recompute: the most steps that are considered for the cost of recomputing a value.
       scalar_nbytes: steps that move fewer bytes are free: learning rates, bias corrections,
         counters.

@@ -19,9 +19,9 @@ class SearchParams:
         A fifth plan gained nothing over the fourth.
       plans_per_estimate: plans of one variant that are made before one of them is compiled. The
         heap's excess differs between plans (`core.heap`), so the goal is bisected.
-      below: if no plan of a variant is predicted to fit, but one in `near` times the goal, the goal
-        of a further one, as a share of its live bytes. Policy `auto` ends at 2,108 MiB for goals of
-        2,020 to 2,140 MiB for ResNet-50(256), and at 1,912 for those of 1,740 to 1,900.
+      below: where no plan of a variant is predicted to fit, but one would fit in `near` times the
+        goal, this share of its live bytes is the goal of one more. For ResNet-50(256) policy `auto`
+        ends at 2,108 MiB for goals of 2,020 to 2,140 MiB, and at 1,912 for those of 1,740 to 1,900.
       time_tolerance: once a plan fits, another variant is compiled only if it is predicted to be
         faster by this share; another system's plan replaces `auto`'s by the same rule. Predicted
         seconds are off by 3.4 % in the median (docs/papers.md).

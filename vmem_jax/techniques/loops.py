@@ -222,8 +222,8 @@ class _Variants:
 
     def some(self, budget: int | None) -> list[LoopVariant]:
         """The steps of the front; with a budget those that may fit, down to one that is likely to fit
-        or to the one with the fewest bytes in stacks. With fewer stacks they take longer, or hardly:
-        behind that one those are made that are faster."""
+        or to the one with the fewest bytes in stacks; then also those behind it that are faster,
+        though with fewer stacks they are expected to take longer."""
         found = list[LoopVariant]()
         for kept in self.front:
             if budget is None or self.least(kept) <= budget or kept is self.front[-1]:
@@ -235,7 +235,7 @@ class _Variants:
 
     def _faster_behind(self, last: LoopVariant) -> Iterator[LoopVariant]:
         """The steps of the front behind `last`, while each is predicted to be faster than the one
-        before; none is made whose stacks are expected to make it slower by more than that is off."""
+        before. None is made that is expected to take longer by more than that is off."""
         for kept in self.front[self.front.index(last.kept) + 1 :]:
             if kept.seconds > last.kept.seconds + PARAMS.stacks_off * last.seconds:
                 return
