@@ -94,18 +94,24 @@ def test_what_the_heap_took_of_a_plan_that_missed_is_taken_off_at_once(heap):
     assert policy.asked[0][1] == BUDGET - 5
 
 
-class Same(POLICIES["recompute"]):
-    """Whose lowest plan is of another order for each goal, and of the same peak."""
+class Asked(POLICIES["recompute"]):
+    """Which notes what it is asked for, and has the lowest plan with some changes."""
 
     def __init__(self):
         super().__init__()
         object.__setattr__(self, "asked", [])
 
-    def plan(self, program, costs, budget):
+    def changed(self, budget, **changes):
         self.asked.append(budget)
-        order = (*range(len(program.steps)), *range(budget % 3))
-        plan = lowest_plan(POLICIES["recompute"]())
-        plan = dataclasses.replace(plan, order=order, budget=budget)
+        lowest = lowest_plan(POLICIES["recompute"]())
+        return dataclasses.replace(lowest, budget=budget, **changes)
+
+
+class Same(Asked):
+    """Whose lowest plan is of another order for each goal, and of the same peak."""
+
+    def plan(self, program, costs, budget):
+        plan = self.changed(budget, order=(*range(len(program.steps)), *range(budget % 3)))
         return Infeasible(self.name, budget, HIGH, "there", plan=plan)
 
 
@@ -124,18 +130,12 @@ def test_a_lowest_plan_that_missed_is_asked_for_with_less(heap):
     assert known.asked == policy.asked[:-1]
 
 
-class Steep(POLICIES["recompute"]):
+class Steep(Asked):
     """Which ends at a peak of 100, and at one of 85 where it is asked for 91 or less."""
 
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "asked", [])
-
     def plan(self, program, costs, budget):
-        self.asked.append(budget)
-        plan = lowest_plan(POLICIES["recompute"]())
         peak = 85 if budget <= 91 else 100
-        plan = dataclasses.replace(plan, budget=budget, predicted_peak=peak)
+        plan = self.changed(budget, predicted_peak=peak)
         return plan if peak <= budget else Infeasible(self.name, budget, peak, "there", plan=plan)
 
 

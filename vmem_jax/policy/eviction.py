@@ -91,10 +91,8 @@ class Evictions:
         return found
 
     def _add(self, b: int, now: int) -> tuple[float, int, int] | None:
-        """The entry of `b`, in the heap; None where it may not be dropped."""
+        """The entry of `b`, which is live, in the heap; None where it may not be dropped."""
         self._entry.pop(b, None)
-        if b not in self._live:
-            return None
         uses, n = self._uses[b], self._upcoming[b]
         following = uses[n] if n < len(uses) else self._end
         if not self._may_drop(b, following):
@@ -110,21 +108,15 @@ class Evictions:
         """Seconds to make `b` again from what is live, a few missing steps deep."""
         self.computed += 1
         present, reads, producer = self._present, self._reads, self._producer
-        s = producer[b]
-        looked = reads[s]
-        total, missing = self._seconds[s], [r for r in looked if not present[r]]
-        if not missing:
-            return total
-        seen, stack, every = {s}, missing, [*looked]
+        total, seen, every, stack = 0.0, set[int](), list[int](), [b]
         while stack and len(seen) < PARAMS.farthest_recompute:
             s = producer[stack.pop()]
             if s in seen:
                 continue
             seen.add(s)
             total += self._seconds[s]
-            looked = reads[s]
-            every += looked
-            stack += [r for r in looked if not present[r]]
+            every += reads[s]
+            stack += [r for r in reads[s] if not present[r]]
         for r in every:
             # what is there can only make it dearer by going, unless it takes the place of others
             if not present[r] or stack:

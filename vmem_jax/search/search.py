@@ -378,9 +378,10 @@ class Search(State):
         about as much the fastest, since whether one fits does not depend on so little. Policies whose
         predictions are far off come behind others that are expected to fit."""
         near = [one for one in self.over if one.expected <= self.limit and not self.is_far_off(one)]
-        lowest = min(near or self.over, key=lambda one: one.expected)
+        some = near or self.over
+        lowest = min(some, key=lambda one: one.expected)
         limit = min(lowest.expected / self.params.same, self.limit)
-        as_low = [one for one in near or self.over if one.expected <= limit]
+        as_low = [one for one in some if one.expected <= limit]
         return min(as_low, default=lowest, key=lambda one: one.seconds)
 
     # -- the untouched step
