@@ -11,8 +11,10 @@ from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.capture import capture
+from vmem_jax.capture.batch import Batch, follow_batch
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.kernel_gradients import with_known_kernel_gradients
+from vmem_jax.capture.layouts import Layout
 from vmem_jax.jax_compat import open_jaxpr
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -84,6 +86,15 @@ def test_windows_are_larger_than_results(name):
     numbers = gradient.params["dimension_numbers"]
     for k, y in zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True):
         assert gradient.invars[1].aval.shape[k] > gradient.outvars[0].aval.shape[y]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][-1]])
+def test_step_can_be_divided(name):
+    fun, kernels, images, _ = CASES[name]
+    flat = flatten(jax.make_jaxpr(fun)(normal(0, *kernels), normal(1, *images)))
+    known, _ = with_known_kernel_gradients(flat, "gpu")
+    found = follow_batch(known, [None, Layout(0)], images[0])
+    assert isinstance(found, Batch), found
 
 
 def test_nothing_changes_on_a_cpu():

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.flatten import drop_dead, inline
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, Literal, Var
 
@@ -119,9 +119,9 @@ class Editor:
 def spliced(
     fn: Callable[..., jax.Array], args: Sequence[Atom], like: Equation, out: Var | None = None
 ) -> tuple[list[Equation], Var]:
-    """Traces `fn` to equations on `args`, with the name and source line of the equation `like`."""
+    """Traces `fn` to equations on `args`, without calls, with the name and source line of `like`."""
     avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
-    traced = compat.open_jaxpr(jax.make_jaxpr(fn)(*avals))
+    traced = compat.open_jaxpr(inline(jax.make_jaxpr(fn)(*avals)))
     env: dict[Var, Atom] = dict(zip(traced.invars, args, strict=True))
     env[traced.outvars[0]] = out or compat.new_var(traced.outvars[0].aval)
     eqns = []
