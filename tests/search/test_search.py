@@ -544,6 +544,41 @@ def test_what_the_first_compiled_step_tells_is_planned_with():
     assert last.need == last.plan.predicted_peak <= HIGH  # nothing is taken off for no reason
 
 
+def learning(slower, *others):
+    """Costs in which XLA's own convolution of the longest step takes as long as it does, and what
+    learns from a compiled step that it takes `slower` times as long; `others` take so much longer."""
+    s = max(range(len(FAST.seconds)), key=FAST.seconds.__getitem__)
+    took = lambda part, engine: Micro(1, engine, (), 0, part * FAST.seconds[s])
+    front = [Configuration((took(1 + extra, 1),)) for extra in others]
+    by = lambda part: {s: (Configuration((took(part, XLA),)), *front)}
+    costs = dataclasses.replace(FAST, convolutions=by(1.0))
+    return costs, lambda costs, compiled: dataclasses.replace(costs, convolutions=by(slower))
+
+
+def test_a_plan_that_fits_gives_way_where_its_compiled_step_tells_that_it_is_slower():
+    costs, learn = learning(9.0)
+    policy = Convolving(auto(STAYING))
+    steady = lambda of: dataclasses.replace(of, seconds=tuple(1.2 * t for t in of.seconds))
+    first = variant(Compiler(lambda plan: HIGH), policy, costs, learn=learn)
+    second = variant(Compiler(lambda plan: HIGH), auto(STAYING), steady(FAST))
+    found = find([family(first), family(second)], budget=HIGH)
+    assert [a.variant.costs for a in found.attempts] == [costs, second.costs]
+    assert found.best.variant is second
+    slow = found.attempts[0]
+    assert slow.plan.predicted_seconds == simulate_plan(PROGRAM, slow.plan, slow.costs).seconds
+    assert slow.plan.predicted_seconds > found.best.plan.predicted_seconds
+
+
+def test_a_plan_that_fits_is_planned_again_where_its_compiled_step_tells_that_it_is_slower():
+    costs, learn = learning(9.0, 0.3)
+    compile_plan = Compiler(lambda plan: HIGH)
+    one = variant(compile_plan, Convolving(auto(STAYING)), costs, learn=learn)
+    found = find(one, budget=HIGH)
+    first, last = (plan.convolutions[0][1] for plan in compile_plan.plans)
+    assert first.is_xlas and not last.is_xlas
+    assert found.best.plan.schedule == compile_plan.plans[-1].schedule
+
+
 def test_the_minimum_peak_is_planned_with_what_the_first_compiled_step_tells():
     """Nothing fits. XLA's own convolution turns out to take a workspace where the peak of the lowest
     plan is, and in micro-batches it would take less."""

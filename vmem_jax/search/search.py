@@ -4,7 +4,7 @@ A candidate is a variant in one of three states:
 
 - bounded: a lower bound of the seconds of its plans is known;
 - planned: a plan is known that is predicted to fit, with its seconds;
-- compiled.
+- compiled: its seconds are predicted again, by what the compiled step shows of XLA's convolutions.
 
 A queue orders candidates by their seconds. The search takes the first one and advances it by one
 state. When a plan compiles to the budget, it is the incumbent, and the search ends when no candidate
@@ -37,6 +37,7 @@ from absl import logging
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.planned import simulate_plan
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError, VmemError, show_nbytes
 from vmem_jax.policy.base import Splitting
 from vmem_jax.search.attempt import Attempt, Compiles, Found, Record, Tried
@@ -240,19 +241,26 @@ class Search(State):
                 return None
             need, costs = need_nbytes(compiled), variant.learn(variant.costs, compiled)
             logging.info("compiled in %.1f s: %s", time.perf_counter() - start, one.plan)
-        unbound = dataclasses.replace(one.plan, budget=None)
-        self.record.add(Tried(unbound, need))
-        plan = dataclasses.replace(one.plan, budget=self.budget)
+        seconds = one.seconds
+        if costs != variant.costs:
+            seconds = simulate_plan(variant.program, one.plan, costs).seconds
+        plan = dataclasses.replace(one.plan, budget=self.budget, predicted_seconds=seconds)
+        self.record.add(Tried(dataclasses.replace(plan, budget=None), need))
         attempt = Attempt(variant, plan, compiled, need, one.need, costs, one.plan.budget)
         self.attempts[attempt] = candidate
         if not self.fits(attempt):
             there = show_nbytes(self.budget or 0)
             why = f"{show_nbytes(one.need)} were predicted, {there} are there"
-            self.log.add(What.MISSED, variant.name, one.seconds, need, why)
+            self.log.add(What.MISSED, variant.name, seconds, need, why)
             return attempt
-        self.log.add(What.COMPILED, variant.name, one.seconds, need)
-        if self.best is None or one.seconds < self.best.plan.predicted_seconds:
+        self.log.add(What.COMPILED, variant.name, seconds, need)
+        if self.best is None or seconds < self.best.plan.predicted_seconds:
             self.best = attempt
+        if seconds > (1 + self.params.time_tolerance) * one.seconds:
+            # others may be faster than XLA's convolutions turned out to be
+            variant = dataclasses.replace(variant, costs=costs)
+            bound, again = variant.lower_bound(self.budget), {"estimate": None, "is_refined": False}
+            self.push(candidate, variant=variant, seconds=bound, **again)
         return attempt
 
     def _try_between(self) -> None:
