@@ -551,3 +551,26 @@ def test_what_a_relu_lets_through_is_computed_once_where_norms_read_it(norms):
     assert len(computing.writes) == (2 if norms == 1 else 1)
     over = {r for s in found.program.steps for r, _ in s.in_place}
     assert over.isdisjoint(computing.writes) or norms == 2  # an element of a tuple
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.relu6, jax.nn.silu, jax.nn.gelu])
+def test_what_an_activation_lets_through_is_written_once_and_narrow(activation):
+    """As XLA has it: in the type of the activation, though norms add it up in float32."""
+
+    def step(ws, x):
+        def loss(ws):
+            h = (x @ ws[0]).astype(jnp.float32)
+            normed = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1)
+            return (activation(normed.astype(jnp.bfloat16)) @ ws[1]).astype(jnp.float32).sum()
+
+        return jax.grad(loss)(ws)
+
+    w, x = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16)
+    found = capture(jax.jit(step).trace([w, w], x).jaxpr)
+    variables, steps = found.variables, found.program.steps
+    large = {b for b, v in enumerate(variables) if v.aval.shape == x.shape}
+    assert {str(variables[b].aval.dtype) for b in large} == {"bfloat16"}
+    made = [s for s in steps if s.phase is Phase.BACKWARD and s.is_heavy and large & {*s.writes}]
+    [cotangent] = [b for s in made for b in s.writes if b in large]
+    [behind] = [s for s in steps if cotangent in s.reads]
+    assert behind.op == "reduce_sum" and large & {*behind.writes}

@@ -5,6 +5,8 @@ bytes: those that are moved, and those that are held until the chain runs. What 
 costs is what needing its operands costs, so one decision asks for others, back through the program. A
 price is worked out only as far as a decision depends on it: behind a residual stream lies the whole
 network, and reading the stream costs less than the last layers of that alone.
+
+A value that is only converted to a wider type exists in the narrow one, and each reader converts it.
 """
 
 from __future__ import annotations
@@ -155,8 +157,8 @@ class Walk:
     def _reads(self, v: Var, depth: int) -> bool:
         """Whether to read `v` here, or to compute it."""
         if v not in self.is_read and not self._is_given(v, depth):
-            if v not in self.values.exists and self.values.uses.get(v, 0) < 2:
-                self.is_read[v] = False  # who writes it would be its only reader
+            if v not in self.values.exists and (self._uses(v) < 2 or self._narrow(v)):
+                self.is_read[v] = False  # who writes it would be its only reader, or it is widened
             else:
                 self.weighs = True
                 self._choose(v, depth, None)
@@ -166,6 +168,8 @@ class Walk:
         """The price in bytes of needing `v` here; infinite where it exceeds `most`."""
         if v not in self.prices and not self._is_given(v, depth):
             above = self.above.get(v, 0.0)
+            if v not in self.values.exists and (narrow := self._narrow(v)):
+                return self._price(narrow, depth + 1, most)
             if above < most or not above:
                 # a value that is asked for again goes twice as far, so that this is not often
                 self._choose(v, depth, max(most, 2 * above))
@@ -224,7 +228,7 @@ class Walk:
     def _readings(self, v: Var) -> list[_Reading]:
         """What reading `v` takes; where it may be a stream both readings, that of a stream first."""
         values, i = self.values, self.values.maker[v]
-        read, nbytes, uses = self._read_nbytes(v, i), values.nbytes[v], values.uses.get(v, 0)
+        read, nbytes, uses = self._read_nbytes(v, i), values.nbytes[v], self._uses(v)
         if v in values.exists:
             return [_Reading(read, exists=True)]
         # somebody has to compute and write it first
@@ -251,6 +255,26 @@ class Walk:
             if total > most:
                 return math.inf
         return total
+
+    def _uses(self, v: Var) -> int:
+        """How often `v` is read; what reads it in a wider type counts, the conversion does not."""
+        count = self.values.uses.get(v, 0)
+        for i in self.values.readers.get(v, ()):
+            eqn = self.values.eqns[i]
+            if self._narrow(eqn.outvars[0]) is v:
+                count += self._uses(eqn.outvars[0]) - 1
+        return count
+
+    def _narrow(self, v: Var) -> Var | None:
+        """What `v` is converted from, where that has fewer bytes and may be read in its place."""
+        i = self.values.maker.get(v)
+        if i is None or self.values.classes[i] is not Class.FUSIBLE:
+            return None
+        eqn = self.values.eqns[i]
+        if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
+            return None
+        [narrow] = eqn.invars
+        return narrow if self.values.nbytes[narrow] < self.values.nbytes[v] else None
 
     def _stack(self, eqn: JaxprEqn) -> Atom | None:
         """What `eqn` reads an iteration's slice of, if that exists whatever is decided."""
