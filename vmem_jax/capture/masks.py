@@ -36,15 +36,15 @@ def masked_cotangents(values: Values) -> Iterator[tuple[Var, bool]]:
     and behind it, or read it in another shape, as a group norm does. What a heavy kernel reads exists
     anyway."""
     for i, eqn in enumerate(values.eqns):
-        if values.classes[i] is Class.FUSIBLE and (
-            _is_masked(eqn, values) or _is_of_curve(i, values)
-        ):
+        is_masked = values.classes[i] is Class.FUSIBLE and _is_masked(eqn, values)
+        if is_masked or (values.classes[i] is Class.FUSIBLE and _is_of_curve(i, values)):
             [out] = eqn.outvars
             readers = {*_readers(out, values)}
             epochs = {values.epoch[r] for r in readers}
             far = len(epochs) > 1
             near = len(readers) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS
-            if near and (far or all(values.classes[r] is not Class.HEAVY for r in readers)):
+            fusible = all(values.classes[r] is not Class.HEAVY for r in readers)
+            if near and (fusible or (far and is_masked)):
                 yield out, far or _is_reshaped(out, values)
 
 
@@ -92,11 +92,12 @@ def _is_of_curve(i: int, values: Values) -> bool:
     if values.eqns[i].primitive.name not in ("add", "add_any"):
         return False
     [out] = values.eqns[i].outvars
+    size = lambda v: getattr(v.aval, "size", 0)  # JAX declares it for arrays alone
     inside, heavy, curved, stack = {i}, set[Var](), False, [i]
     while stack and len(inside) <= _MOST_OF_ACTIVATION:
         for a in values.operands[stack.pop()]:
             maker = values.maker.get(a)
-            if maker is None or a.aval.size != out.aval.size:
+            if maker is None or size(a) != size(out):
                 continue
             if values.classes[maker] is Class.HEAVY:
                 heavy.add(a)

@@ -22,6 +22,15 @@ from vmem_jax.capture.fuse import fuse
 from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
+IN_TILES = frozenset(
+    """
+abs add add_any and ceil clamp convert_element_type cos div eq exp exp2 expm1 floor ge gt
+integer_pow is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pow rsqrt
+select_n sign sin sqrt square stop_gradient sub tanh xor
+""".split()
+)
+"""What is elementwise and Pallas for Triton lowers (JAX 0.10.2 to 0.12): `erf` it does not."""
+
 MOST_EQUATIONS = 100
 """Behind a convolution, between it and its sums: a batch norm's backward pass has some ten."""
 
@@ -162,6 +171,10 @@ class Tiles:
                 return not dynamic and fits and visit(operand, False)
             expands = eqn is not None and eqn.primitive.name in ELEMENTWISE
             stops = a in self.exists and a not in self.virtual and a not in after and not root
+            if eqn is not None and expands and eqn.primitive.name not in IN_TILES:
+                if root or a not in self.exists or a in self.virtual:
+                    return False
+                expands = False
             if eqn is not None and expands and not stops:
                 equations.add(i)
                 return len(equations) < MOST_EQUATIONS and all(visit(b, False) for b in eqn.invars)
