@@ -80,6 +80,18 @@ def labelled(x, w, labels):
     return jax.grad(loss)(w)
 
 
+def in_windows(x, w, chain=jnp.tanh):
+    """Windows of 2 x 2 of x[samples, 4, 4, n], by a product."""
+    n, d = len(x), x.shape[-1]
+    windows = chain(x).reshape(n, 2, 2, 2, 2, d).transpose(0, 1, 3, 2, 4, 5)
+    return jnp.sin(windows.reshape(-1, 4, d) @ w)
+
+
+def read_twice(x, w):
+    y = jnp.tanh(x)
+    return in_windows(y, w, lambda y: y) + y.reshape(-1, 4, y.shape[-1])
+
+
 NHWC = convolving(("NHWC", "HWIO", "NHWC"))
 KERNEL, IMAGES = shaped(3, 3, 8, 16), shaped(2, 6, 6, 8, dtype=jnp.bfloat16)
 TOKENS = shaped(4, 16, 8), shaped(8, 8), shaped(8, 5)
@@ -106,6 +118,17 @@ CASES = {
     "a part of an argument": (lambda x, w: jnp.tanh(x[:, 0] @ w), TOKENS[:2], (0, 0, 0)),
     "transposed labels": (labelled, TEXTS, (0, 0, 1)),
     "labels of few words": (labelled, (TEXTS[0], shaped(8, 7), TEXTS[2]), (0, 0, 0)),
+    "windows": (in_windows, (shaped(3, 4, 4, 8), shaped(8, 8)), (0, 0, 1)),
+    "windows of an argument": (
+        functools.partial(in_windows, chain=lambda x: x),
+        (shaped(3, 4, 4, 8), shaped(8, 8)),
+        (0, 0, 0),
+    ),
+    "windows of what is read as it is": (
+        read_twice,
+        (shaped(3, 4, 4, 8), shaped(8, 8)),
+        (0, 0, 0),
+    ),
     "a transposed matrix": (
         lambda x, w: jnp.tanh(x @ w.T),
         (shaped(99, 8), shaped(8, 8)),
@@ -129,6 +152,14 @@ def test_what_xla_would_spread_is_stated_and_values_are_the_same(name):
     tolerance = 2**-7 if IMAGES in shapes else 0
     for mine, its in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance)
+
+
+def test_a_chain_writes_what_it_transposes_for_a_product():
+    x, w = shaped(3, 4, 4, 8), shaped(8, 8)
+    found = capture(jax.jit(in_windows).trace(x, w).jaxpr, platform="gpu")
+    [product] = [step for step in found.program.steps if step.is_heavy]
+    shapes = {found.variables[b].aval.shape for b in product.reads}
+    assert shapes == {(3, 2, 2, 2, 2, 8), w.shape}
 
 
 def deep(ws, x):

@@ -120,6 +120,9 @@ class _Fuser:
                     self.classes[i] = Class.REDUCE
                 elif i not in self.tied and is_elementwise(eqn, self._readers(eqn)):
                     self.classes[i] = Class.FUSIBLE
+            for i in range(len(self.eqns)):
+                if self._is_written_transposed(i):
+                    self.classes[i] = Class.FUSIBLE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:
                 self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE
@@ -130,6 +133,18 @@ class _Fuser:
             self.classes[j] = Class.HEAVY
         self.exists: set[Var] = set()  # fusible values that some kernel must write
         self.until: dict[Var, int] = {}  # the last epoch that reads an existing value
+
+    def _is_written_transposed(self, i: int) -> bool:
+        """Whether equation `i` states the layout of what a chain transposes (`capture.row_major`):
+        the chain writes it so, and does not make it in another order."""
+        eqn = self.eqns[i]
+        if eqn.primitive.name != "layout_constraint":
+            return False
+        maker = self.maker.get(eqn.invars[0])
+        if maker is None or self.eqns[maker].primitive.name != "transpose":
+            return False
+        source = self._source(eqn.invars[0])
+        return source in self.maker and self.classes[self.maker[source]] is Class.FUSIBLE
 
     def _readers(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         """What reads the results of `eqn`, and what reads views and broadcasts of them."""

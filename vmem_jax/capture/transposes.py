@@ -14,6 +14,7 @@ gradient, and its cotangent for the gradients to the weights of attention and to
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,6 +80,16 @@ def transposed(eqns: Sequence[JaxprEqn]) -> dict[Var, Passes]:
         if count := walk.passes_behind(out, runs):
             found[out] = Passes(count, _is_aligned(out, runs))
     return found
+
+
+def moves_rows(eqn: JaxprEqn) -> bool:
+    """Whether transpose `eqn` is more than an exchange of two neighbours, which a product reads as it
+    lies: its operand's dimensions, those that stay neighbours as one, are four or more."""
+    shape = getattr(eqn.invars[0].aval, "shape", ())
+    order = [d for d in eqn.params["permutation"] if shape[d] > 1]
+    ranks = {d: n for n, d in enumerate(sorted(order))}
+    breaks = sum(ranks[b] != ranks[a] + 1 for a, b in itertools.pairwise(order))
+    return breaks >= 3
 
 
 def _runs(shape: Sequence[int], batch: Sequence[int]) -> Runs:
