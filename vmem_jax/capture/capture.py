@@ -26,6 +26,7 @@ from vmem_jax.capture.loop_constants import with_constants_in_loops
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
 from vmem_jax.capture.loops import stacks
+from vmem_jax.capture.padding import with_padding_apart
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.rounded_operands import with_operands_rounded
@@ -223,6 +224,7 @@ def capture(
     flat = with_equal_stacks_merged(with_constants_in_loops(flatten(closed)))
     flat = with_operands_rounded(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
+    flat = with_padding_apart(flat, platform)
     flat, spread = with_row_major(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
