@@ -144,6 +144,26 @@ def test_on_a_cpu_micro_batches_of_all_sizes_are_there_where_the_policy_has_them
     assert divided and all(len(w.micros) == 3 for _, w in divided)  # as few as 11 samples allow
 
 
+def test_in_strict_float32_xlas_own_takes_longer_than_the_fastest_that_was_timed(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("VMEM_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cudnn, "version", lambda: 91900)
+    program, costs = program_and_costs()
+    s = next(s for s, x in enumerate(program.steps) if x.convolution)
+    known = dataclasses.replace(program.steps[s].convolution, strict=True, dtype="float32")
+    steps = [
+        dataclasses.replace(x, convolution=known) if i == s else x
+        for i, x in enumerate(program.steps)
+    ]
+    program = dataclasses.replace(program, steps=tuple(steps))
+    fastest = Micro(known.batch, 3, (), 4000, 1e-3)
+    Database(identity_of("NVIDIA H200", "91900")).add({known: Entry((fastest,))})
+    own, other = choices_of("step", program, costs, H200)[s]
+    assert own.is_xlas and own.seconds == pytest.approx(candidates._STRICT * 1e-3)
+    assert other.micros == (fastest,)
+
+
 def test_what_cannot_be_divided_is_said():
     def dense(w, x):
         return w - jax.grad(lambda w: jnp.square(x @ w).sum())(w)
