@@ -45,9 +45,9 @@ def _apart(eqn: JaxprEqn, given: set[Var]) -> Sequence[JaxprEqn]:
     if matched is None or is_gradient or eqn.invars[0] in given:
         return [eqn]
     pads = matched.convolution.padding
-    more = [(max(0, low - high), max(0, high - low)) for low, high in pads]
-    if not any(map(any, more)):
+    if all(low == high for low, high in pads):
         return [eqn]
+    more = [(low, high) if low != high else (0, 0) for low, high in pads]  # as XLA does
     return _padded(eqn, more, matched.numbers.lhs_spec[2:])
 
 
