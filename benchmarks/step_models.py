@@ -6,8 +6,7 @@ ViT-L/16 (Dosovitskiy et al., "An image is worth 16x16 words", 2021) with dropou
 "gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet" is ResNet-152 with
 the identical blocks of each stage in a scan. Their layers are scanned, or unrolled with
 `scanned=False`. "lstm", "gru" and "rnn" scan over tokens. "convnext" and "unet" are in
-`vision_models`, "vit_flax" in `flax_vit`, the unrolled ResNets in `vmem_jax.models`; their layers are
-unrolled.
+`vision_models`, "vit_flax" in `flax_vit`, the others in `vmem_jax.models`; their layers are unrolled.
 """
 
 from __future__ import annotations
@@ -423,14 +422,20 @@ MODELS: dict[str, Callable[..., Training]] = {
         for ending, dtype in (("", "bfloat16"), ("_float16", "float16"))
     },
     "googlenet": functools.partial(published, name="googlenet"),
-    "inception4": functools.partial(published, name="inception4"),
+    **{
+        name: functools.partial(published, name=name)
+        for name in ("inception4", "mobilenet2", "swint")
+    },
     "convnext": convnext,
     "unet": unet,
 }
 """(what is picked by hand, batch, further options of the network) -> its training."""
 
 RESNETS = ("resnet50", "resnet50_float16", "resnet152", "resnet152_float16")
-UNROLLED = (*RESNETS, "googlenet", "inception4", "convnext", "unet", "vit_flax")
+UNROLLED = (
+    *(*RESNETS, "googlenet", "inception4", "mobilenet2", "swint"),
+    *("convnext", "unet", "vit_flax"),
+)
 """Those without a scan."""
 
 BATCHES: dict[str, int] = {
@@ -450,6 +455,8 @@ BATCHES: dict[str, int] = {
     "resnet152_float16": 128,
     "googlenet": 128,
     "inception4": 32,
+    "mobilenet2": 128,
+    "swint": 128,
     "convnext": 128,
     "unet": 16,
 }

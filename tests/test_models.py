@@ -54,6 +54,9 @@ def _remats(function, *args):
         ("overfeat", 145_920_872),
         ("googlenet", 6_998_552),
         ("inception4", 42_679_816),
+        ("mobilenet2", 3_504_872),
+        ("swint", 28_288_354),
+        ("swinb", 87_768_224),
         ("densenet40", 1_019_722),
         ("gpt12", 124_439_808),
         ("vit24w1024", 304_324_584),  # 304,326,632 with a class token and its position
@@ -226,6 +229,8 @@ def test_checkpoint_gives_the_same_loss_and_gradients(model, wrapped_layers):
         ("fcn", 32, 15),
         ("gpt3w128", 32, 3),
         ("vit3w128", 32, 3),
+        ("mobilenet2", 32, 17),
+        ("swint", 224, 12),
     ],
 )
 def test_job_wraps_each_layer_or_block(name, image, count):
@@ -257,6 +262,8 @@ def test_job_offloads_the_inputs_of_layers_by_jaxs_own_means():
         ("fcn", {"image": 64}, (2, 64, 64, 21)),
         ("gpt2w128", {"tokens": 16, "classes": 11}, (2, 16, 11)),
         ("vit2w128", {"image": 32, "classes": 5}, (2, 5)),
+        ("mobilenet2", {"image": 32, "classes": 5}, (2, 5)),
+        ("swint", {"classes": 5}, (2, 5)),
     ],
 )
 def test_networks(name, options, logits):

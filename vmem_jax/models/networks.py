@@ -15,8 +15,10 @@ from vmem_jax.models.fcn import FCN
 from vmem_jax.models.googlenet import GoogLeNet
 from vmem_jax.models.gpt import GPT
 from vmem_jax.models.inception import InceptionV4
+from vmem_jax.models.mobilenet import MobileNetV2
 from vmem_jax.models.resnet import ResNet, ResNetBlocks, resnet_blocks
 from vmem_jax.models.scanned_resnet import ScannedResNet
+from vmem_jax.models.swin import Swin
 from vmem_jax.models.vgg import VGG, vgg_stages
 from vmem_jax.models.vit import ViT
 
@@ -130,6 +132,8 @@ FAMILIES: dict[str, _Family] = {
     "alexnet": _Family(lambda _, o: AlexNet(ALEXNET, (4096, 4096), **_types(o))),
     "overfeat": _Family(lambda _, o: AlexNet(OVERFEAT, (3072, 4096), **_types(o)), image=231),
     "googlenet": _Family(lambda _, o: GoogLeNet(**_types(o))),
+    "mobilenet2": _Family(lambda _, o: MobileNetV2(**_types(o))),
+    "swin([tsb])": _Family(lambda name, o: Swin(name[1], **_types(o))),
     "inception4": _Family(lambda _, o: InceptionV4(**_types(o)), image=299),
     r"densenet(\d+)(?:k(\d+))?": _Family(_densenet, classes=10, image=32),
     "fcn": _Family(lambda _, o: FCN(**_types(o)), classes=21, labels="pixel"),
@@ -139,8 +143,8 @@ FAMILIES: dict[str, _Family] = {
 """By the pattern of their names."""
 
 EXAMPLES = (
-    "vgg16, resnet50, alexnet, overfeat, googlenet, inception4, densenet40k12, fcn, gpt12w768, "
-    "vit12w768"
+    "vgg16, resnet50, alexnet, overfeat, googlenet, inception4, mobilenet2, densenet40k12, fcn, "
+    "gpt12w768, vit12w768, swint"
 )
 
 
@@ -164,10 +168,11 @@ def build_network(
         "resnet1001"), or "resnet" and the bottleneck blocks of each of four stages, of the ImageNet
         form ("resnet6-32-596-6", as SuperNeurons goes deeper), and "-scan" behind them for the
         identical blocks of a stage in a loop, each checkpointed; "alexnet", "overfeat", "googlenet",
-        "inception4"; "densenet" and a depth, then "k" and the growth ("densenet40k40"); "fcn", with
-        a label for each pixel; "gpt" and the number of blocks, then "w" and the width
-        ("gpt12w768"), with a label for each token; "vit" likewise ("vit24w1024" is ViT-L/16), with a
-        label for each image. An ImageNet ResNet has the 3x3 stem without pooling for images up to
+        "inception4", "mobilenet2", "swint", "swins", "swinb"; "densenet" and a depth, then "k" and
+        the growth ("densenet40k40"); "fcn", with a label for each pixel; "gpt" and the number of
+        blocks, then "w" and the width ("gpt12w768"), with a label for each token; "vit" likewise
+        ("vit24w1024" is ViT-L/16), with a label for each image. An ImageNet ResNet has the 3x3 stem
+        without pooling for images up to
         `SMALL_IMAGE` pixels.
       batch: images, or sequences, in a batch.
       image: height and width of an image, in pixels; by default as published.
