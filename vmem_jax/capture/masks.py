@@ -21,7 +21,6 @@ _MOST_EPOCHS = 8
 """Heavy kernels between the first reader and the last, at most: beyond, holding it costs more than
 reading once what it is made of."""
 
-
 _CURVES = frozenset(("logistic", "tanh", "erf"))
 """What SiLU and GELU are made of."""
 
@@ -36,8 +35,10 @@ def masked_cotangents(values: Values) -> Iterator[tuple[Var, bool]]:
     and behind it, or read it in another shape, as a group norm does. What a heavy kernel reads exists
     anyway."""
     for i, eqn in enumerate(values.eqns):
-        is_masked = values.classes[i] is Class.FUSIBLE and _is_masked(eqn, values)
-        if is_masked or (values.classes[i] is Class.FUSIBLE and _is_of_curve(i, values)):
+        if values.classes[i] is not Class.FUSIBLE:
+            continue
+        is_masked = _is_masked(eqn, values)
+        if is_masked or _is_of_curve(i, values):
             [out] = eqn.outvars
             readers = {*_readers(out, values)}
             epochs = {values.epoch[r] for r in readers}

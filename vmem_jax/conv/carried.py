@@ -98,7 +98,7 @@ class Elementwise:
                 values[out] = operands[0] + operands[1]
             elif eqn.primitive.name in _WITH_NAN:
                 values[out] = _WITH_NAN[eqn.primitive.name](*operands)
-            elif eqn.primitive.name in _IN_FLOAT32 and out.aval.dtype.itemsize < 4:
+            elif eqn.primitive.name in _IN_FLOAT32 and out.aval.dtype.name in _HALVES:
                 wide = (x.astype(jnp.float32) for x in operands)
                 values[out] = eqn.primitive.bind(*wide, **eqn.params).astype(out.aval.dtype)
             else:
@@ -106,13 +106,15 @@ class Elementwise:
         return [read(v) for v in self.made]
 
 
+_HALVES = ("bfloat16", "float16")
+
 _IN_FLOAT32 = frozenset(
     """
 cos div exp exp2 expm1 integer_pow log log1p logistic one_minus_square pow rsqrt sin sqrt tanh
 """.split()
 )
-"""What is computed in float32 and rounded where its type is narrower, as XLA does: Pallas for Triton
-has no division of 16-bit values (JAX 0.10.2 to 0.12)."""
+"""What is computed in float32 and rounded to a half, as XLA does: Pallas for Triton has no division
+of these (JAX 0.10.2 to 0.12)."""
 
 
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
