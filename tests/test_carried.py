@@ -341,7 +341,7 @@ def test_its_values_are_as_near_to_float32_as_those_of_the_step(name):
     exact = jax.tree.leaves(jax.jit(CASES[name][0]("float32")[0])(*args))
     off = lambda x, y: float(np.sqrt(np.square(np.asarray(x) - np.asarray(y)).mean()))
     for a, b, value in zip(rounded(ours, args), rounded(flat, args), exact, strict=True):
-        # the root mean square of n errors is itself off by some (2 n) ** -0.5, and one of many by more
+        # the root mean square of n errors is itself off by some (2 n) ** -0.5, one of many by more
         assert off(a, value) <= (1.1 + 3 * (2 * value.size) ** -0.5) * off(b, value) + 1e-7
 
 
