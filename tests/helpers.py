@@ -211,6 +211,20 @@ upto = functools.cache(lambda most: st.integers(0, most))
 """Numbers from 0. What is made anew for each draw takes longer to make than to draw from."""
 
 
+def needed_layers(program: Program) -> set[str]:
+    """The layers of the steps that the outputs or an effect need."""
+    steps = program.steps
+    waiting = [program.producer[b] for b in program.outputs]
+    waiting += [s for s, step in enumerate(steps) if not step.pure]
+    found: set[int] = set()
+    while waiting:
+        s = waiting.pop()
+        if s >= 0 and s not in found:
+            found.add(s)
+            waiting += [program.producer[r] for r in steps[s].reads]
+    return {steps[s].layer for s in found}
+
+
 @st.composite
 def programs(draw: st.DrawFn, layers: int = 8, pure: bool = False) -> Program:
     """A valid random training step; without effects and donation if `pure`.

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import BACKWARD, Builder, programs, with_barriers
+from helpers import BACKWARD, Builder, needed_layers, programs, with_barriers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +87,7 @@ def test_each_order_has_every_instruction_once_behind_its_operands(program, rand
         assert counted_nbytes(graph, order) >= 0
     found, _ = as_run(program, events)
     check_program(found)
-    assert sorted(layers_of(found)) == sorted(layers_of(program))
+    assert needed_layers(program) <= {*layers_of(found)} <= {*layers_of(program)}
 
 
 def by_list_scheduling(program, events):

@@ -360,11 +360,15 @@ class Instructions:
         return found, tuple(events)
 
     def alive(self) -> list[int]:
-        """The instructions that are there: kernels, barriers, and elements that something takes."""
-        needed = {self.node[b] for b in self.program.outputs} | self.kernels.keys()
-        needed |= self.allocations.keys()
-        for i in range(len(self.operands) - 1, -1, -1):
-            if i in needed or i in self.barriers:
+        """The instructions that are there: barriers, and what something takes or that has an effect.
+        XLA drops a kernel whose results nothing reads, as where a plan drops them right away."""
+        waiting = [self.node[b] for b in self.program.outputs]
+        waiting += [i for i, kernel in self.kernels.items() if not kernel.step.pure]
+        waiting += [*self.allocations, *self.allocations.values(), *self.barriers]
+        needed: set[int] = set()
+        while waiting:
+            i = waiting.pop()
+            if i not in needed:
                 needed.add(i)
-                needed.update(self.operands[i])
+                waiting += self.operands[i]
         return sorted(needed)
