@@ -120,8 +120,7 @@ class _Fuser:
                     self.classes[i] = Class.REDUCE
                 elif i not in self.tied and is_elementwise(eqn, self._readers(eqn)):
                     self.classes[i] = Class.FUSIBLE
-            for i in range(len(self.eqns)):
-                if self._is_written_transposed(i):
+                elif self._is_written_transposed(i):
                     self.classes[i] = Class.FUSIBLE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:

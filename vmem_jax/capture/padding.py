@@ -34,12 +34,13 @@ def with_padding_apart(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
         return flat
     opened = compat.open_jaxpr(flat)
     given = {*opened.invars, *opened.constvars}
-    apart = with_each_replaced(flat, lambda: lambda eqn: _apart(eqn, given))
-    return flat if str(apart) == str(flat) else merge_repeated(apart)
+    padded: list[JaxprEqn] = []
+    apart = with_each_replaced(flat, lambda: lambda eqn: _apart(eqn, given, padded))
+    return merge_repeated(apart) if padded else flat
 
 
-def _apart(eqn: JaxprEqn, given: set[Var]) -> Sequence[JaxprEqn]:
-    """`eqn`, or what pads apart in its place."""
+def _apart(eqn: JaxprEqn, given: set[Var], padded: list[JaxprEqn]) -> Sequence[JaxprEqn]:
+    """`eqn`, or what pads apart in its place; `eqn` is then added to `padded`."""
     matched = match(eqn, {})
     is_gradient = matched is not None and matched.convolution.which == Pass.BACKWARD_DATA
     if matched is None or is_gradient or eqn.invars[0] in given:
@@ -48,13 +49,6 @@ def _apart(eqn: JaxprEqn, given: set[Var]) -> Sequence[JaxprEqn]:
     if all(low == high for low, high in pads):
         return [eqn]
     more = [(low, high) if low != high else (0, 0) for low, high in pads]  # as XLA does
-    return _padded(eqn, more, matched.numbers.lhs_spec[2:])
-
-
-def _padded(
-    eqn: JaxprEqn, more: Sequence[tuple[int, int]], dims: Sequence[int]
-) -> Sequence[JaxprEqn]:
-    """`eqn` of an operand that has `more` zeros around its dimensions `dims`."""
     own = [
         (low - a, high - b) for (low, high), (a, b) in zip(eqn.params["padding"], more, strict=True)
     ]
@@ -62,11 +56,12 @@ def _padded(
         return [eqn]
     x, w = eqn.invars
     around = [(0, 0, 0)] * len(x.aval.shape)
-    for d, (low, high) in zip(dims, more, strict=True):
+    for d, (low, high) in zip(matched.numbers.lhs_spec[2:], more, strict=True):
         around[d] = (low, high, 0)
-    padded, larger = spliced(lambda x: lax.pad(x, _zero(x), around), [x], eqn)
-    return [*padded, eqn.replace(invars=[larger, w], params={**eqn.params, "padding": tuple(own)})]
 
+    def pad(x: jax.Array) -> jax.Array:
+        return lax.pad(x, lax.full((), 0, x.dtype), around)
 
-def _zero(x: jax.Array) -> jax.Array:
-    return lax.full((), 0, x.dtype)
+    padded.append(eqn)
+    pads_x, larger = spliced(pad, [x], eqn)
+    return [*pads_x, eqn.replace(invars=[larger, w], params={**eqn.params, "padding": tuple(own)})]

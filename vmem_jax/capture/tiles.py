@@ -169,13 +169,11 @@ class Tiles:
                 )
                 equations.add(i)
                 return not dynamic and fits and visit(operand, False)
-            expands = eqn is not None and eqn.primitive.name in ELEMENTWISE
-            stops = a in self.exists and a not in self.virtual and a not in after and not root
-            if eqn is not None and expands and eqn.primitive.name not in IN_TILES:
-                if root or a not in self.exists or a in self.virtual:
-                    return False
-                expands = False
-            if eqn is not None and expands and not stops:
+            expands = eqn is not None and eqn.primitive.name in IN_TILES
+            exists = a in self.exists and a not in self.virtual and not root
+            if self.is_elementwise(a) and not expands and not exists:
+                return False
+            if eqn is not None and expands and not (exists and a not in after):
                 equations.add(i)
                 return len(equations) < MOST_EQUATIONS and all(visit(b, False) for b in eqn.invars)
             rows[a] = None

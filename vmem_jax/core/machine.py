@@ -150,8 +150,7 @@ class Machine:
         is_kernel = step.launched and step.op != "optimization_barrier"
         if step.op == "dot_general":
             moving += self._along(step) * (1.0 if step.launched else _PART_OF_PRODUCT)
-        parts = step.flops / rate, moving
-        once = sum(parts) if _is_depthwise(step.convolution) else max(parts)
+        once = _together(step.flops / rate, moving, step.convolution)
         once += self.launch if is_kernel else 0.0
         if step.convolution is not None:
             once += self._more(step.convolution)
@@ -181,11 +180,8 @@ class Machine:
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""
-        parts = (
-            convolution.flops / self._convolution_rate(convolution),
-            convolution.nbytes / self.bandwidth,
-        )
-        once = sum(parts) if _is_depthwise(convolution) else max(parts)
+        by_flops = convolution.flops / self._convolution_rate(convolution)
+        once = _together(by_flops, convolution.nbytes / self.bandwidth, convolution)
         return once + self.launch + self._more(convolution)
 
     def _more(self, c: Convolution) -> float:
@@ -203,6 +199,12 @@ class Machine:
         if c.dtype not in self.convolutions:
             return self.flops.get(c.dtype, self.flops[""])
         return self.convolutions[c.dtype] * share_of_rate(c)
+
+
+def _together(computing: float, moving: float, c: Convolution | None) -> float:
+    """Seconds of what computes and moves for so long: only a depthwise convolution does one behind
+    the other."""
+    return computing + moving if _is_depthwise(c) else max(computing, moving)
 
 
 def _is_depthwise(c: Convolution | None) -> bool:

@@ -256,20 +256,18 @@ class Auto(AbstractPolicy):
     ) -> Timeline:
         """The greedy search after moving `parks`, with their transfers scheduled."""
         search = _Search(recomputation, costs, budget, share, parks)
-        found = []
+        limited: tuple[Timeline, ...] = ()
         if "recompute" in self.allow:
             search.run()
             if search.timeline.peak <= budget:
                 offers = self._offers(recomputation.program)
                 search.offer_back(offers // 4 if parks else offers)
             else:
-                drops = search.drops
-                found.append(_under_limit(recomputation, costs, drops, budget, parks))
+                limited = (_under_limit(recomputation, costs, search.drops, budget, parks),)
+        found = search.timeline
         if parks:
-            found.append(_moved(recomputation, costs, budget, parks, search.drops))
-        else:
-            found.append(search.timeline)
-        return min(found, key=lambda timeline: rank(timeline, budget))
+            found = _moved(recomputation, costs, budget, parks, search.drops)
+        return min((found, *limited), key=lambda timeline: rank(timeline, budget))
 
 
 def _moved(
