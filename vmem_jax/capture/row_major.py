@@ -90,7 +90,7 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     wholes: set[Var] = set()
     results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
     computed = _computed(opened.eqns)
-    turned = _turned(opened.eqns, computed) | written_transposed(opened.eqns)
+    turned = _turned(opened.eqns, computed) | _written_transposed(opened.eqns)
     for eqn in opened.eqns:
         is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
@@ -156,23 +156,26 @@ def _turns(eqn: JaxprEqn) -> bool:
     return moved != sorted(moved)
 
 
-def written_transposed(eqns: Sequence[JaxprEqn]) -> set[Var]:
+def _written_transposed(eqns: Sequence[JaxprEqn]) -> set[Var]:
     """What is transposed of what a chain makes for that alone, and read by a product."""
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     read_by = readers(eqns)
-    found = set()
-    for eqn in eqns:
-        if eqn.primitive.name != "transpose" or not moves_rows(eqn) or is_typed(eqn.outvars[0]):
-            continue
-        made: Atom = eqn.invars[0]
-        while isinstance(made, Var) and len(read_by[made]) == 1 and made in maker:
-            if class_of(maker[made]) is not Class.VIEW:
-                break
-            made = maker[made].invars[0]
-        own = isinstance(made, Var) and len(read_by[made]) == 1 and made in maker
-        if own and class_of(maker[made]) is Class.FUSIBLE and _is_multiplied(eqn, eqns, read_by):
-            found.add(eqn.outvars[0])
-    return found
+
+    def is_made_for_it(v: Any) -> bool:
+        """Whether a chain makes `v`, or what it is a view of, and nothing else reads that."""
+        if not isinstance(v, Var) or v not in maker or len(read_by[v]) != 1:
+            return False
+        kind = class_of(maker[v])
+        return is_made_for_it(maker[v].invars[0]) if kind is Class.VIEW else kind is Class.FUSIBLE
+
+    moved = (e for e in eqns if e.primitive.name == "transpose" and moves_rows(e))
+    return {
+        eqn.outvars[0]
+        for eqn in moved
+        if not is_typed(eqn.outvars[0])
+        and is_made_for_it(eqn.invars[0])
+        and _is_multiplied(eqn, eqns, read_by)
+    }
 
 
 def _is_multiplied(
