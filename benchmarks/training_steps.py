@@ -18,7 +18,9 @@ it needs, and what was predicted; a way that cannot be made has its error. The l
 first step from the same state is in its row, too. With --traces=DIRECTORY two steps of each way run
 under JAX's profiler: DIRECTORY gets the instructions of each, the microseconds of each kernel, and
 those in which any runs.
-With `--target=h200` all is compiled for that card, and nothing runs.
+With `--target=h200` all is compiled for that card, and nothing runs. Rows then say what the kernels
+of a step move in memory, by `kernel_classes`: where "exact", which keeps what the backward pass
+needs and computes nothing again, moves more than plain, its fences cost what no plan brings back.
 
 Several of these may run at once with the same `--lock=FILE`: they compile together, and each times
 its ways alone, when all have compiled. XLA then times kernels to choose from while others run, and
@@ -31,6 +33,7 @@ those of one device.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -47,6 +50,7 @@ import jax
 import records
 from absl import app, flags, logging
 from by_hand import POLICIES, SEGMENTS
+from kernel_classes import launched
 from locks import held
 from peers import Peer
 from step_models import BATCHES, MODELS, UNROLLED, Training
@@ -140,6 +144,8 @@ def _measure(
                     gib = {name: row.get("gib") for name, row in rows.items()}
                     steps[way], found = _budgeted(given.step, way, gib, state, data)
                 row |= {**found, "seconds_to_compile": time.perf_counter() - begun}
+                if FLAGS.target and way in steps:
+                    row["moved_gib"] = _moved(steps[way].as_text())
             except Exception as error:  # a row says so, and the other ways go on
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
@@ -149,6 +155,14 @@ def _measure(
         start = lambda: jax.device_put(first, _placed(state), may_alias=False)
         with held(FLAGS.lock, alone=True):
             _time(start, jax.device_put(samples, _placed(data)), steps, rows)
+
+
+def _moved(text: str) -> dict[str, float]:
+    """What a compiled step reads and writes, in all and by class of kernel."""
+    found: collections.Counter[str] = collections.Counter()
+    for one in launched(text).values():
+        found[one.name] += one.times * one.nbytes
+    return {name: nbytes / 2**30 for name, nbytes in [("all", found.total()), *found.items()]}
 
 
 def _drawn(given: Training) -> tuple[Any, Any]:
@@ -197,15 +211,20 @@ def _returning(make: Callable[[str], Training], state: Any) -> Callable[[str], T
 
 def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
     """The step by plain jit, with what is picked by hand in it; and what its row says."""
-    options: dict[str, Any] = {}
+    options: list[dict[str, Any]] = [{}]
     if FLAGS.target:
         large = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(args)) >= LARGE_NBYTES
-        options = with_ours({}, "gpu", 0, described=True, fenced=False, large=large)
+        ours = lambda described: with_ours({}, "gpu", 0, described, fenced=False, large=large)
+        options = [ours(True), ours(False)]  # as vmem_jax does
         leaves, tree = jax.tree.flatten(args)
         shardings = target(FLAGS.target).shardings([a.sharding for a in leaves])
         there = lambda a, on: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on)
         args = jax.tree.unflatten(tree, map(there, leaves, shardings))
-    compiled = jax.jit(step, donate_argnums=0).lower(*args).compile(options)
+    lowered = jax.jit(step, donate_argnums=0).lower(*args)
+    try:
+        compiled = lowered.compile(options[0])
+    except jax.errors.JaxRuntimeError:
+        compiled = lowered.compile(options[-1])
     return compiled, {"gib": need_nbytes(compiled) / 2**30}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,12 @@ import vmem_jax
 from vmem_jax import Plan
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
+from vmem_jax.capture.batch import Batch, follow_batch
+from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.small_updates import LARGEST, as_apart
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.costs import analytic
-from vmem_jax.core.program import Phase
+from vmem_jax.core.program import END, Phase
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import violations
 from vmem_jax.policy.order import canonical_order
@@ -150,3 +154,61 @@ def test_they_are_not_timed_alone():
     for s, step in enumerate(found.program.steps):
         if step.updates > 1:
             assert "several parameters" in isolate(found, [s], frozenset(), "gpu").trouble
+
+
+def in_parts(step, args, count, platform="gpu"):
+    """The step in so many sub-batches."""
+    found = captured(step, args, platform)
+    state, x = jax.eval_shape(args)
+    layouts = [None] * len(jax.tree.leaves(state)) + [Layout(0)]
+    batch = follow_batch(found.flat, layouts, x.shape[0])
+    assert isinstance(batch, Batch), batch
+    return found.in_sub_batches(batch, count)
+
+
+def test_sums_of_sub_batches_are_joined():
+    """Apart from the updates behind them, which read the same shapes."""
+    step, args = training(MOMENTUM)
+    program = in_parts(step, args, 4).program
+    inside = [step for step in joined(program) if step.times > 1]
+    assert sum(step.updates for step in inside) == 2 * LAYERS
+    assert max(step.updates for step in inside) == 95 // 3
+    assert sum(step.updates for step in joined(program) if step.times == 1) == 2 * LAYERS
+    assert not [step for step in joined(in_parts(step, args, 4, "cpu").program) if step.times > 1]
+
+
+def test_sub_batches_with_joined_sums_have_the_same_bits():
+    """Those of the same sub-batches without a plan."""
+    step, args = training(MOMENTUM)
+    found = in_parts(step, args, 4)
+    program, costs = found.program, unit_costs(found.program)
+    order = canonical_order(program)
+    timeline = simulate(program, order, costs)
+    plan = Plan(program.fingerprint, "test", order, True, None, timeline.peak, timeline.seconds)
+    unfenced = dataclasses.replace(plan, fenced=False)
+    leaves = jax.tree.leaves(args())
+    with jax.disable_jit():
+        expected = jaxpr_as_fun(rewrite(found, unfenced))(*leaves)
+        for x, y in zip(expected, jaxpr_as_fun(rewrite(found, plan))(*leaves), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_gradients_lie_as_their_weights():
+    """No update behind the sub-batches transposes a total: the products make them so."""
+    flat = compat.open_jaxpr(in_parts(*training(MOMENTUM), 4).flat)
+    end = [eqn.primitive.name for eqn in flat.eqns].index(END)
+    assert all(eqn.primitive.name != "transpose" for eqn in flat.eqns[end:])
+    assert any(eqn.primitive.name == "transpose" for eqn in flat.eqns[:end])
+
+
+@pytest.mark.gpu_compile
+def test_xla_makes_one_kernel_of_the_sums_of_a_sub_batch():
+    step, args = training(MOMENTUM)
+    options = {"budget": "1GiB", "policy": "recompute", "sub_batches": 4, "donate_argnums": 0}
+    lowered = vmem_jax.jit(step, **options).lower(*jax.eval_shape(args))
+    text = lowered.compile(target="h200").as_text()
+    sums = [line for line in text.splitlines() if " fusion(" in line and "while/body" in line]
+    made = [line.split(" fusion(")[0] for line in sums if "kind=kLoop" in line]
+    totals = [each for each in made if f"f32[{WIDTH}]" in each and f",{WIDTH}]" not in each]
+    inside = [step for step in joined(in_parts(step, args, 4).program) if step.times > 1]
+    assert len(totals) == len(inside) < LAYERS // 2

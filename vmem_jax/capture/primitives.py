@@ -267,8 +267,10 @@ def aligned(eqn: JaxprEqn) -> bool:
 
 
 def exchanges_operands(product: JaxprEqn, reader: JaxprEqn) -> bool:
-    """Whether `reader` transposes the matrix product `product` into that of the exchanged operands: a
+    """Whether `reader` transposes `product`, a matrix product, into that of the exchanged operands: a
     weight gradient, as JAX writes it."""
+    if product.primitive.name != "dot_general":
+        return False
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     if batch or reader.primitive.name != "transpose":
         return False

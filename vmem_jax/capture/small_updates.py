@@ -1,11 +1,13 @@
-"""small_updates: updates of small arrays, several of which run as one kernel.
+"""small_updates: updates and sums of small arrays, several of which run as one kernel.
 
 A network has hundreds of small parameters: the scale and the bias of each norm. An update of one
 takes as long as it takes to launch a kernel. XLA:GPU makes one kernel of elementwise chains of one
 shape, but only of those that read the same array (multi-output fusion). So updates of one shape whose
 gradients are all there are one step, and `rewrite` has all of them read one array more.
 
-What is updated early by itself would free no more than its gradient, which is as small.
+What is updated early by itself would free no more than its gradient, which is as small. So it is with
+what a sub-batch adds to the totals of such gradients: of a Swin transformer's 260 small parameters
+these are 260 of its 1,100 kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
-from vmem_jax.core.program import END, Phase, Program
+from vmem_jax.core.program import BEGIN, END, Phase, Program
 from vmem_jax.jax_compat import JaxprEqn, Var
 
 LARGEST = 16 << 10
@@ -77,14 +79,15 @@ def _groups(
     apart: Collection[Var],
 ) -> Iterator[list[list[int]]]:
     """Updates of one shape that fit into one kernel, each as the kernels that it is made of."""
-    waiting: dict[tuple[int, ...], list[list[int]]] = {}
+    waiting: dict[tuple[bool, tuple[int, ...]], list[list[int]]] = {}
+    _, end = _boundaries(kernels, eqns)
     for update in _updates(kernels, phases, eqns, apart):
-        shape = _shape(kernels[update[0]])
-        before = waiting.setdefault(shape, [])
+        kind = update[0] < end, _shape(kernels[update[0]])
+        before = waiting.setdefault(kind, [])
         whole = _joined([kernels[k] for each in (*before, update) for k in each])
         if before and len(whole.reads) + len(whole.writes) > _MOST:
-            yield waiting.pop(shape)
-        waiting.setdefault(shape, []).append(update)
+            yield waiting.pop(kind)
+        waiting.setdefault(kind, []).append(update)
     yield from waiting.values()
 
 
@@ -95,19 +98,27 @@ def _updates(
     apart: Collection[Var],
 ) -> Iterator[list[int]]:
     """The kernels of each update that may be joined: those of one shape that read each other, which
-    make nothing that others read, from something of that size that the step made."""
+    make nothing that others read, from something of that size that the step made. Of a sub-batch it
+    is what adds to a total, which only the end of the sub-batch reads."""
     readers: dict[Var, set[int]] = {}
     maker: dict[Var, int] = {}
     for k, kernel in enumerate(kernels):
         maker.update(dict.fromkeys(kernel.writes, k))
         for v in kernel.reads:
             readers.setdefault(v, set()).add(k)
-    ends = [k for k, each in enumerate(kernels) if eqns[each.root].primitive.name == END]
-    behind = max(ends, default=-1)  # what a sub-batch makes stays in its loop
+    begin, end = _boundaries(kernels, eqns)
+    totals = {*kernels[begin].writes} if begin >= 0 else set()
+
+    def may_be(k: int, kernel: Kernel) -> bool:
+        if k > end:  # what a sub-batch makes stays in its loop
+            return phases[k] is Phase.UPDATE
+        is_read_there = all(readers.get(v) == {end} for v in kernel.writes)
+        return is_read_there and not totals.isdisjoint(kernel.reads)
+
     small = {
         k
-        for k, (kernel, phase) in enumerate(zip(kernels, phases, strict=True))
-        if k > behind and phase is Phase.UPDATE and _is_small(kernel, eqns, apart)
+        for k, kernel in enumerate(kernels)
+        if may_be(k, kernel) and _is_small(kernel, eqns, apart)
     }
     seen: set[int] = set()
     for k in sorted(small):
@@ -123,10 +134,16 @@ def _updates(
             stack += more
         seen |= update
         made = {v for each in update for v in kernels[each].writes}
-        is_read_elsewhere = any(readers.get(v, set()) - update for v in made)
+        is_read_elsewhere = any(readers.get(v, set()) - update - {end} for v in made)
         whole = _joined([kernels[each] for each in sorted(update)])
         if not is_read_elsewhere and gradients(whole.reads, whole.writes[0], maker):
             yield sorted(update)
+
+
+def _boundaries(kernels: Sequence[Kernel], eqns: Sequence[JaxprEqn]) -> tuple[int, int]:
+    """Where a sub-batch begins and ends, -1 where there are none."""
+    names = [eqns[kernel.root].primitive.name for kernel in kernels]
+    return (names.index(BEGIN), names.index(END)) if BEGIN in names else (-1, -1)
 
 
 def gradients(reads: Iterable[Var], written: Var, made: Container[Var]) -> list[Var]:

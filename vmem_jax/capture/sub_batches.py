@@ -31,7 +31,7 @@ from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.flatten import drop_dead
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes
 from vmem_jax.capture.sliced import Slicer, opened, put
 from vmem_jax.capture.updates import updated_in_loops
 from vmem_jax.core.program import BEGIN, END, Buffer, Step
@@ -265,6 +265,8 @@ class _Divider:
         if eqn.primitive.name == "scan":
             return False
         [a] = sums
+        if a in self.maker and exchanges_operands(self.eqns[self.maker[a]], eqn):
+            return False  # the product makes it so: behind the loop the update would transpose it
         return nbytes(self._total_aval(a)) <= nbytes(self._total_aval(eqn.outvars[0]))
 
     def _live(self, needed: set[Var]) -> list[int]:

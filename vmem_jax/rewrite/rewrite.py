@@ -168,6 +168,8 @@ class _Rewriter:
         """Emits step `s`. Fences between the boundaries of sub-batches have no effect outside."""
         if self.program.steps[s].op == BEGIN:
             self.outside = dict(self.current)
+        if self.program.steps[s].op in (BEGIN, END):
+            self.shared.clear()  # what is made in the loop stays there
         self._step(s)
         if self.program.steps[s].op == END:
             self.current.update(self.outside)
