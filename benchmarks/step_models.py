@@ -37,11 +37,14 @@ class Training:
     Attributes:
       init: key -> state.
       batch: key -> batch.
+      accumulated: (parts) -> the same with the gradients of so many parts of the batch added in a
+        scan; None of those that have no such form.
     """
 
     step: Callable[[Any, Any], tuple[Any, jax.Array]]
     init: Callable[[jax.Array], Any]
     batch: Callable[[jax.Array], Any]
+    accumulated: Callable[[int], Training] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +135,27 @@ def _trained(loss_of: Callable, init: Callable, batch: Callable, optimiser: Any 
         params = init(key)
         return params, optimiser.init(params), jnp.int32(0)
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(state: Any, batch: Any, parts: int = 1) -> Any:
         params, rest, count = state
         key = jax.random.fold_in(jax.random.key(0), count)
-        loss, grads = jax.value_and_grad(loss_of)(params, batch, key)
+        gradients = functools.partial(jax.value_and_grad(loss_of), params)
+
+        def add(total: Any, part: Any) -> Any:
+            loss, grads = gradients(*part)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        if parts == 1:
+            loss, grads = gradients(batch, key)
+        else:
+            split = lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:])
+            each = jax.tree.map(split, batch), jax.random.split(key, parts)
+            grads, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), each)
+            loss, grads = losses.mean(), jax.tree.map(lambda g: g / parts, grads)
         updates, rest = optimiser.update(grads, rest, params)
         return (optax.apply_updates(params, updates), rest, count + 1), loss
 
-    return Training(step, start, batch)
+    in_parts = lambda parts: Training(functools.partial(step, parts=parts), start, batch)
+    return Training(step, start, batch, in_parts)
 
 
 def _images(batch: int) -> Callable[[jax.Array], Any]:

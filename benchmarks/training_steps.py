@@ -85,7 +85,7 @@ def main(_: Any) -> None:
     for name in ("layers", "width", "tokens", "attention", "scanned", "stacked"):
         if FLAGS[name].present:
             options[name] = FLAGS[name].value
-    make = lambda hand: MODELS[FLAGS.model](hand, batch, **options)
+    make = lambda hand: _accumulating(MODELS[FLAGS.model](hand, batch, **options))
     given = make("plain")
     state = jax.eval_shape(given.init, jax.random.key(0))
     data = jax.eval_shape(given.batch, jax.random.key(1))
@@ -95,6 +95,7 @@ def main(_: Any) -> None:
     about = {"model": FLAGS.model, "batch": batch, **options, "profile": bool(FLAGS.profile)}
     about["scanned"] = FLAGS.scanned and FLAGS.model not in UNROLLED
     about |= {"allow": FLAGS.allow} if FLAGS.allow else {}
+    about |= {"accumulate": FLAGS.accumulate} if FLAGS.accumulate > 1 else {}
     about |= {"mesh": FLAGS.mesh} if FLAGS.mesh > 1 else {}
     about |= {"device": FLAGS.target or jax.devices()[0].device_kind, "jax": jax.__version__}
     about["commit"] = records.commit()
@@ -110,6 +111,15 @@ def main(_: Any) -> None:
         records.append(pathlib.Path(FLAGS.out), rows.values())
         for row in rows.values():
             print(json.dumps(row), flush=True)
+
+
+def _accumulating(given: Training) -> Training:
+    """`given`, whose gradients are added over the parts of its batch that `--accumulate` says."""
+    if FLAGS.accumulate == 1:
+        return given
+    if given.accumulated is None:
+        raise ValueError(f"{FLAGS.model!r} has no form that accumulates gradients.")
+    return given.accumulated(FLAGS.accumulate)
 
 
 def _measure(
@@ -345,6 +355,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("width", None, "of the residual stream, or of a first stage")
     flags.DEFINE_integer("tokens", None, "in a sequence")
     flags.DEFINE_integer("batch", None, "samples, of all devices together")
+    flags.DEFINE_integer("accumulate", 1, "parts of the batch whose gradients a scan adds")
     flags.DEFINE_integer("mesh", 1, "devices that the batch and the state are split over")
     flags.DEFINE_integer("rounds", 5, "blocks of each way; 0 to compile alone")
     flags.DEFINE_integer("steps", 8, "in a block")

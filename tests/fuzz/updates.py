@@ -87,6 +87,24 @@ def accumulated(forward: Any, loss: Any, params: Any) -> Made:
     return step, ()
 
 
+def repeated(forward: Any, loss: Any, params: Any) -> Made:
+    """Several steps in one call: a scan, in reverse, that carries parameters and their averages."""
+
+    def step(params: Any, state: Any, x: Any, y: Any, key: Any) -> Any:
+        def body(carry: Any, scale: Any) -> Any:
+            params, average = carry
+            value, grads = jax.value_and_grad(loss)(params, x * scale.astype(x.dtype), y, key)
+            params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+            average = jax.tree.map(lambda s, p: s * 0.9 + p * 0.1, average, params)
+            return (params, average), value
+
+        scales = jnp.array([1.0, 0.5, 0.25], jnp.float32)
+        (params, state), values = lax.scan(body, (params, state), scales, reverse=True)
+        return params, state, values
+
+    return step, params
+
+
 def penalty(forward: Any, loss: Any, params: Any) -> Made:
     """A second derivative: the loss holds the norm of the gradient to the inputs."""
 
@@ -173,6 +191,7 @@ UPDATES: dict[str, Callable[..., Made]] = {
     "gradients": gradients,
     "with_aux": with_aux,
     "accumulated": accumulated,
+    "repeated": repeated,
     "penalty": penalty,
     "curvature": curvature,
     "per_sample": per_sample,

@@ -29,6 +29,7 @@ from vmem_jax.techniques.loops import (
     peaks_outside_loops,
     with_loops,
 )
+from vmem_jax.techniques.opened_loops import opened_context, opened_contexts
 from vmem_jax.techniques.sub_batches import (
     by_size,
     is_divisible,
@@ -79,11 +80,13 @@ def groups_of(
     spare = lambda every: _forms(packed, budget, every) if own_fits else []
     loops = looping(shrinks)
     first += [_of_loops(context) for context in loops]
+    inside = opened_contexts(step, budget)
+    first += [_of_loops(context) for context in inside]
     compressed: list[StepContext] = []
     if compresses and 1 in parts.counts:
         compressed = [*compressing_loops(loops, budget)]
         first += map(_of_loops, compressed)
-    forms = lambda: (step, *loops, *compressed, *spare(shrinks))
+    forms = lambda: (step, *loops, *inside, *compressed, *spare(shrinks))
     first += _of_tried(step, forms, budget, tried)
     moves_at_last = bool(step.transport and step.immovable and "offload" in settings.allowed)
 
@@ -96,7 +99,7 @@ def groups_of(
             at_last,
             *(
                 _of_loops(context, moves=True)
-                for context in (*looping(True), *compressed, *spare(True))
+                for context in (*looping(True), *inside, *compressed, *spare(True))
             ),
         )
         gain = PARAMS.transfers_must_gain
@@ -180,8 +183,10 @@ def _of_loops(context: StepContext, moves: bool | None = None) -> Family:
     """The family of a step whose loops stack other values, planned by the chosen policy."""
     settings = context.settings
     make = functools.partial(variant_of, context, settings.policy, moves=moves)
-    parts = parts_of(context)
-    counts = [1] if context.traced.captured.program.compressed else parts.counts
+    program = context.traced.captured.program
+    if program.opened:
+        return Family((1,), make)
+    counts = [1] if program.compressed else parts_of(context).counts
     return Family(counts, make, settings.splitting, alike=True, **_in_parts(context))
 
 
@@ -192,7 +197,8 @@ def _of_tried(
     tried: Sequence[Tried],
 ) -> list[Family]:
     """The families of `tried` plans that fit, but whose loops stack what no other of `forms` does:
-    which forms there are depends on the budget, and an earlier search had another one."""
+    which forms there are depends on the budget, and an earlier search had another one. An opened loop
+    is among `forms` whatever the budget."""
     own = lambda one: (form_of(one), one.compressed)
     fitting = [one.plan for one in tried if one.fits(budget) and one.plan.kept is not None]
     stacks = {own(form.traced.captured.program) for form in forms()} if fitting else set()
@@ -220,6 +226,8 @@ def form_for(step: StepContext, plan: Plan) -> StepContext:
         step = with_passes(step)
     if plan.kept is not None:
         step = with_loops(step, plan.kept, plan.segments)
+    if plan.opened:
+        step = opened_context(step) or step
     return _compressed(step, plan)
 
 
@@ -296,6 +304,8 @@ def _new_variant(
     name += f" of {samples} samples" if samples else ""
     if program.kept is not None:
         name += ", other stacks"
+    if program.opened:
+        name += ", planned inside its loop"
     if program.logit_chunks > 1:
         name += f", logits in {program.logit_chunks} chunks"
     if program.bits:

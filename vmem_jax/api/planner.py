@@ -165,7 +165,8 @@ def _by_given(step: StepContext, plan: Plan) -> CompiledStep:
     if step.immovable and not step.transport and parks(step.traced.captured.program, plan):
         raise TechniqueError(f"`{step.settings.name}` cannot offload: {step.immovable}.")
     policy, samples = step.settings.policy, plan.sub_batch_size
-    variant = variant_of(step, policy, plan.sub_batches, samples=samples)
+    count = 1 if plan.opened else plan.sub_batches
+    variant = variant_of(step, policy, count, samples=samples)
     check_made_for(variant.program, plan)
     if step.target is None:
         try_configurations(variant.program, plan, step.devices[0])

@@ -171,6 +171,12 @@ class Captured:
         parts = parts._keeping(ours.kept, ours.segments, ours)
         return dataclasses.replace(parts, whole=given.whole(self.separate, why))
 
+    def opened(self, flat: ClosedJaxpr, iterations: SubBatches) -> Captured:
+        """The same step by `flat`, in which an iteration of one of its loops stands for all
+        (`capture.opened_loops`)."""
+        made = _captured(flat, self.separate, self.applied, self.inputs, iterations)
+        return dataclasses.replace(made, program=dataclasses.replace(made.program, opened=True))
+
     def with_compressed(
         self, flat: ClosedJaxpr, compressed: tuple[tuple[int, int], ...]
     ) -> Captured:

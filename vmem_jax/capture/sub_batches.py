@@ -38,13 +38,14 @@ from vmem_jax.core.program import BEGIN, END, Buffer, Step
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 begin_p = Primitive(BEGIN)
-"""(what the sub-batch reads) -> (its first sample i32[], the same, the totals so far)."""
+"""(what the sub-batch reads, what the first `started` totals start at) -> (its first sample i32[],
+what it reads, the totals so far). Other totals start at zero."""
 
 end_p = Primitive(END)
 """(totals with this sub-batch, what it read) -> (totals)."""
 
 begin_p.multiple_results = end_p.multiple_results = True
-begin_p.def_abstract_eval(lambda *_, avals: list(avals))
+begin_p.def_abstract_eval(lambda *_, avals, started: list(avals))
 end_p.def_abstract_eval(lambda *given, count: list(given[:count]))
 
 
@@ -57,12 +58,14 @@ class SubBatches:
       size: samples in each sub-batch, except perhaps one, which has the first samples.
       smaller: the step for a smaller sub-batch, with the same equations; None if there is none.
       smaller_size: samples in the smaller sub-batch.
+      unroll: how many of them an iteration of their loop runs, where that is asked for.
     """
 
     count: int
     size: int
     smaller: ClosedJaxpr | None = None
     smaller_size: int = 0
+    unroll: int = 1
 
     @property
     def is_even(self) -> bool:
@@ -196,7 +199,11 @@ class _Divider:
         begins = [offset, *self.entered.values(), *before.values()]
         self._add_in_loops(begins, before, now)
         begin = compat.new_equation(
-            begin_p, [*self.entered], begins, {"avals": tuple(v.aval for v in begins)}, first
+            begin_p,
+            [*self.entered],
+            begins,
+            {"avals": tuple(v.aval for v in begins), "started": 0},
+            first,
         )
         early = self._makers(self.entered) | self.early
         mine = {v for v in before if self.maker[v] not in early}  # the others are there already

@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 18
+FORMAT = 19
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -63,7 +63,8 @@ def points_at(program: Program, transfers: Sequence[Transfer]) -> dict[int, list
 def form_of(one: Program | Plan) -> Hashable:
     """What distinguishes the forms of a step, but for sub-batches and compression: programs of
     several forms may be equal, of other jaxprs."""
-    return one.kept, one.segments, one.logit_chunks, one.carried, one.summed, one.pooled, one.bits
+    loops = one.kept, one.segments, one.opened
+    return *loops, one.logit_chunks, one.carried, one.summed, one.pooled, one.bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +86,11 @@ class Plan:
         that reads them.
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
-      sub_batches: how often the steps on samples run, each time for a part of the batch.
+      sub_batches: how often the steps on samples run, each time for a part of the batch; or the
+        iterations of a loop that is `opened`.
       options: the compiler's options beside those of every step, as pairs (name, whether it is on).
-      compressed, kept, segments, logit_chunks, carried, summed, pooled, bits, sub_batch_size: the
-        same fields of the program that it was made for.
+      compressed, kept, segments, opened, logit_chunks, carried, summed, pooled, bits,
+        sub_batch_size: the same fields of the program that it was made for.
     """
 
     program: str
@@ -105,6 +107,7 @@ class Plan:
     compressed: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, ...], ...] | None = None
     segments: LoopSegments = None
+    opened: bool = False
     logit_chunks: int = 1
     carried: tuple[int, ...] = ()
     summed: int = 0
@@ -147,7 +150,8 @@ class Plan:
         moved += f", {len(self.looped)} stacks moved by slices" if self.looped else ""
         convolutions = len(self.divided)
         moved += f", {convolutions} convolutions in micro-batches" if convolutions else ""
-        moved += f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
+        parts = "iterations planned inside" if self.opened else "sub-batches"
+        moved += f", {self.sub_batches} {parts}" if self.sub_batches > 1 else ""
         moved += f" of {self.sub_batch_size} samples" if self.sub_batch_size else ""
         moved += f", {len(self.compressed)} buffers compressed" if self.compressed else ""
         moved += f", {len(self.kept)} loops with other stacks" if self.kept else ""
@@ -236,6 +240,7 @@ class Plan:
             "summed": _is_int(values["summed"]) and values["summed"] >= 0,
             "pooled": _is_int(values["pooled"]) and values["pooled"] >= 0,
             "bits": isinstance(values["bits"], bool),
+            "opened": isinstance(values["opened"], bool),
             "sub_batch_size": values["sub_batch_size"] is None
             or (_is_int(values["sub_batch_size"]) and values["sub_batch_size"] > 0),
             "options": isinstance(values["options"], list)
@@ -334,6 +339,7 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         compressed=program.compressed,
         kept=program.kept,
         segments=program.segments,
+        opened=program.opened,
         logit_chunks=program.logit_chunks,
         carried=program.carried,
         summed=program.summed,

@@ -94,7 +94,7 @@ def techniques_of(program: Program, plan: Plan) -> tuple[str, ...]:
         "offload": bool(plan.looped) or any(t.buffer not in hosted for t in plan.transfers),
         "stream": program.is_streamed,
         "workspace": bool(plan.divided),
-        "sub_batches": plan.sub_batches > 1,
+        "sub_batches": plan.sub_batches > 1 and not plan.opened,
         "bits": plan.bits,
         "compress": bool(plan.compressed),
     }

@@ -222,6 +222,8 @@ class Program:
       summed: how many passes compute several sums each.
       pooled: how many max-pools compute their index, too.
       bits: whether masks wait for the backward pass in bits.
+      opened: whether what runs several times are the iterations of a loop of the user's
+        (`capture.opened_loops`), not sub-batches.
       on_gpu: whether it is compiled for a GPU.
     """
 
@@ -241,6 +243,7 @@ class Program:
     bits: bool = False
     sub_batch_size: int | None = None
     smaller_nbytes: tuple[int, ...] = ()
+    opened: bool = False
     on_gpu: bool = False
 
     @functools.cached_property
@@ -347,7 +350,7 @@ class Program:
             self.aliases,
             *([self.hosted] if self.hosted else []),
             *([sliced] if sliced else []),
-            *([self.sub_batches] if self.sub_batches > 1 else []),
+            *([self.sub_batches, self.opened] if self.sub_batches > 1 else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 

@@ -145,6 +145,7 @@ def finish(
         compressed=program.compressed,
         kept=program.kept,
         segments=program.segments,
+        opened=program.opened,
         logit_chunks=program.logit_chunks,
         carried=program.carried,
         summed=program.summed,

@@ -170,8 +170,11 @@ class Explanation:
             return ""
         seconds = [self.costs.seconds[s] for s in self.plan.order]
         own = sum(self.costs.seconds[s] for s in self.plan.order if self.program.steps[s].times > 1)
+        what = f"the batch runs in {self.plan.sub_batches} sub-batches"
+        if self.plan.opened:
+            what = f"a loop of {self.plan.sub_batches} iterations is planned inside"
         return (
-            f"\nthe batch runs in {self.plan.sub_batches} sub-batches: {len(split)} of "
+            f"\n{what}: {len(split)} of "
             f"{len(self.program.steps)} steps, {own / (sum(seconds) or 1.0):.0%} of the time; the "
             "rest runs once"
         )

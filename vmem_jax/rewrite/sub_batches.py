@@ -57,7 +57,8 @@ def looped(
     opened = compat.open_jaxpr(closed)
     part = _Part(closed)
     begin, end = part.eqns[part.begin], part.eqns[part.end]
-    through = len(begin.invars)
+    started = begin.params["started"]
+    through = len(begin.invars) - started
     front, indices = None, list[int]()
     if smaller is not None:
         front = _Part(smaller)
@@ -67,18 +68,19 @@ def looped(
     whole = sub_batches.count - (front is not None)
 
     def loop(*values: Any) -> Any:
-        entered, outside = values[:through], values[through:]
+        entered, start = values[:through], values[through : through + started]
+        outside = values[through + started :]
 
         def once(totals: Any, offset: Any) -> Any:
             return tuple(part.run(offset, *entered, *totals, *outside)), None
 
-        totals = tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+        totals = (*start, *(jnp.zeros(a.shape, a.dtype) for a in avals[started:]))
         if front is not None:
             totals = tuple(
                 front.run(jnp.int32(0), *entered, *totals, *(outside[p] for p in indices))
             )
         offsets = jnp.arange(whole, dtype=jnp.int32) * sub_batches.size + sub_batches.smaller_size
-        totals, _ = lax.scan(once, totals, offsets)
+        totals, _ = lax.scan(once, totals, offsets, unroll=sub_batches.unroll)
         return list(totals)
 
     equations = [*part.eqns[: part.begin]]

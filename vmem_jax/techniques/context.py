@@ -14,7 +14,7 @@ from vmem_jax.capture.small_updates import as_apart
 from vmem_jax.capture.zeroed_stacks import as_zeroed
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
-from vmem_jax.core.costs import Costs, analytic
+from vmem_jax.core.costs import Costs, analytic, of_parts
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.parked import parks
@@ -95,6 +95,11 @@ class StepContext:
     def costs(self) -> Costs:
         """The costs of the step with its batch as a whole."""
         settings, captured = self.settings, self.traced.captured
+        if captured.program.opened:
+            whole = self.whole
+            return of_parts(
+                captured.program, self.machine, whole.traced.captured.program, whole.costs
+            )
         if self.target is not None:
             return analytic(captured.program, self.machine)
         device, machine = self.devices[0], settings.machine

@@ -1,0 +1,148 @@
+"""opened_loops: a scan whose body is a training step of its own, with that step in the open.
+
+Gradient accumulation is such a scan, and so are several steps in one call. Forward and backward pass
+are both in its body, so nothing is stacked between them, and the body is planned as a step is. It
+stands between the boundaries that sub-batches have (`sub_batches`), once for all iterations:
+
+    what stands in front of the scan
+    begin: the iteration, what it reads of the above, what is carried into it, the stacks so far
+        one iteration; its slices of the stacks put in place
+    end: what it carries out, the stacks
+    what stands behind the scan
+
+So policies, `rewrite` and the predictions know nothing new. Where the layers in the body are scans
+themselves, `loop_levels` plans their stacks, and the body stays closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from vmem_jax import jax_compat as compat
+from vmem_jax.capture.calls import Calls
+from vmem_jax.capture.capture import Captured, capture_body
+from vmem_jax.capture.def_use import makers
+from vmem_jax.capture.exact import apply_exact_rules
+from vmem_jax.capture.flatten import drop_dead, flatten
+from vmem_jax.capture.loop_levels import levels
+from vmem_jax.capture.row_major import with_row_major
+from vmem_jax.capture.shards import follow_shards
+from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
+from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.program import Phase
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+
+
+def opened(captured: Captured) -> Captured | None:
+    """`captured` with one of its loops opened: of those whose body is a training step the one that
+    holds the most. None where there is none, on several devices, and with arguments in host memory.
+    """
+    flat, given = captured.separate, captured.inputs
+    if captured.sub_batches or captured.shards.device_count > 1 or given.hosted:
+        return None
+    found = max(_steps_in_loops(flat, captured), key=lambda each: each[0], default=None)
+    if found is None:
+        return None
+    _, at, body = found
+    eqns = compat.open_jaxpr(flat).eqns
+    division = SubBatches(eqns[at].params["length"], 1, unroll=eqns[at].params["unroll"])
+    return captured.opened(_Opener(flat, at, body).run(), division)
+
+
+def _steps_in_loops(
+    flat: ClosedJaxpr, captured: Captured
+) -> Sequence[tuple[int, int, ClosedJaxpr]]:
+    """The scans whose body is a training step: the bytes that an iteration holds, their index, and
+    the body."""
+    given = captured.inputs
+    level = levels(flat, follow_shards(flat, given.shardings))
+    others = {i for pair in level.pairs for i in (pair.forward, pair.backward)}
+    others |= {i for i, _ in level.inner}
+    found = []
+    for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
+        if eqn.primitive.name != "scan" or eqn.effects or i in others:
+            continue
+        body, _ = with_row_major(flatten(eqn.params["jaxpr"]), given.platform)
+        body = drop_dead(apply_exact_rules(body)[0])
+        if compat.constants(body):
+            continue  # the body of a scan has none
+        own = eqn.replace(params={**eqn.params, "jaxpr": body})
+        program = capture_body(own, step=given).program
+        if any(step.phase is Phase.BACKWARD for step in program.steps):
+            found.append((body_nbytes(program), i, body))
+    return found
+
+
+class _Opener:
+    """`flat` with scan `at` opened, while it is put together."""
+
+    def __init__(self, flat: ClosedJaxpr, at: int, body: ClosedJaxpr) -> None:
+        self.flat, self.at, self.body = flat, at, compat.open_jaxpr(body)
+        self.outer = compat.open_jaxpr(flat)
+        self.scan: JaxprEqn = self.outer.eqns[at]
+        self.made = makers(self.outer.eqns)
+        self.entered: dict[Var, Var] = {}  # what the iteration reads, and its variable there
+        self.inside: list[JaxprEqn] = []
+        self.calls = Calls(self.inside.append)
+
+    def run(self) -> ClosedJaxpr:
+        scan, body = self.scan, self.body
+        consts, carry = compat.scan_counts(scan)
+        length, turned = scan.params["length"], scan.params["reverse"]
+        iteration = compat.new_var(jax.typeof(jax.numpy.int32(0)))
+        at: Atom = iteration
+        if turned:
+            [at] = self.calls.bind(lambda i: length - 1 - i, [iteration], scan)
+        carried = [compat.new_var(v.aval) for v in body.invars[consts : consts + carry]]
+        env: dict[Var, Atom] = dict(zip(body.invars[consts : consts + carry], carried, strict=True))
+        for v, a in zip(body.invars[:consts], scan.invars[:consts], strict=True):
+            env[v] = self._there(a)
+        slices = zip(body.invars[consts + carry :], scan.invars[consts + carry :], strict=True)
+        for v, a in slices:
+            [env[v]] = self.calls.bind(_cut, [self._there(a), at], scan, "cut")
+        read = lambda a: a if isinstance(a, Literal) else env[a]
+        for eqn in body.eqns:
+            outs = [compat.new_var(v.aval) for v in eqn.outvars]
+            nested = compat.nest_name_stack(eqn, scan)
+            self.inside.append(nested.replace(invars=[*map(read, eqn.invars)], outvars=outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        stacks = [compat.new_var(v.aval) for v in scan.outvars[carry:]]
+        now = [read(a) for a in body.outvars[:carry]]
+        for stack, a in zip(stacks, body.outvars[carry:], strict=True):
+            now += self.calls.bind(_put, [stack, read(a), at], scan, "put")
+        begins = [iteration, *self.entered.values(), *carried, *stacks]
+        start = [*scan.invars[consts : consts + carry]]
+        params = {"avals": tuple(v.aval for v in begins), "started": carry}
+        begin = compat.new_equation(begin_p, [*self.entered, *start], begins, params, scan)
+        operands = [*now, *self.entered.values()]
+        ends = [*scan.outvars]
+        end = compat.new_equation(end_p, operands, ends, {"count": len(ends)}, scan)
+        eqns = self.outer.eqns
+        every = [*eqns[: self.at], begin, *self.inside, end, *eqns[self.at + 1 :]]
+        parts = self.outer.constvars, compat.constants(self.flat), self.outer.invars
+        return drop_dead(compat.close(*parts, self.outer.outvars, every, like=self.flat))
+
+    def _there(self, a: Atom) -> Atom:
+        """What stands in the iteration for `a`; an argument for itself."""
+        if not isinstance(a, Var) or a not in self.made:
+            return a
+        return self.entered.setdefault(a, compat.new_var(a.aval))
+
+
+def _cut(stack: Any, at: Any) -> jax.Array:
+    """The slice of an iteration."""
+    starts = (at, *(0,) * (stack.ndim - 1))
+    sizes = (1, *stack.shape[1:])
+    part = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
+    return lax.squeeze(part, [0])
+
+
+def _put(stack: Any, part: Any, at: Any) -> jax.Array:
+    """`stack` with the slice of an iteration."""
+    starts = (at, *(0,) * (stack.ndim - 1))
+    whole = lax.expand_dims(part, [0])
+    return lax.dynamic_update_slice(stack, whole, starts, allow_negative_indices=False)
