@@ -54,3 +54,8 @@ def test_few_columns_take_as_long_as_many():
 def test_sums_along_rows_are_no_sums_over_rows():
     total = lambda x: x.astype("float32").sum(-1)
     assert micros(total, of(4096, 1280)) < 10
+
+
+def test_sums_of_nothing_take_no_rows():
+    assert micros(lambda x: x.sum(0), of(3, 0, 4)) >= 0
+    assert micros(lambda x: x.sum(1), of(0, 3, 4)) >= 0

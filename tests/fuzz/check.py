@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.api import records
+from vmem_jax.capture import capture
 from vmem_jax.errors import VmemError
 
 from . import rounding
@@ -68,6 +70,8 @@ class Plain:
         since padding between temporaries differs.
       reference: makes the results in double precision.
       rounded: makes the results of runs that round at random, as `rounding.runs` has them.
+      for_gpu: on a CPU, makes the results of the step as it is captured for a GPU, which rewrites
+        more of it; None elsewhere.
     """
 
     program: Program
@@ -76,6 +80,7 @@ class Plain:
     expected: Any
     reference: Callable[[], Any]
     rounded: Callable[[], Sequence[Any]]
+    for_gpu: Callable[[], Any] | None
 
     @classmethod
     def of(cls, spec: Spec) -> Plain:
@@ -92,7 +97,10 @@ class Plain:
         expected = jax.block_until_ready(compiled(*args))
         double = functools.cache(lambda: _in_double(spec))
         rounded = functools.cache(lambda: [*rounding.runs(program.step, program.fresh)])
-        return cls(program, compiled, functools.cache(memory), expected, double, rounded)
+        on_cpu = jax.default_backend() == "cpu"
+        for_gpu = functools.cache(lambda: _captured_for_gpu(program)) if on_cpu else None
+        made = program, compiled, functools.cache(memory), expected, double, rounded
+        return cls(*made, for_gpu)
 
     @property
     def need_nbytes(self) -> int:
@@ -146,6 +154,12 @@ def need_nbytes(compiled: Any) -> int:
 
 def _checked(plain: Plain, options: Options, ask: bool, own: Own) -> Row:
     program, donated = plain.program, tuple(options.jit.get("donate_argnums", ()))
+    if plain.for_gpu is not None:
+        got = plain.for_gpu()
+        with own():
+            agreed, why = compare(program, plain.expected, got, plain.reference, plain.rounded)
+        if agreed == WRONG:
+            return {"outcome": WRONG, "signature": f"{WRONG}:captured for a GPU", "detail": why}
     donating = plain.memory(donated)
     # shares, and what is left whatever the plan, are those of a step that gives up the same arguments
     alike = options.form == "share" or options.of == "room"
@@ -297,6 +311,15 @@ def _place(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error))[:300]
+
+
+def _captured_for_gpu(program: Program) -> Any:
+    """The results, on this CPU, of the equations that are planned for a GPU."""
+    args = program.fresh()
+    traced = jax.jit(program.step).trace(*args)
+    flat = capture(traced.jaxpr, platform="gpu").flat
+    outs = jax.jit(jaxpr_as_fun(flat))(*jax.tree.leaves(args))
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(traced.out_info), outs))
 
 
 def _in_double(spec: Spec) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from . import VERSION
 from .layers import LAYERS, Draw
 from .layers.base import DOUBLE, Dtypes
-from .updates import TRAINING, UPDATES
+from .updates import LATER, TRAINING, UPDATES
 
 Spec = dict[str, Any]
 
@@ -28,6 +28,9 @@ MOST = 2**17
 COUNTS = [1] * 7 + [2] * 12 + [3] * 11 + [4] * 6 + [5] * 3 + [8]
 """Numbers of layers. A program of eight takes as long as ten of three, and what was found so far
 shrank to one to three."""
+
+OTHER = 2**20
+"""A salt that no layer has: draws by it leave all others as they are."""
 
 FEWEST = 2**12
 """Elements of the inputs, of most programs."""
@@ -71,6 +74,8 @@ def draw_spec(seed: int) -> Spec:
         batch, time = draw.one([(0, time), (batch, 0)])
     count = draw.one(COUNTS)
     names = [draw.one(list(LAYERS)) for _ in range(count)]
+    other = Draw(VERSION, seed, OTHER)
+    later = [other.one([*LATER])] if other.chance(0.05) else []
     return {
         "version": VERSION,
         "seed": seed,
@@ -79,7 +84,7 @@ def draw_spec(seed: int) -> Spec:
         "layers": [[name, i] for i, name in enumerate(names)],
         "skips": [i for i in range(count) if draw.chance(0.25)],
         "loss": draw.one(["mean", "mean", "sum", "labels"]),
-        "update": draw.one([*UPDATES, *TRAINING * 2]),
+        "update": [draw.one([*UPDATES, *TRAINING * 2]), *later][-1],
     }
 
 
@@ -143,7 +148,7 @@ def build(spec: Spec, double: bool = False) -> Program:
         errors = (jnp.tanh(y) - targets) ** 2
         return errors.sum() if spec["loss"] == "sum" or not y.size else errors.mean() * 4
 
-    step, state = UPDATES[spec["update"]](forward, loss, params)
+    step, state = {**UPDATES, **LATER}[spec["update"]](forward, loss, params)
     if double:
         state = jax.tree.map(lambda a: np.asarray(a, np.float64) if _is_float(a) else a, state)
     state = jax.tree.map(np.asarray, state)

@@ -62,6 +62,7 @@ def test_a_minute_of_random_programs_finds_nothing_new():
 MENDED = [json.loads(line) for line in Path(__file__).with_name("mended.jsonl").open()]
 """Programs and options that were findings. Three named a lowest peak which was then refused: its plan
 was of loops with other stacks, which the search makes for the budget, and the second had another.
+One more did so with what is compressed.
 Three named one above plain jit's need, which was predicted at more than four times as much. One
 named that of another policy's plan, which was not asked for again. Two named plans that another
 process did not come across. One lacks a backward pass, and was refused what plain jit needs where

@@ -29,7 +29,7 @@ from vmem_jax.techniques.loops import (
     peaks_outside_loops,
     with_loops,
 )
-from vmem_jax.techniques.opened_loops import opened_context, opened_contexts
+from vmem_jax.techniques.steps_in_loops import opened_contexts
 from vmem_jax.techniques.sub_batches import (
     by_size,
     is_divisible,
@@ -80,7 +80,11 @@ def groups_of(
     spare = lambda every: _forms(packed, budget, every) if own_fits else []
     loops = looping(shrinks)
     first += [_of_loops(context) for context in loops]
-    inside = opened_contexts(step, budget)
+    inside = [
+        form
+        for context in opened_contexts(step, budget)
+        for form in (context, *_looping(context, in_bits(context, budget), budget, shrinks))
+    ]
     first += [_of_loops(context) for context in inside]
     compressed: list[StepContext] = []
     if compresses and 1 in parts.counts:
@@ -196,11 +200,12 @@ def _of_tried(
     budget: int | None,
     tried: Sequence[Tried],
 ) -> list[Family]:
-    """The families of `tried` plans that fit, but whose loops stack what no other of `forms` does:
-    which forms there are depends on the budget, and an earlier search had another one. An opened loop
-    is among `forms` whatever the budget."""
+    """The families of `tried` plans that fit, but whose loops stack, or that compress, what no other
+    of `forms` does: which forms there are depends on the budget, and an earlier search had another
+    one."""
     own = lambda one: (form_of(one), one.compressed)
-    fitting = [one.plan for one in tried if one.fits(budget) and one.plan.kept is not None]
+    has_own = lambda plan: plan.kept is not None or plan.compressed
+    fitting = [one.plan for one in tried if one.fits(budget) and has_own(one.plan)]
     stacks = {own(form.traced.captured.program) for form in forms()} if fitting else set()
     found = []
     for plan in fitting:
@@ -216,6 +221,8 @@ def _of_tried(
 
 def form_for(step: StepContext, plan: Plan) -> StepContext:
     """The form of `step` that `plan` is made for."""
+    if plan.opened:
+        step = step.opened or step
     if plan.bits:
         step = with_bits(step)
     if plan.logit_chunks > 1:
@@ -226,8 +233,6 @@ def form_for(step: StepContext, plan: Plan) -> StepContext:
         step = with_passes(step)
     if plan.kept is not None:
         step = with_loops(step, plan.kept, plan.segments)
-    if plan.opened:
-        step = opened_context(step) or step
     return _compressed(step, plan)
 
 

@@ -113,6 +113,9 @@ class Captured:
         """
         given = self.inputs
         separate = drop_dead(separate)
+        if self.program.opened:
+            assert self.sub_batches is not None, "an opened loop has iterations"
+            return self.opened(separate, self.sub_batches)._keeping(kept, segments, self.program)
 
         def others(flat: ClosedJaxpr) -> ClosedJaxpr:
             flat = with_stack_layouts(segmented(flat, divided_loops), given.platform)
@@ -174,7 +177,7 @@ class Captured:
     def opened(self, flat: ClosedJaxpr, iterations: SubBatches) -> Captured:
         """The same step by `flat`, in which an iteration of one of its loops stands for all
         (`capture.opened_loops`)."""
-        made = _captured(flat, self.separate, self.applied, self.inputs, iterations)
+        made = _captured(flat, flat, self.applied, self.inputs, iterations)
         return dataclasses.replace(made, program=dataclasses.replace(made.program, opened=True))
 
     def with_compressed(

@@ -49,7 +49,7 @@ def _longer(eqn: JaxprEqn) -> float:
     while end < len(shape) and (end in axes or shape[end] == 1):
         end += 1  # other axes are summed behind these, which makes a much smaller array
     rows, columns = math.prod(shape[first:end]), math.prod(shape[end:])
-    if rows == 1 or columns == 1:
+    if rows == 1 or columns == 1 or not math.prod(shape):
         return 0.0
     if rows > _MOST_ROWS:
         return 1.0

@@ -16,6 +16,7 @@ themselves, `loop_levels` plans their stacks, and the body stays closed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.loop_levels import levels
-from vmem_jax.capture.row_major import with_row_major
+from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
 from vmem_jax.core.body import body_nbytes
@@ -47,17 +48,18 @@ def opened(captured: Captured) -> Captured | None:
     found = max(_steps_in_loops(flat, captured), key=lambda each: each[0], default=None)
     if found is None:
         return None
-    _, at, body = found
-    eqns = compat.open_jaxpr(flat).eqns
-    division = SubBatches(eqns[at].params["length"], 1, unroll=eqns[at].params["unroll"])
-    return captured.opened(_Opener(flat, at, body).run(), division)
+    _, at, body, spread = found
+    params = compat.open_jaxpr(flat).eqns[at].params
+    opener = _Opener(flat, at, body)
+    made = captured.opened(opener.run(), SubBatches(params["length"], 1, unroll=params["unroll"]))
+    return dataclasses.replace(made, misread=captured.misread, spread=opener.here(spread))
 
 
 def _steps_in_loops(
     flat: ClosedJaxpr, captured: Captured
-) -> Sequence[tuple[int, int, ClosedJaxpr]]:
-    """The scans whose body is a training step: the bytes that an iteration holds, their index, and
-    the body."""
+) -> Sequence[tuple[int, int, ClosedJaxpr, Spread]]:
+    """The scans whose body is a training step: the bytes that an iteration holds, their index, the
+    body, and the values in it whose layouts are stated."""
     given = captured.inputs
     level = levels(flat, follow_shards(flat, given.shardings))
     others = {i for pair in level.pairs for i in (pair.forward, pair.backward)}
@@ -66,14 +68,14 @@ def _steps_in_loops(
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
         if eqn.primitive.name != "scan" or eqn.effects or i in others:
             continue
-        body, _ = with_row_major(flatten(eqn.params["jaxpr"]), given.platform)
+        body, spread = with_row_major(flatten(eqn.params["jaxpr"]), given.platform)
         body = drop_dead(apply_exact_rules(body)[0])
         if compat.constants(body):
             continue  # the body of a scan has none
         own = eqn.replace(params={**eqn.params, "jaxpr": body})
         program = capture_body(own, step=given).program
         if any(step.phase is Phase.BACKWARD for step in program.steps):
-            found.append((body_nbytes(program), i, body))
+            found.append((body_nbytes(program), i, body, spread))
     return found
 
 
@@ -88,6 +90,12 @@ class _Opener:
         self.entered: dict[Var, Var] = {}  # what the iteration reads, and its variable there
         self.inside: list[JaxprEqn] = []
         self.calls = Calls(self.inside.append)
+        self.env: dict[Var, Atom] = {}
+
+    def here(self, spread: Spread) -> Spread:
+        """`spread`, of the body, by the variables of the iteration."""
+        of = lambda values: frozenset(self.env[v] for v in values if v in self.env)
+        return Spread(of(spread.gradients), of(spread.wholes))
 
     def run(self) -> ClosedJaxpr:
         scan, body = self.scan, self.body
@@ -98,7 +106,8 @@ class _Opener:
         if turned:
             [at] = self.calls.bind(lambda i: length - 1 - i, [iteration], scan)
         carried = [compat.new_var(v.aval) for v in body.invars[consts : consts + carry]]
-        env: dict[Var, Atom] = dict(zip(body.invars[consts : consts + carry], carried, strict=True))
+        env = self.env
+        env.update(zip(body.invars[consts : consts + carry], carried, strict=True))
         for v, a in zip(body.invars[:consts], scan.invars[:consts], strict=True):
             env[v] = self._there(a)
         slices = zip(body.invars[consts + carry :], scan.invars[consts + carry :], strict=True)

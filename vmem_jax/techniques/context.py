@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 from vmem_jax.capture.kernel_gradients import as_misread
+from vmem_jax.capture.opened_loops import opened
 from vmem_jax.capture.row_major import as_spread
 from vmem_jax.capture.small_updates import as_apart
 from vmem_jax.capture.zeroed_stacks import as_zeroed
@@ -19,6 +21,7 @@ from vmem_jax.core.machine import Machine
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.parked import parks
 from vmem_jax.core.plan import Plan
+from vmem_jax.core.program import END
 from vmem_jax.core.simulate import simulate
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import HostMemoryError
@@ -93,17 +96,30 @@ class StepContext:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """The costs of the step with its batch as a whole."""
+        """The costs of the step with its batch as a whole. What runs inside a loop that is not opened
+        takes what it takes plain jit."""
+        form = self.opened
+        return self._own_costs if form is None else self._with_loop(self._own_costs, form)
+
+    @functools.cached_property
+    def _own_costs(self) -> Costs:
         settings, captured = self.settings, self.traced.captured
         if captured.program.opened:
             whole = self.whole
-            return of_parts(
-                captured.program, self.machine, whole.traced.captured.program, whole.costs
-            )
+            closed = whole.traced.captured.program
+            return of_parts(captured.program, self.machine, closed, whole._own_costs)
         if self.target is not None:
             return analytic(captured.program, self.machine)
         device, machine = self.devices[0], settings.machine
         return costs_of(captured, device, machine=machine, profile=settings.profile)
+
+    @functools.cached_property
+    def opened(self) -> StepContext | None:
+        """The form whose largest loop of a training step is planned inside; None without such."""
+        captured = opened(self.traced.captured)
+        if captured is None:
+            return None
+        return self.of(dataclasses.replace(self.traced, captured=captured))
 
     @property
     def plain_costs(self) -> Costs:
@@ -114,6 +130,19 @@ class StepContext:
         costs = as_spread(costs, program, captured.variables, captured.spread, machine)
         costs = as_zeroed(costs, program, captured.flat, captured.shards, machine)
         return as_apart(costs, program, machine)
+
+    def _with_loop(self, costs: Costs, form: StepContext) -> Costs:
+        """`costs` with what plain jit takes for the loop that is opened in `form`."""
+        program, inside = form.traced.captured.program, form.plain_costs.seconds
+        each = zip(program.steps, inside, strict=True)
+        looped = sum(seconds for step, seconds in each if step.times > 1)
+        [end] = (s for s, step in enumerate(program.steps) if step.op == END)
+        made = {form.traced.captured.variables[b] for b in program.steps[end].writes}
+        ours, seconds = self.traced.captured, [*costs.seconds]
+        for s, step in enumerate(ours.program.steps):
+            if made.intersection(ours.variables[b] for b in step.writes):
+                seconds[s] = looped
+        return dataclasses.replace(costs, seconds=tuple(seconds))
 
     @functools.cached_property
     def peak_by_order(self) -> int:

@@ -250,6 +250,8 @@ def _follow(traced: TracedStep) -> Batch | str:
     """The batch dimension of every value; or why the batch cannot run in parts."""
     if traced.batch.why:
         return traced.batch.why
+    if traced.captured.program.opened:
+        return "its loop is planned inside"
     if traced.captured.shards.device_count > 1:
         return "it runs on several devices"
     flat = traced.captured.divisible
