@@ -29,6 +29,9 @@ RESULTS = Path(__file__).parent / "results"
 SHAPE = ("layers", "width", "tokens", "attention", "stacked")
 """Of a network, where a row has other than the model's own."""
 
+PARTS = "accumulate"
+"""Of a step that accumulates gradients, how often."""
+
 
 def newest() -> Iterator[dict[str, Any]]:
     """The last timed row of plain jit of each step on each card, on one device, without a note."""
@@ -37,7 +40,8 @@ def newest() -> Iterator[dict[str, Any]]:
         for row in records.lines(path):
             noted = "note" in row or row.get("mesh", 1) > 1
             if row["way"] == "plain" and "ms" in row and not noted:
-                about = tuple(row.get(name) for name in ("model", "batch", "scanned", *SHAPE))
+                names = "model", "batch", "scanned", PARTS, *SHAPE
+                about = tuple(row.get(name) for name in names)
                 found[(row["device"], *about)] = row
     yield from found.values()
 
@@ -48,6 +52,9 @@ def predicted(row: dict[str, Any]) -> float:
     if row["model"] not in UNROLLED and not row["scanned"]:
         options["scanned"] = False
     train = MODELS[row["model"]]("plain", row["batch"], **options)
+    if PARTS in row:
+        assert train.accumulated is not None, "a row has it only where there is such a form"
+        train = train.accumulated(row[PARTS])
     args = (
         jax.eval_shape(train.init, jax.random.key(0)),
         jax.eval_shape(train.batch, jax.random.key(1)),
@@ -61,7 +68,8 @@ def main(_: Any) -> None:
     rows = []
     for measured in newest():
         row = {name: measured[name] for name in ("model", "batch", "scanned", "device")}
-        row |= {name: measured[name] for name in SHAPE if measured.get(name) is not None}
+        shape = (name for name in (PARTS, *SHAPE) if measured.get(name) is not None)
+        row |= {name: measured[name] for name in shape}
         row |= {"ms": measured["ms"], "predicted_ms": predicted(measured)}
         row |= {"ratio": row["predicted_ms"] / row["ms"], "measured_at": measured["commit"]}
         row["commit"] = records.commit()

@@ -38,6 +38,7 @@ from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import Replaced, SubBatches, divided, in_parts, twins
+from vmem_jax.capture.whole_rows import turned_nbytes, with_whole_rows
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
@@ -68,6 +69,7 @@ class Captured:
       whole: stacks in host memory that come as a whole.
       misread: gradients to kernels that XLA takes for something else in the step as it was.
       spread: values whose layouts XLA chooses badly in the step as it was.
+      turned: bytes that passes which transpose heads move there more than here.
     """
 
     flat: ClosedJaxpr
@@ -83,6 +85,7 @@ class Captured:
     whole: tuple[Whole, ...] = ()
     misread: frozenset[Convolution] = frozenset()
     spread: Spread = dataclasses.field(default_factory=Spread)
+    turned: int = 0
 
     @property
     def divisible(self) -> ClosedJaxpr:
@@ -234,13 +237,15 @@ def capture(
     flat = with_operands_rounded(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat = with_padding_apart(flat, platform)
-    flat, spread = with_row_major(flat, platform)
+    before = turned_nbytes(flat)
+    flat, spread = with_row_major(with_whole_rows(flat, platform), platform)
+    turned = before - turned_nbytes(flat)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
     inputs = Inputs(*known, platform, products)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
-    return dataclasses.replace(captured, misread=misread, spread=spread)
+    return dataclasses.replace(captured, misread=misread, spread=spread, turned=turned)
 
 
 def _in_loops(

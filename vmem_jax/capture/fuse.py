@@ -26,7 +26,14 @@ from vmem_jax.capture.few_rows import is_elementwise
 from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.overlap import is_made_apart
-from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, takes_epilogue
+from vmem_jax.capture.primitives import (
+    Class,
+    class_of,
+    exchanges_operands,
+    is_batched,
+    nbytes,
+    takes_epilogue,
+)
 from vmem_jax.capture.softmax import makes_exponentials
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.core.program import BEGIN
@@ -143,7 +150,10 @@ class _Fuser:
         if maker is None or self.eqns[maker].primitive.name != "transpose":
             return False
         source = self._source(eqn.invars[0])
-        return source in self.maker and self.classes[self.maker[source]] is Class.FUSIBLE
+        if source not in self.maker:
+            return False
+        made = self.eqns[self.maker[source]]
+        return self.classes[self.maker[source]] is Class.FUSIBLE or is_batched(made)
 
     def _readers(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         """What reads the results of `eqn`, and what reads views and broadcasts of them."""

@@ -23,6 +23,7 @@ from vmem_jax.capture.primitives import (
     class_of,
     computed_in,
     flops,
+    is_batched,
     nbytes,
     workspace,
 )
@@ -60,11 +61,6 @@ _OF_OURS = {
     "summed_rows": "summed",
 }
 """The parameter of each kernel of ours that says what it computes, and how fast."""
-
-_SIZE_FIRST = 0.8
-"""The share of its rate that a product of unaligned heads reaches where no loop carries these: XLA
-(0.11.2) lays them out as [size, tokens]. Of 64 images an unrolled ViT's of 197 tokens take 80 to 88
-us on an H200; a scanned one's, or such products alone, take 60 to 70. Aligned ones take no longer."""
 
 
 def libraries_of(platform: str) -> frozenset[str]:
@@ -241,7 +237,7 @@ class StepMaker:
             fetched=fetched,
             returned=returned,
             row_major=not self.row_major.isdisjoint(kernel.writes),
-            batched=_is_batched(root),
+            batched=is_batched(root),
             normalises=self.is_gpu and makes_exponentials(root, self.maker),
         )
 
@@ -300,13 +296,6 @@ class StepMaker:
             else:
                 yield eqn
 
-    def _is_size_first(self, kernel: Kernel) -> bool:
-        """Whether it is a product of unaligned transposed heads whose layout no loop states."""
-        root = self.eqns[kernel.root]
-        if self.is_body or not _is_batched(root) or aligned(root):
-            return False
-        return any(v in self.transposed for v in (*kernel.reads, *kernel.writes))
-
     def _efficiency(self, kernel: Kernel) -> float:
         root = self.eqns[kernel.root]
         if root.primitive.name == "normalising_convolution" and self.is_gpu:
@@ -314,17 +303,12 @@ class StepMaker:
         described = _OF_OURS.get(root.primitive.name)
         if described is not None and self.is_gpu:
             return float(root.params[described].efficiency)
-        return efficiency(root) * (_SIZE_FIRST if self._is_size_first(kernel) else 1.0)
+        return efficiency(root)
 
 
 def _itemsize(aval: Any) -> int:
     """Bytes of an element; 1 for those of float0, which take none."""
     return int(getattr(getattr(aval, "dtype", None), "itemsize", 4)) or 1
-
-
-def _is_batched(eqn: compat.JaxprEqn) -> bool:
-    """Whether `eqn` is a matrix product with batch dimensions."""
-    return eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
 
 
 def _over_the_link(eqn: compat.JaxprEqn, body: Program | None) -> tuple[int, int]:

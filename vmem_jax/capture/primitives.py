@@ -44,7 +44,7 @@ erf erf_inv erfc exp exp2 expm1 floor gather ge gt imag integer_pow iota is_fini
 log log1p log2 logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or pad
 population_count pow real rem rev round rsqrt select_and_gather_add select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square sub tan tanh xor
-copy_p pack_bits unpack_bits window_gradient window_index
+copy_p pack_bits stack unpack_bits unstack window_gradient window_index
 """.split()
 
 _REDUCE = """
@@ -56,7 +56,7 @@ ELEMENTWISE = (
     .difference(
         """
 broadcast broadcast_in_dim concatenate dynamic_slice gather iota pack_bits pad rev
-select_and_gather_add slice split unpack_bits window_gradient window_index
+select_and_gather_add slice split stack unpack_bits unstack window_gradient window_index
 """.split()
     )
     .union(
@@ -264,6 +264,11 @@ def aligned(eqn: JaxprEqn) -> bool:
     else:
         return True
     return all(c * lhs.dtype.itemsize % 16 == 0 for c in channels)
+
+
+def is_batched(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is a matrix product with batch dimensions."""
+    return eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
 
 
 def exchanges_operands(product: JaxprEqn, reader: JaxprEqn) -> bool:

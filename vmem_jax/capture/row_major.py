@@ -18,7 +18,8 @@ at the ends. So what one small kernel likes lays out much more:
   network of 512 units and 1,000 words one is 4 % of the need. Without fences casts transpose them.
 - What a chain transposes for a product lies in a fence as the chain's operands do. The product reads
   a copy behind it, and one in front: of a Swin transformer's windows and heads copies take 3.4 of
-  16.9 ms on an H200, and 1.6 without fences.
+  16.9 ms on an H200, and 1.6 without fences. What is transposed between products each of these copies
+  for itself.
 
 Stated to be row-major, a gradient is transposed in the kernel that reads it first, a part of a value
 where it is cut out, an argument by itself, and what a chain transposes where the chain writes it. A
@@ -41,7 +42,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
-from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.capture.primitives import Class, class_of, is_batched
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.transposes import moves_rows
 from vmem_jax.core.convolution import Pass
@@ -91,6 +92,7 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
     computed = _computed(opened.eqns)
     turned = _turned(opened.eqns, computed) | _written_transposed(opened.eqns)
+    turned |= _between_products(opened.eqns)
     for eqn in opened.eqns:
         is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
@@ -176,6 +178,30 @@ def _written_transposed(eqns: Sequence[JaxprEqn]) -> set[Var]:
         and is_made_for_it(eqn.invars[0])
         and _is_multiplied(eqn, eqns, read_by)
     }
+
+
+def _between_products(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What is transposed of what a batched product makes for that alone, and several others read."""
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    read_by = readers(eqns)
+
+    def is_made_for_it(v: Any) -> bool:
+        eqn = maker.get(v)
+        if eqn is None or len(read_by[v]) != 1:
+            return False
+        if class_of(eqn) is Class.VIEW:
+            return is_made_for_it(eqn.invars[0])
+        return is_batched(eqn)
+
+    def count(v: Var) -> int:
+        """The products that read `v`, or views of it."""
+        each = [eqns[i] for i in read_by.get(v, ())]
+        views = (eqn.outvars[0] for eqn in each if class_of(eqn) is Class.VIEW)
+        return sum(map(count, views)) + sum(e.primitive.name in _PRODUCTS for e in each)
+
+    moved = (e for e in eqns if e.primitive.name == "transpose" and moves_rows(e))
+    made = (e.outvars[0] for e in moved if is_made_for_it(e.invars[0]))
+    return {v for v in made if not is_typed(v) and count(v) > 1}
 
 
 def _is_multiplied(

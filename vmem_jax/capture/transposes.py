@@ -83,13 +83,13 @@ def transposed(eqns: Sequence[JaxprEqn]) -> dict[Var, Passes]:
 
 
 def moves_rows(eqn: JaxprEqn) -> bool:
-    """Whether transpose `eqn` is more than an exchange of two neighbours, which a product reads as it
-    lies: its operand's dimensions, those that stay neighbours as one, are four or more."""
+    """Whether transpose `eqn` is more than that of a matrix, which a product reads as it lies: its
+    operand's dimensions, those that stay neighbours as one, are three or more."""
     shape = getattr(eqn.invars[0].aval, "shape", ())
     order = [d for d in eqn.params["permutation"] if shape[d] > 1]
     ranks = {d: n for n, d in enumerate(sorted(order))}
     breaks = sum(ranks[b] != ranks[a] + 1 for a, b in itertools.pairwise(order))
-    return breaks >= 3
+    return breaks >= 2
 
 
 def _runs(shape: Sequence[int], batch: Sequence[int]) -> Runs:
@@ -150,6 +150,8 @@ class _Walk:
         eqn = self.maker.get(v)
         while eqn is not None and class_of(eqn) is Class.VIEW and isinstance(eqn.invars[0], Var):
             inner = eqn.invars[0]
+            if eqn.primitive.name == "layout_constraint":
+                return  # what makes it writes it so
             if eqn.primitive.name == "transpose":
                 groups = _regrouped(runs, _shape(v))
                 if groups is None:
@@ -189,6 +191,8 @@ class _Walk:
             v, runs = waiting.pop()
             for eqn in self.readers.get(v, ()):
                 kind, name = class_of(eqn), eqn.primitive.name
+                if name == "layout_constraint":
+                    continue  # a chain writes it so
                 if kind is Class.VIEW:
                     if name == "transpose":
                         groups = _regrouped(runs, _shape(v))

@@ -13,6 +13,7 @@ from vmem_jax.capture.kernel_gradients import as_misread
 from vmem_jax.capture.opened_loops import opened
 from vmem_jax.capture.row_major import as_spread
 from vmem_jax.capture.small_updates import as_apart
+from vmem_jax.capture.whole_rows import as_turned
 from vmem_jax.capture.zeroed_stacks import as_zeroed
 from vmem_jax.compiler.compile import compile_jaxpr
 from vmem_jax.core.cards import machine_for
@@ -129,6 +130,7 @@ class StepContext:
         costs = as_misread(self.costs, program, captured.misread)
         costs = as_spread(costs, program, captured.variables, captured.spread, machine)
         costs = as_zeroed(costs, program, captured.flat, captured.shards, machine)
+        costs = as_turned(costs, program, captured.turned, machine)
         return as_apart(costs, program, machine)
 
     def _with_loop(self, costs: Costs, form: StepContext) -> Costs:
