@@ -33,6 +33,7 @@ from vmem_jax.capture.loop_levels import levels
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
+from vmem_jax.capture.whole_rows import turned_nbytes, with_whole_rows
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.program import Phase
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -45,21 +46,35 @@ def opened(captured: Captured) -> Captured | None:
     flat, given = captured.separate, captured.inputs
     if captured.sub_batches or captured.shards.device_count > 1 or given.hosted:
         return None
-    found = max(_steps_in_loops(flat, captured), key=lambda each: each[0], default=None)
+    found = max(_steps_in_loops(flat, captured), key=lambda each: each.nbytes, default=None)
     if found is None:
         return None
-    _, at, body, spread = found
-    params = compat.open_jaxpr(flat).eqns[at].params
-    opener = _Opener(flat, at, body)
+    params = compat.open_jaxpr(flat).eqns[found.at].params
+    opener = _Opener(flat, found.at, found.body)
     made = captured.opened(opener.run(), SubBatches(params["length"], 1, unroll=params["unroll"]))
-    return dataclasses.replace(made, misread=captured.misread, spread=opener.here(spread))
+    spread, turned = opener.here(found.spread), params["length"] * found.turned
+    return dataclasses.replace(made, misread=captured.misread, spread=spread, turned=turned)
 
 
-def _steps_in_loops(
-    flat: ClosedJaxpr, captured: Captured
-) -> Sequence[tuple[int, int, ClosedJaxpr, Spread]]:
-    """The scans whose body is a training step: the bytes that an iteration holds, their index, the
-    body, and the values in it whose layouts are stated."""
+@dataclasses.dataclass(frozen=True)
+class _StepInLoop:
+    """A scan whose body is a training step.
+
+    Attributes:
+      at: its index.
+      nbytes: what an iteration holds.
+      body: it.
+      spread, turned: of an iteration, as `Captured` has them.
+    """
+
+    at: int
+    nbytes: int
+    body: ClosedJaxpr
+    spread: Spread
+    turned: int
+
+
+def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLoop]:
     given = captured.inputs
     level = levels(flat, follow_shards(flat, given.shardings))
     others = {i for pair in level.pairs for i in (pair.forward, pair.backward)}
@@ -68,14 +83,16 @@ def _steps_in_loops(
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
         if eqn.primitive.name != "scan" or eqn.effects or i in others:
             continue
-        body, spread = with_row_major(flatten(eqn.params["jaxpr"]), given.platform)
+        inside = flatten(eqn.params["jaxpr"])
+        body, spread = with_row_major(with_whole_rows(inside, given.platform), given.platform)
+        turned = turned_nbytes(inside) - turned_nbytes(body)
         body = drop_dead(apply_exact_rules(body)[0])
         if compat.constants(body):
             continue  # the body of a scan has none
         own = eqn.replace(params={**eqn.params, "jaxpr": body})
         program = capture_body(own, step=given).program
         if any(step.phase is Phase.BACKWARD for step in program.steps):
-            found.append((body_nbytes(program), i, body, spread))
+            found.append(_StepInLoop(i, body_nbytes(program), body, spread, turned))
     return found
 
 

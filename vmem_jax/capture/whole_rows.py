@@ -30,6 +30,7 @@ from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
@@ -86,6 +87,7 @@ def _cut_first(flat: ClosedJaxpr) -> ClosedJaxpr:
             continue
         turned = maker.get(whole)
         is_turned = turned is not None and turned.primitive.name == "transpose"
+        is_turned = is_turned and not is_typed(whole)
         if turned is None or not is_turned or whole in results or len(read_by[whole]) > 1:
             eqns.append(eqn)
             continue
@@ -177,8 +179,8 @@ def as_turned(costs: Costs, program: Program, more: int, machine: Machine) -> Co
 
 
 def _multiplies_matrices(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` is a batch of products of matrices."""
-    if eqn.primitive.name != "dot_general":
+    """Whether `eqn` is a batch of products of matrices, whose types do not say how they are split."""
+    if eqn.primitive.name != "dot_general" or any(map(is_typed, (*eqn.invars, *eqn.outvars))):
         return False
     contracted, batches = eqn.params["dimension_numbers"]
     batch = len(batches[0])
