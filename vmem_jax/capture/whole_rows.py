@@ -39,6 +39,9 @@ from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
 Readers = Mapping[Var, Sequence[int]]
 
+_CUTS = ("slice", "unstack")
+"""What cuts parts out of an array."""
+
 _SIZE_FIRST = 0.8
 """The share of its rate that a product of unaligned heads reaches which XLA (0.11.2) lays out as
 [size, tokens]. Of 64 images a ViT's of 197 tokens take 80 to 88 us on an H200, others 60 to 70.
@@ -81,29 +84,33 @@ def _cut_first(flat: ClosedJaxpr) -> ClosedJaxpr:
     read_by = readers(opened.eqns)
     eqns: list[JaxprEqn] = []
     for eqn in opened.eqns:
-        whole = eqn.invars[0] if eqn.invars else None
-        if eqn.primitive.name != "unstack" or not isinstance(whole, Var):
-            eqns.append(eqn)
-            continue
-        turned = maker.get(whole)
+        whole: Any = eqn.invars[0] if eqn.primitive.name in _CUTS else None
+        turned = maker.get(whole) if isinstance(whole, Var) else None
         is_turned = turned is not None and turned.primitive.name == "transpose"
-        is_turned = is_turned and not is_typed(whole)
-        if turned is None or not is_turned or whole in results or len(read_by[whole]) > 1:
+        if turned is None or not is_turned or whole in results or is_typed(whole):
             eqns.append(eqn)
-            continue
-        order = [*turned.params["permutation"]]
-        axis = order.pop(eqn.params["axis"])
-        order = [d - (d > axis) for d in order]
-        for i, out in enumerate(eqn.outvars):
-            cut = functools.partial(_cut, at=i, axis=axis, order=order)
-            eqns += spliced(cut, turned.invars, eqn, out)[0]
+        elif all(opened.eqns[i].primitive.name in _CUTS for i in read_by[whole]):
+            for i, out in enumerate(eqn.outvars):
+                cut = functools.partial(_cut, eqn=eqn, order=turned.params["permutation"], i=i)
+                eqns += spliced(cut, turned.invars, eqn, out)[0]
+        else:
+            eqns.append(eqn)
     parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
     return drop_dead(compat.close(*parts, like=flat))
 
 
-def _cut(x: jax.Array, at: int, axis: int, order: Sequence[int]) -> jax.Array:
-    part = lax.squeeze(lax.slice_in_dim(x, at, at + 1, axis=axis), [axis])
-    return part if [*order] == sorted(order) else lax.transpose(part, order)
+def _cut(x: jax.Array, eqn: JaxprEqn, order: Sequence[int], i: int) -> jax.Array:
+    """Result `i` of `eqn`, which cuts `x` in another order of its dimensions."""
+    params = eqn.params
+    if eqn.primitive.name == "slice":
+        strides = params["strides"] or (1,) * x.ndim
+        ranges = [*zip(params["start_indices"], params["limit_indices"], strides, strict=True)]
+        own = zip(*(ranges[order.index(d)] for d in range(x.ndim)), strict=True)
+        return lax.transpose(lax.slice(x, *own), order)
+    axis = order[params["axis"]]
+    rest = [d - (d > axis) for d in order if d != axis]
+    part = lax.squeeze(lax.slice_in_dim(x, i, i + 1, axis=axis), [axis])
+    return part if rest == sorted(rest) else lax.transpose(part, rest)
 
 
 def _batches_first(flat: ClosedJaxpr) -> ClosedJaxpr:
@@ -142,7 +149,7 @@ def _is_cut_out(a: Var, maker: Mapping[Var, JaxprEqn]) -> bool:
     eqn = maker.get(a)
     while eqn is not None and class_of(eqn) is Class.VIEW and isinstance(eqn.invars[0], Var):
         eqn = maker.get(eqn.invars[0])
-    return eqn is not None and eqn.primitive.name in ("slice", "split", "unstack")
+    return eqn is not None and eqn.primitive.name in (*_CUTS, "split")
 
 
 def _with_operand(product: JaxprEqn, side: int, a: Var, order: Sequence[int]) -> JaxprEqn:

@@ -86,11 +86,11 @@ class Plan:
         that reads them.
       convolutions: pairs (step, configuration). A convolution that is not listed runs as XLA's own,
         with a workspace that is not known.
-      sub_batches: how often the steps on samples run, each time for a part of the batch; or the
-        iterations of a loop that is `opened`.
+      sub_batches: how often the steps on samples run, each time for a part of the batch.
+      opened: whether these are the iterations of a loop, as `Program` has it.
       options: the compiler's options beside those of every step, as pairs (name, whether it is on).
-      compressed, kept, segments, opened, logit_chunks, carried, summed, pooled, bits,
-        sub_batch_size: the same fields of the program that it was made for.
+      compressed, kept, segments, logit_chunks, carried, summed, pooled, bits, sub_batch_size: the
+        same fields of the program that it was made for.
     """
 
     program: str
