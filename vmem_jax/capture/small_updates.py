@@ -6,8 +6,8 @@ shape, but only of those that read the same array (multi-output fusion). So upda
 gradients are all there are one step, and `rewrite` has all of them read one array more.
 
 What is updated early by itself would free no more than its gradient, which is as small. So it is with
-what a sub-batch adds to the totals of such gradients: of a Swin transformer's 260 small parameters
-these are 260 of its 1,100 kernels.
+what a sub-batch adds to the totals of such gradients: joined, a Swin-T in two of them launches 174 of
+2,184 kernels less.
 """
 
 from __future__ import annotations
