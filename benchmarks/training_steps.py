@@ -60,6 +60,7 @@ import vmem_jax
 from vmem_jax.compiler.compile import LARGE_NBYTES, with_ours
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.devices.targets import target
+from vmem_jax.jax_compat import NOT_CONFIGURED
 
 FLAGS = flags.FLAGS
 
@@ -233,7 +234,9 @@ def _by_hand(step: Callable, *args: Any) -> tuple[Any, dict[str, Any]]:
     lowered = jax.jit(step, donate_argnums=0).lower(*args)
     try:
         compiled = lowered.compile(options[0])
-    except jax.errors.JaxRuntimeError:
+    except jax.errors.JaxRuntimeError as error:
+        if not FLAGS.target or not any(each in str(error) for each in NOT_CONFIGURED):
+            raise
         compiled = lowered.compile(options[-1])
     return compiled, {"gib": need_nbytes(compiled) / 2**30}
 

@@ -92,7 +92,6 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
     computed = _computed(opened.eqns)
     turned = _turned(opened.eqns, computed) | _written_transposed(opened.eqns)
-    turned |= _between_products(opened.eqns)
     for eqn in opened.eqns:
         is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
@@ -159,61 +158,32 @@ def _turns(eqn: JaxprEqn) -> bool:
 
 
 def _written_transposed(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """What is transposed of what a chain makes for that alone, and read by a product."""
+    """What is transposed of what a chain makes for that alone, and read by a product; and of what a
+    batched product does, and read by several others."""
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     read_by = readers(eqns)
 
-    def is_made_for_it(v: Any) -> bool:
-        """Whether a chain makes `v`, or what it is a view of, and nothing else reads that."""
+    def needed(v: Any) -> float:
+        """How many products have to read it, by what makes `v`, or what it is a view of."""
         if not isinstance(v, Var) or v not in maker or len(read_by[v]) != 1:
-            return False
-        kind = class_of(maker[v])
-        return is_made_for_it(maker[v].invars[0]) if kind is Class.VIEW else kind is Class.FUSIBLE
+            return math.inf
+        eqn = maker[v]
+        if class_of(eqn) is Class.VIEW:
+            return needed(eqn.invars[0])
+        return 1 if class_of(eqn) is Class.FUSIBLE else 2 if is_batched(eqn) else math.inf
+
+    def products(v: Var) -> int:
+        """Those that read `v`, or a view of it."""
+        each = [eqns[i] for i in read_by.get(v, ())]
+        views = (eqn.outvars[0] for eqn in each if class_of(eqn) is Class.VIEW)
+        return sum(map(products, views)) + sum(e.primitive.name in _PRODUCTS for e in each)
 
     moved = (e for e in eqns if e.primitive.name == "transpose" and moves_rows(e))
     return {
         eqn.outvars[0]
         for eqn in moved
-        if not is_typed(eqn.outvars[0])
-        and is_made_for_it(eqn.invars[0])
-        and _is_multiplied(eqn, eqns, read_by)
+        if not is_typed(eqn.outvars[0]) and products(eqn.outvars[0]) >= needed(eqn.invars[0])
     }
-
-
-def _between_products(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """What is transposed of what a batched product makes for that alone, and several others read."""
-    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-    read_by = readers(eqns)
-
-    def is_made_for_it(v: Any) -> bool:
-        eqn = maker.get(v)
-        if eqn is None or len(read_by[v]) != 1:
-            return False
-        if class_of(eqn) is Class.VIEW:
-            return is_made_for_it(eqn.invars[0])
-        return is_batched(eqn)
-
-    def count(v: Var) -> int:
-        """The products that read `v`, or views of it."""
-        each = [eqns[i] for i in read_by.get(v, ())]
-        views = (eqn.outvars[0] for eqn in each if class_of(eqn) is Class.VIEW)
-        return sum(map(count, views)) + sum(e.primitive.name in _PRODUCTS for e in each)
-
-    moved = (e for e in eqns if e.primitive.name == "transpose" and moves_rows(e))
-    made = (e.outvars[0] for e in moved if is_made_for_it(e.invars[0]))
-    return {v for v in made if not is_typed(v) and count(v) > 1}
-
-
-def _is_multiplied(
-    eqn: JaxprEqn, eqns: Sequence[JaxprEqn], read_by: Mapping[Var, Sequence[int]]
-) -> bool:
-    """Whether a product reads what `eqn` makes, or a view of it."""
-    for i in read_by.get(eqn.outvars[0], ()):
-        if eqns[i].primitive.name in _PRODUCTS:
-            return True
-        if class_of(eqns[i]) is Class.VIEW and _is_multiplied(eqns[i], eqns, read_by):
-            return True
-    return False
 
 
 def _size(v: Var) -> int:
