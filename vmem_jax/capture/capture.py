@@ -30,7 +30,7 @@ from vmem_jax.capture.padding import with_padding_apart
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.rounded_operands import with_operands_rounded
-from vmem_jax.capture.row_major import Spread, with_row_major
+from vmem_jax.capture.row_major import Spread
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.shared_operands import products_as_one
 from vmem_jax.capture.siblings import saved_by_merging
@@ -38,7 +38,7 @@ from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import Replaced, SubBatches, divided, in_parts, twins
-from vmem_jax.capture.whole_rows import turned_nbytes, with_whole_rows
+from vmem_jax.capture.whole_rows import with_layouts
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
@@ -237,9 +237,7 @@ def capture(
     flat = with_operands_rounded(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat = with_padding_apart(flat, platform)
-    before = turned_nbytes(flat)
-    flat, spread = with_row_major(with_whole_rows(flat, platform), platform)
-    turned = before - turned_nbytes(flat)
+    flat, spread, turned = with_layouts(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
     inputs = Inputs(*known, platform, products)

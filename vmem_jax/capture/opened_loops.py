@@ -30,10 +30,10 @@ from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
 from vmem_jax.capture.loop_levels import levels
-from vmem_jax.capture.row_major import Spread, with_row_major
+from vmem_jax.capture.row_major import Spread
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
-from vmem_jax.capture.whole_rows import turned_nbytes, with_whole_rows
+from vmem_jax.capture.whole_rows import with_layouts
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.program import Phase
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -83,9 +83,7 @@ def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLo
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
         if eqn.primitive.name != "scan" or eqn.effects or i in others:
             continue
-        inside = flatten(eqn.params["jaxpr"])
-        body, spread = with_row_major(with_whole_rows(inside, given.platform), given.platform)
-        turned = turned_nbytes(inside) - turned_nbytes(body)
+        body, spread, turned = with_layouts(flatten(eqn.params["jaxpr"]), given.platform)
         body = drop_dead(apply_exact_rules(body)[0])
         if compat.constants(body):
             continue  # the body of a scan has none

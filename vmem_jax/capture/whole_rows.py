@@ -30,6 +30,7 @@ from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.costs import Costs
@@ -163,7 +164,16 @@ def _with_operand(product: JaxprEqn, side: int, a: Var, order: Sequence[int]) ->
     return product.replace(invars=invars, params={**product.params, "dimension_numbers": numbers})
 
 
-def turned_nbytes(flat: ClosedJaxpr) -> int:
+def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Spread, int]:
+    """`flat` with whole rows and row-major values, what `with_row_major` says of these, and the bytes
+    that passes which transpose heads move more without."""
+    if platform != "gpu":
+        return flat, Spread(), 0
+    laid_out, spread = with_row_major(with_whole_rows(flat, platform), platform)
+    return laid_out, spread, _turned_nbytes(flat) - _turned_nbytes(laid_out)
+
+
+def _turned_nbytes(flat: ClosedJaxpr) -> int:
     """Bytes that passes read and write which XLA transposes heads in (`transposes`)."""
     found = transposed(compat.open_jaxpr(flat).eqns).items()
     return sum(2 * each.count * nbytes(v.aval) for v, each in found)
