@@ -339,8 +339,8 @@ def _captured(
     on_gpu = given.platform != "cpu"
     as_one = products_as_one(eqns, boundary) if is_body and on_gpu else ()
     parts = {i for products in as_one for i in products}
-    kernels: Sequence[Kernel] = fuse(flat, boundary, given.platform, parts)
     shards = follow_shards(flat, given.shardings) if shards is None else shards
+    kernels: Sequence[Kernel] = fuse(flat, boundary, given.platform, parts, shards)
     slices = stacks(flat)
 
     inputs = [*opened.invars, *opened.constvars]

@@ -1,12 +1,11 @@
 """fuse: which values of a flat jaxpr exist in memory, and which equations share a kernel.
 
-A fusible equation is computed inside every kernel that reads it. Where the reader is far away (a
-backward equation that reads a forward chain), there is a choice: the value exists in between, or the
-chain is computed again from values that exist anyway. The cheaper one is taken, in bytes moved plus
-bytes held: a dropout mask (1 byte an element) rather than the random bits (4), a batch-normalised
-value from the convolution's output, which the backward pass reads anyway. Random words are fused,
-too, but drawn once (`capture.draws`).
-
+A fusible equation is computed inside every kernel that reads it, and so are a softmax's reductions
+on a GPU (`capture.softmax`). Where the reader is far away (a backward equation that reads a forward
+chain), there is a choice: the value exists in between, or the chain is computed again from values
+that exist anyway. The cheaper one is taken, in bytes moved plus bytes held: a dropout mask (1 byte an
+element) rather than the random bits (4), a batch-normalised value from the convolution's output,
+which the backward pass reads anyway. Random words are fused, too, but drawn once (`capture.draws`).
 What compares a value with what is computed from it is one kernel (`capture.ties`).
 """
 
@@ -34,7 +33,8 @@ from vmem_jax.capture.primitives import (
     nbytes,
     takes_epilogue,
 )
-from vmem_jax.capture.softmax import makes_exponentials
+from vmem_jax.capture.shards import Shards
+from vmem_jax.capture.softmax import makes_exponentials, reduced_at_once
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.core.program import BEGIN
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
@@ -69,6 +69,7 @@ def fuse(
     boundary: int | None = None,
     platform: str = "",
     parts: Collection[int] = (),
+    shards: Shards | None = None,
 ) -> tuple[Kernel, ...]:
     """Returns the kernels of `flat`, in the order of their last equations.
 
@@ -77,8 +78,9 @@ def fuse(
       boundary: where `flat` is one iteration of two loops, the first equation of the second one.
         What that reads of the first is held in a stack until then.
       parts: the products that are parts of others, without epilogues (`capture.shared_operands`).
+      shards: how the values of `flat` are split over devices; None on one device.
     """
-    return _Fuser(flat, boundary, platform, parts).kernels()
+    return _Fuser(flat, boundary, platform, parts, shards or Shards()).kernels()
 
 
 class _Fuser:
@@ -88,6 +90,7 @@ class _Fuser:
         boundary: int | None,
         platform: str,
         parts: Collection[int],
+        shards: Shards,
     ) -> None:
         opened = compat.open_jaxpr(flat)
         self.platform, self.parts = platform, parts
@@ -129,6 +132,8 @@ class _Fuser:
                     self.classes[i] = Class.FUSIBLE
                 elif self._is_written_transposed(i):
                     self.classes[i] = Class.FUSIBLE
+            for i in [*reduced_at_once(self, self.outputs, shards)]:
+                self.classes[i] = Class.FUSIBLE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:
                 self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE

@@ -36,7 +36,7 @@ def with_packed_masks(flat: ClosedJaxpr, shards: Shards, least: int) -> ClosedJa
       shards: how its values are split over devices.
       least: bytes of the smallest mask that is packed.
     """
-    kernels, eqns = fuse(flat), compat.open_jaxpr(flat).eqns
+    kernels, eqns = fuse(flat, shards=shards), compat.open_jaxpr(flat).eqns
     phases = phases_of(kernels, eqns)
     late = [phase is not Phase.FORWARD for phase in phases]
     return _packed(flat, kernels, late, shards, least)
@@ -51,7 +51,7 @@ def with_packed_residuals(pair: Pair, outside: Shards, least: int) -> Pair:
       least: bytes of the smallest stack of masks that is packed.
     """
     shards = pair.shards(outside)
-    kernels = fuse(pair.body, pair.boundary)
+    kernels = fuse(pair.body, pair.boundary, shards=shards)
     late = [not pair.late.isdisjoint(kernel.reads) for kernel in kernels]
     body = _packed(pair.body, kernels, late, shards, -(-least // pair.length))
     return pair if body is pair.body else dataclasses.replace(pair, body=body)

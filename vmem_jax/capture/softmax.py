@@ -1,34 +1,183 @@
-"""softmax: the exponentials of rows less their maxima, which XLA:GPU makes in a Triton kernel.
+"""softmax: rows that XLA:GPU normalises in a Triton kernel, and their reductions.
 
-XLA (0.11.2) has a pass for what is computed of rows and of what these reduce to. Of a softmax whose
-exponentials a loop stacks, that kernel takes the maxima and writes the exponentials, in float32. No
-other kernel computes them again, and they are copied into the stack: those of ViT-L(64), 152 MiB, are
-there beside it.
+XLA (0.11.2) has a pass for what is computed of rows and of what these reduce to. Where such a row
+fits in a tile, the kernel that reads the row reduces it, too: the probabilities of an attention are
+made of the scores in one pass, and so is the gradient to the scores, of them and of the gradient to
+the probabilities. Their maxima and sums need not exist, and are taken again in every such kernel
+(`reduced_at_once`). Plain jit takes the sums once more in a pass of their own, which AD saves for the
+backward pass (`as_summed_apart`).
+
+Of a softmax whose exponentials a loop stacks, the kernel takes the maxima and writes the
+exponentials, in float32. No other kernel computes them again, and they are copied into the stack:
+those of ViT-L(64), 152 MiB, are there beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.capture.fused_reads import Values
+from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
+from vmem_jax.capture.shards import Shards
+from vmem_jax.core.costs import Costs
+from vmem_jax.core.machine import Machine
+from vmem_jax.core.program import Phase, Program
 from vmem_jax.jax_compat import JaxprEqn, Var
 
 _SPREADS = ("broadcast_in_dim", "convert_element_type", "max")
 """What stands between the maximum of a row and what is taken off it: `jax.nn.softmax` bounds it."""
 
+_LONGEST = 2**14
+"""Elements of a row that XLA reduces in the kernel which reads it, at most."""
+
+_FULLEST = 0.96
+"""Share of a tile, whose sides are powers of two, that such a row fills at least. Of rows of 0.95 and
+less XLA makes one kernel or five, as it estimates their times by their number and length."""
+
+_MOST_REDUCTIONS = 6
+"""Reductions of the same rows, at most: a softmax and its gradient take three, and AD adds one of a
+single element."""
+
 
 def makes_exponentials(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     """Whether `eqn` makes the exponentials of rows less their maxima, as a softmax does."""
+    return _maxima(eqn, maker) is not None
+
+
+def _maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
+    """The maxima of the rows whose exponentials `eqn` makes; None if it makes none."""
     less = maker.get(eqn.invars[0]) if eqn.primitive.name == "exp" else None
     if less is None or less.primitive.name != "sub":
-        return False
+        return None
     row, most = less.invars
     while most in maker and class_of(maker[most]) is not Class.REDUCE:
         spread = maker[most]
         if class_of(spread) is not Class.VIEW and spread.primitive.name not in _SPREADS:
-            return False
+            return None
         most = spread.invars[-1]
     reduced = maker.get(most)
     if reduced is None or reduced.primitive.name != "reduce_max":
+        return None
+    is_row = reduced.invars[0] is row and reduced.params["axes"] == (row.aval.ndim - 1,)
+    return most if is_row else None
+
+
+def fits(length: int) -> bool:
+    """Whether XLA reduces rows of `length` elements in every kernel that reads them."""
+    return 1 < length <= _LONGEST and length >= _FULLEST * 2 ** (length - 1).bit_length()
+
+
+def reduced_at_once(values: Values, outputs: Collection[Var], shards: Shards) -> Iterator[int]:
+    """The reductions of softmaxes that are computed in every kernel which reads them.
+
+    Args:
+      outputs: of the jaxpr.
+      shards: how its values are split over devices.
+    """
+    maker = {v: eqn for eqn in values.eqns for v in eqn.outvars}
+    for eqn in values.eqns:
+        if (most := _maxima(eqn, maker)) is None:
+            continue
+        [rows] = eqn.outvars
+        last = len(rows.aval.shape) - 1
+        if fits(rows.aval.shape[last]) and not shards.is_split(rows, last):
+            yield from _Rows(values, outputs, rows).reductions(values.maker[most])
+
+
+class _Rows:
+    """What is computed of the rows of one softmax.
+
+    Args:
+      exponentials: of the rows.
+    """
+
+    def __init__(self, values: Values, outputs: Collection[Var], exponentials: Var) -> None:
+        self.values, self.outputs = values, outputs
+        aval: Any = exponentials.aval
+        self.shape = aval.shape
+        self.pending, self.seen = [exponentials], {exponentials}
+        self.found: list[int] = []
+
+    def reductions(self, most: int) -> list[int]:
+        """All of them, equation `most` included; none if something else than a kernel which reads
+        such rows reads one of them, or if something reduces another dimension of the rows."""
+        self.found.append(most)
+        alone = self._are_spread(self.values.eqns[most].outvars[0])
+        while alone and self.pending and len(self.found) <= _MOST_REDUCTIONS:
+            alone = all(map(self._is_of_rows, self.values.readers.get(self.pending.pop(), ())))
+        return self.found if alone and len(self.found) <= _MOST_REDUCTIONS else []
+
+    def _is_of_rows(self, j: int) -> bool:
+        """Whether equation `j`, which reads rows, stands alone, makes rows, or reduces them to what
+        is spread over rows again."""
+        eqn, kind = self.values.eqns[j], self.values.classes[j]
+        [out, *_] = eqn.outvars
+        if kind is Class.HEAVY:
+            return True
+        if out.aval.shape == self.shape and eqn.primitive.name in ELEMENTWISE:
+            self._add(out)
+            return True
+        if kind is Class.VIEW:
+            return all(
+                self.values.classes[r] is Class.HEAVY for r in self.values.readers.get(out, ())
+            )
+        if eqn.primitive.name != "reduce_sum" or eqn.params["axes"] != (len(self.shape) - 1,):
+            return False
+        if j not in self.found:
+            self.found.append(j)
+            return self._are_spread(out)
+        return True
+
+    def _are_spread(self, v: Var) -> bool:
+        """Whether all that reads `v`, which has one element a row, makes rows in the end."""
+        one_a_row: Any = v.aval
+        if v in self.outputs:
+            return False
+        for j in self.values.readers.get(v, ()):
+            eqn, kind = self.values.eqns[j], self.values.classes[j]
+            [out, *_] = eqn.outvars
+            is_same = out.aval.size == one_a_row.size
+            if kind is Class.REDUCE and is_same:  # of one element: it changes the shape alone
+                self.found.append(j)
+            elif kind not in (Class.VIEW, Class.FUSIBLE):
+                return False
+            if is_same:
+                if not self._are_spread(out):
+                    return False
+            elif out.aval.shape == self.shape:
+                self._add(out)
+            else:
+                return False
+        return True
+
+    def _add(self, rows: Var) -> None:
+        if rows not in self.seen:
+            self.seen.add(rows)
+            self.pending.append(rows)
+
+
+def as_summed_apart(
+    costs: Costs, program: Program, eqns: list[JaxprEqn], machine: Machine
+) -> Costs:
+    """`costs` of `program`, which reduces rows where they are read, for the step by plain jit: the
+    forward pass reads the rows of each softmax once more, for their sums.
+
+    Args:
+      eqns: those of the steps of `program`.
+      machine: whose memory they are read from.
+    """
+    seconds = [*costs.seconds]
+    for s, step in enumerate(program.steps):
+        inside = step.equations[:-1] if step.fusible and step.phase is Phase.FORWARD else ()
+        if any(_reduces_rows(eqns[i]) for i in inside):
+            rows = max(program.buffers[b].nbytes for b in step.reads)
+            seconds[s] += rows / machine.bandwidth
+    return dataclasses.replace(costs, seconds=tuple(seconds))
+
+
+def _reduces_rows(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != "reduce_max":
         return False
-    return reduced.invars[0] is row and reduced.params["axes"] == (row.aval.ndim - 1,)
+    return eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,)

@@ -13,6 +13,7 @@ from vmem_jax.capture.kernel_gradients import as_misread
 from vmem_jax.capture.opened_loops import opened
 from vmem_jax.capture.row_major import as_spread
 from vmem_jax.capture.small_updates import as_apart
+from vmem_jax.capture.softmax import as_summed_apart
 from vmem_jax.capture.whole_rows import as_turned
 from vmem_jax.capture.zeroed_stacks import as_zeroed
 from vmem_jax.compiler.compile import compile_jaxpr
@@ -26,7 +27,7 @@ from vmem_jax.core.program import END
 from vmem_jax.core.simulate import simulate
 from vmem_jax.devices.device import devices_of
 from vmem_jax.errors import HostMemoryError
-from vmem_jax.jax_compat import SIZED_OPTIONS, ClosedJaxpr
+from vmem_jax.jax_compat import SIZED_OPTIONS, ClosedJaxpr, open_jaxpr
 from vmem_jax.policy.order import lower_order
 from vmem_jax.profile.measured import costs_of
 from vmem_jax.progress import doing
@@ -131,6 +132,7 @@ class StepContext:
         costs = as_spread(costs, program, captured.variables, captured.spread, machine)
         costs = as_zeroed(costs, program, captured.flat, captured.shards, machine)
         costs = as_turned(costs, program, captured.turned, machine)
+        costs = as_summed_apart(costs, program, open_jaxpr(captured.flat).eqns, machine)
         return as_apart(costs, program, machine)
 
     def _with_loop(self, costs: Costs, form: StepContext) -> Costs:
