@@ -4,15 +4,16 @@
 
 A row is one kernel or a few: a product [batch, m, k] x [batch, k, n]; a convolution, or its gradient
 to the input or to the kernel; cuDNN's attention, or its gradient, of which operations are those that
-a causal mask leaves; or a pass that reads and writes arrays once. It has the microseconds of
-its kernels under JAX's profiler, the median of `--runs` runs on random normal data, and what that is
-in operations or bytes a second. `core/cards.py` has what is derived from these rows.
+a causal mask leaves; a pass that reads and writes arrays once; or what reduces rows. It has the
+microseconds of its kernels under JAX's profiler, the median of `--runs` runs on random normal data,
+and what that is in operations or bytes a second. `core/cards.py` has what is derived from these rows.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -49,6 +50,9 @@ OTHERS = (  # batch, m, n, k: a vocabulary, adapters of rank 16
     *((1, 16384, 16, 2048), (1, 16384, 2048, 16), (1, 16, 2048, 16384), (1, 2048, 16, 16384)),
 )
 
+LENGTHS = (32, 49, 64, 96, 128, 192, 197, 256, 384, 768, 1024, 4096)
+"""Of rows: the windows and widths of Swin, tokens of ViT, widths of transformers."""
+
 DEPTHWISE = ((56, 128), (28, 256), (14, 512), (7, 1024))  # side, channels: ConvNeXt-B
 
 CONVOLUTIONS = (  # batch, side, channels in and out, side of the kernel, stride
@@ -84,6 +88,7 @@ def main(_: Any) -> None:
     found += [*convolutions()] if "convolution" in FLAGS.kinds else []
     found += [*attentions()] if "attention" in FLAGS.kinds else []
     found += [*passes()] if "pass" in FLAGS.kinds else []
+    found += [*rows()] if "row" in FLAGS.kinds else []
     for begin in range(0, len(found), FLAGS.at_once):
         for row in _timed(found[begin : begin + FLAGS.at_once]):
             print(json.dumps(row), flush=True)
@@ -193,14 +198,7 @@ def attentions() -> Iterator[Case]:
 def passes() -> Iterator[Case]:
     """Behind the others."""
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    size = lambda *arrays: sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
-
-    def case(name: str, call: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> Case:
-        results = jax.tree.leaves(jax.eval_shape(call, *operands))
-        row = {"kind": "pass", "name": name, "dtype": str(operands[0].dtype)}
-        row |= {"shape": operands[0].shape}
-        return Case(row, call, operands, 0, size(*operands, *results))
-
+    case = functools.partial(_moving, "pass")
     centred = lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
     normed = lambda x: centred(x.astype(jnp.float32)).astype(x.dtype)
     weights = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
@@ -226,6 +224,41 @@ def passes() -> Iterator[Case]:
     f32 = of("float32", 4096, 4096)
     moment = lambda w, g, m, v: (w - m / (jnp.sqrt(v) + 1e-8), 0.9 * m + g, 0.99 * v + g * g)
     yield case("adam", moment, f32, of("bfloat16", 4096, 4096), f32, f32)
+
+
+def rows() -> Iterator[Case]:
+    """Reductions of 2**26 elements of bfloat16 in rows of different lengths: maxima; two sums, as
+    layer norms take them; two sums over the rows, as the gradients to scale and bias; a softmax, and
+    its gradient."""
+    weights = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+    gradient = lambda x, y: jax.vjp(weights, x)[1](y)[0]
+
+    def sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wide = x.astype(jnp.float32)
+        return wide.sum(-1), jnp.square(wide).sum(-1)
+
+    def columns(x: jax.Array, y: jax.Array, mean: jax.Array, scale: jax.Array) -> Any:
+        wide = y.astype(jnp.float32)
+        return wide.sum(0), (wide * (x.astype(jnp.float32) - mean) * scale).sum(0)
+
+    for length in LENGTHS:
+        x = jax.ShapeDtypeStruct((2**26 // length, length), "bfloat16")
+        of_row = jax.ShapeDtypeStruct((2**26 // length, 1), "float32")
+        yield _moving("row", "maxima", lambda x: x.max(-1), x)
+        yield _moving("row", "two sums", sums, x)
+        yield _moving("row", "two sums of columns", columns, x, x, of_row, of_row)
+        yield _moving("row", "softmax", weights, x)
+        yield _moving("row", "softmax gradient", gradient, x, x)
+
+
+def _moving(
+    kind: str, name: str, call: Callable[..., Any], *operands: jax.ShapeDtypeStruct
+) -> Case:
+    """A case that reads its operands once, and writes its results."""
+    results = jax.tree.leaves(jax.eval_shape(call, *operands))
+    row = {"kind": kind, "name": name, "dtype": str(operands[0].dtype), "shape": operands[0].shape}
+    size = lambda x: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    return Case(row, call, operands, 0, sum(map(size, (*operands, *results))))
 
 
 def _rotated(x: jax.Array, angle: jax.Array) -> jax.Array:
@@ -310,7 +343,7 @@ def _kernels(profile: Any) -> tuple[dict[str, list[float]], dict[str, list[str]]
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("kinds", ["product", "pass"], "product, convolution, attention, pass")
+    flags.DEFINE_list("kinds", ["product", "pass"], "product, convolution, attention, pass, row")
     flags.DEFINE_list("dtypes", ["bfloat16"], "of products")
     flags.DEFINE_integer("runs", 7, "of each program under the profiler")
     flags.DEFINE_integer(
