@@ -10,6 +10,7 @@ from vmem_jax.capture import columns
 from vmem_jax.capture.body_traffic import Traffic
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
+from vmem_jax.capture.counted_masks import counted_values
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.draws import draws_words
@@ -94,6 +95,7 @@ class StepMaker:
         self._sizes: dict[Var, int] = {}
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.is_gpu = given.platform != "cpu"
+        self.counted = counted_values(eqns) if self.is_gpu else set()
         self.products = given.products
         self.readers = readers(eqns)
         self.transposed = transposed(eqns) if self.is_gpu else {}
@@ -150,6 +152,7 @@ class StepMaker:
         size = self.size
         padded = 0 if convolution is None else convolution.padded_nbytes
         own = [eqns[i] for i in kernel.equations if class_of(eqns[i]) is not Class.VIEW]
+        timed = [eqn for eqn in own if eqn is root or self.counted.isdisjoint(eqn.outvars)]
         fusible = class_of(root) is not Class.HEAVY
         reads = tuple(index[v] for v in kernel.reads)
         writes = tuple(index[v] for v in kernel.writes)
@@ -195,7 +198,7 @@ class StepMaker:
         length = root.params["length"] if root.primitive.name == "scan" else 1
         copied_nbytes = 2 * length * copied.moved  # each is read and written
         fetched, returned = _over_the_link(root, body)
-        computed = sum(flops(eqn) // shards.work(eqn) for eqn in own)
+        computed = sum(flops(eqn) // shards.work(eqn) for eqn in timed)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         summed = columns.operations(own, elements) if self.is_gpu else 0
         turned = [v for v in kernel.writes if v in self.transposed]

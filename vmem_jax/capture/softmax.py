@@ -4,8 +4,9 @@ XLA (0.11.2) has a pass for what is computed of rows and of what these reduce to
 fits in a tile, the kernel that reads the row reduces it, too: the probabilities of an attention are
 made of the scores in one pass, and so is the gradient to the scores, of them and of the gradient to
 the probabilities. Their maxima and sums need not exist, and are taken again in every such kernel
-(`reduced_at_once`). Plain jit takes the sums once more in a pass of their own, which AD saves for the
-backward pass (`as_summed_apart`).
+(`reduced_at_once`), unless rows share what is read: such kernels take up to eight times as long.
+Plain jit takes the sums once more in a pass of their own, which AD saves for the backward pass
+(`as_summed_apart`).
 
 Of a softmax whose exponentials a loop stacks, the kernel takes the maxima and writes the
 exponentials, in float32. No other kernel computes them again, and they are copied into the stack:
@@ -36,6 +37,10 @@ _FULLEST = 0.96
 """Share of a tile, whose sides are powers of two, that such a row fills at least. Of rows of 0.95 and
 less XLA makes one kernel or five, as it estimates their times by their number and length."""
 
+_SHARED = 1.5
+"""How many times longer plain jit's kernels of causal rows take: those of GPT-2 medium moved 2.2 to
+2.9 TB/s on an H200, and rows that share nothing 3.1 to 3.9."""
+
 _MOST_REDUCTIONS = 6
 """Reductions of the same rows, at most: a softmax and its gradient take three, and AD adds one of a
 single element."""
@@ -43,10 +48,10 @@ single element."""
 
 def makes_exponentials(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     """Whether `eqn` makes the exponentials of rows less their maxima, as a softmax does."""
-    return _maxima(eqn, maker) is not None
+    return maxima(eqn, maker) is not None
 
 
-def _maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
+def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
     """The maxima of the rows whose exponentials `eqn` makes; None if it makes none."""
     less = maker.get(eqn.invars[0]) if eqn.primitive.name == "exp" else None
     if less is None or less.primitive.name != "sub":
@@ -78,7 +83,7 @@ def reduced_at_once(values: Values, outputs: Collection[Var], shards: Shards) ->
     """
     maker = {v: eqn for eqn in values.eqns for v in eqn.outvars}
     for eqn in values.eqns:
-        if (most := _maxima(eqn, maker)) is None:
+        if (most := maxima(eqn, maker)) is None:
             continue
         [rows] = eqn.outvars
         last = len(rows.aval.shape) - 1
@@ -96,15 +101,18 @@ class _Rows:
     def __init__(self, values: Values, outputs: Collection[Var], exponentials: Var) -> None:
         self.values, self.outputs = values, outputs
         aval: Any = exponentials.aval
-        self.shape = aval.shape
+        self.shape, self.size = aval.shape, aval.size
         self.pending, self.seen = [exponentials], {exponentials}
         self.found: list[int] = []
+        self.alike: dict[Var, bool] = {}  # whether a value is of the rows, or of whole rows
 
     def reductions(self, most: int) -> list[int]:
         """All of them, equation `most` included; none if something else than a kernel which reads
-        such rows reads one of them, or if something reduces another dimension of the rows."""
+        such rows reads one of them, if something reduces another dimension of the rows, or if
+        several rows share what is read."""
         self.found.append(most)
         alone = self._are_spread(self.values.eqns[most].outvars[0])
+        alone = alone and self._reads_alike(self.values.eqns[most])
         while alone and self.pending and len(self.found) <= _MOST_REDUCTIONS:
             alone = all(map(self._is_of_rows, self.values.readers.get(self.pending.pop(), ())))
         return self.found if alone and len(self.found) <= _MOST_REDUCTIONS else []
@@ -116,14 +124,11 @@ class _Rows:
         [out, *_] = eqn.outvars
         if kind is Class.HEAVY:
             return True
-        if out.aval.shape == self.shape and eqn.primitive.name in ELEMENTWISE:
+        if self._is_row(out) and _keeps_order(eqn):
             self._add(out)
-            return True
-        if kind is Class.VIEW:
-            return all(
-                self.values.classes[r] is Class.HEAVY for r in self.values.readers.get(out, ())
-            )
-        if eqn.primitive.name != "reduce_sum" or eqn.params["axes"] != (len(self.shape) - 1,):
+            return self._reads_alike(eqn)
+        [rows, *_] = eqn.invars
+        if eqn.primitive.name != "reduce_sum" or eqn.params["axes"] != (rows.aval.ndim - 1,):
             return False
         if j not in self.found:
             self.found.append(j)
@@ -146,8 +151,10 @@ class _Rows:
             if is_same:
                 if not self._are_spread(out):
                     return False
-            elif out.aval.shape == self.shape:
+            elif self._is_row(out):
                 self._add(out)
+                if not self._reads_alike(eqn):
+                    return False
             else:
                 return False
         return True
@@ -157,12 +164,57 @@ class _Rows:
             self.seen.add(rows)
             self.pending.append(rows)
 
+    def _is_row(self, v: Var) -> bool:
+        aval: Any = v.aval
+        return aval.size == self.size and aval.shape[-1] == self.shape[-1]
+
+    def _reads_alike(self, eqn: JaxprEqn) -> bool:
+        """Whether `eqn` reads what each row has of its own, or numbers.
+
+        XLA chooses tiles of 16 rows of 1,024 that share what is read, such as a causal mask: they
+        are far apart, and have more values than there are registers. On an H200 such a softmax takes
+        464 us in place of 143, and its gradient 856 in place of 229.
+        """
+        return all(self._is_alike(a) for a in eqn.invars if isinstance(a, Var))
+
+    def _is_alike(self, v: Var) -> bool:
+        if v not in self.alike:
+            self.alike[v] = self._is_made_alike(v)
+        return self.alike[v]
+
+    def _is_made_alike(self, v: Var) -> bool:
+        aval: Any = v.aval
+        if aval.size == 1 or aval.shape in (self.shape[:-1], (*self.shape[:-1], 1)):
+            return True
+        if not self._is_row(v):
+            return False
+        i = self.values.maker.get(v)
+        if i is None or self.values.classes[i] in (Class.HEAVY, Class.REDUCE):
+            return True
+        eqn = self.values.eqns[i]
+        if eqn.primitive.name == "broadcast_in_dim":
+            [source, *_] = eqn.invars
+            spread = range(len(self.shape) - 1)
+            return source.aval.size == 1 or (*spread,) == (*eqn.params["broadcast_dimensions"],)
+        return eqn.primitive.name == "iota" or (_keeps_order(eqn) and self._reads_alike(eqn))
+
+
+def _keeps_order(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` makes each element of one in the same place: XLA makes no kernel of rows that are
+    transposed on the way."""
+    if eqn.primitive.name != "transpose":
+        return class_of(eqn) is Class.VIEW or eqn.primitive.name in ELEMENTWISE
+    shape, order = eqn.invars[0].aval.shape, eqn.params["permutation"]
+    long = [d for d in order if shape[d] > 1]
+    return long == sorted(long)
+
 
 def as_summed_apart(
     costs: Costs, program: Program, eqns: list[JaxprEqn], machine: Machine
 ) -> Costs:
     """`costs` of `program`, which reduces rows where they are read, for the step by plain jit: the
-    forward pass reads the rows of each softmax once more, for their sums.
+    forward pass reads the rows of each softmax once more, for their sums, and rows share a mask that
+    is counted.
 
     Args:
       eqns: those of the steps of `program`.
@@ -170,9 +222,13 @@ def as_summed_apart(
     """
     seconds = [*costs.seconds]
     for s, step in enumerate(program.steps):
-        inside = step.equations[:-1] if step.fusible and step.phase is Phase.FORWARD else ()
-        if any(_reduces_rows(eqns[i]) for i in inside):
-            rows = max(program.buffers[b].nbytes for b in step.reads)
+        inside = [eqns[i] for i in step.equations[:-1]] if step.fusible else []
+        if not any(map(_reduces_rows, inside)):
+            continue
+        rows = max(program.buffers[b].nbytes for b in step.reads)
+        if any(eqn.primitive.name == "iota" for eqn in inside):
+            seconds[s] *= _SHARED
+        if step.phase is Phase.FORWARD:
             seconds[s] += rows / machine.bandwidth
     return dataclasses.replace(costs, seconds=tuple(seconds))
 

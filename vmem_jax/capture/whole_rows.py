@@ -26,6 +26,7 @@ import jax
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.counted_masks import with_counted_masks
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.flatten import drop_dead
@@ -165,10 +166,11 @@ def _with_operand(product: JaxprEqn, side: int, a: Var, order: Sequence[int]) ->
 
 
 def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Spread, int]:
-    """`flat` with whole rows and row-major values, what `with_row_major` says of these, and the bytes
-    that passes which transpose heads move more without."""
+    """`flat` with counted masks, whole rows and row-major values, what `with_row_major` says of
+    these, and the bytes that passes which transpose heads move more without."""
     if platform != "gpu":
         return flat, Spread(), 0
+    flat = with_counted_masks(flat, platform)
     laid_out, spread = with_row_major(with_whole_rows(flat, platform), platform)
     return laid_out, spread, _turned_nbytes(flat) - _turned_nbytes(laid_out)
 
