@@ -105,6 +105,8 @@ def reductions(function, length, platform="gpu"):
         (attention, 197, 4),
         (masked, 197, 4),
         (unevenly_masked, 256, 4),
+        (attention, 2048, 0),
+        (masked, 2048, 4),
         (biased, 256, 5),
         (with_sums, 256, 7),
     ],
@@ -193,6 +195,7 @@ def test_plain_jit_reads_rows_for_their_sums_and_shares_masks(function, length, 
 def test_rows_that_fill_a_tile():
     lengths = (1, 2, 49, 64, 197, 256, 500, 900, 1000, 1024, 16384, 32768)
     assert [n for n in lengths if fits(n)] == [2, 64, 256, 500, 1000, 1024, 16384]
+    assert [n for n in lengths if fits(n, counted=True)] == [2, 64, 256, 500, 1000, 1024]
 
 
 @pytest.mark.gpu_compile

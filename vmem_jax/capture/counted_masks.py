@@ -37,7 +37,7 @@ def with_counted_masks(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     for eqn in editor.eqns:
         if maxima(eqn, maker) is None or is_typed(eqn.outvars[0]):
             continue
-        if not fits(eqn.outvars[0].aval.shape[-1]):
+        if not fits(eqn.outvars[0].aval.shape[-1], counted=True):
             continue
         for i in _spread_behind(eqn, editor):
             spread = editor.eqns[i]

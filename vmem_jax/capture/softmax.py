@@ -33,6 +33,9 @@ _SPREADS = ("broadcast_in_dim", "convert_element_type", "max")
 _LONGEST = 2**14
 """Elements of a row that XLA reduces in the kernel which reads it, at most."""
 
+_LONGEST_COUNTED = 2**10
+"""The same where a mask is counted for each row. Of longer ones XLA makes one kernel or five."""
+
 _FULLEST = 0.96
 """Share of a tile, whose sides are powers of two, that such a row fills at least. Of rows of 0.95 and
 less XLA makes one kernel or five, as it estimates their times by their number and length."""
@@ -69,9 +72,14 @@ def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
     return most if is_row else None
 
 
-def fits(length: int) -> bool:
-    """Whether XLA reduces rows of `length` elements in every kernel that reads them."""
-    return 1 < length <= _LONGEST and length >= _FULLEST * 2 ** (length - 1).bit_length()
+def fits(length: int, counted: bool = False) -> bool:
+    """Whether XLA reduces rows of `length` elements in every kernel that reads them.
+
+    Args:
+      counted: whether a mask is counted for each row.
+    """
+    longest = _LONGEST_COUNTED if counted else _LONGEST
+    return 1 < length <= longest and length >= _FULLEST * 2 ** (length - 1).bit_length()
 
 
 def reduced_at_once(values: Values, outputs: Collection[Var], shards: Shards) -> Iterator[int]:
@@ -196,7 +204,9 @@ class _Rows:
             [source, *_] = eqn.invars
             spread = range(len(self.shape) - 1)
             return source.aval.size == 1 or (*spread,) == (*eqn.params["broadcast_dimensions"],)
-        return eqn.primitive.name == "iota" or (_keeps_order(eqn) and self._reads_alike(eqn))
+        if eqn.primitive.name == "iota":
+            return fits(self.shape[-1], counted=True)
+        return _keeps_order(eqn) and self._reads_alike(eqn)
 
 
 def _keeps_order(eqn: JaxprEqn) -> bool:
