@@ -106,6 +106,9 @@ _STEPS = {
     "vit_flax": "ViT-L/16 of Flax's layers (128)",
     "convnext": "ConvNeXt-B ({batch})",
     "unet": "U-Net of latent diffusion ({batch})",
+    "dit": "DiT-B/2 ({batch})",
+    "t5": "T5 ({batch})",
+    "wavenet": "WaveNet ({batch})",
 }
 
 

@@ -6,7 +6,8 @@ ViT-L/16 (Dosovitskiy et al., "An image is worth 16x16 words", 2021) with dropou
 "gpt" is GPT-2 medium (Radford et al., 2019), which drops these as well; "resnet" is ResNet-152 with
 the identical blocks of each stage in a scan. Their layers are scanned, or unrolled with
 `scanned=False`. "lstm", "gru" and "rnn" scan over tokens. "convnext" and "unet" are in
-`vision_models`, "vit_flax" in `flax_vit`, the others in `vmem_jax.models`; their layers are unrolled.
+`vision_models`, "vit_flax" in `flax_vit`, those that nothing was fitted to in `other_models`, the
+others in `vmem_jax.models`; their layers are unrolled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from by_hand import POLICIES, SEGMENTS, Wrap, layers_by_hand, wrapping
 from flax import linen
 from flax_vit import Block, ViT
 from jax.ad_checkpoint import checkpoint_name
+from other_models import OTHERS
 from vision_models import ConvNeXt, UNet
 
 from vmem_jax.models.decoder import Decoder, adapters, train_step, unstacked
@@ -421,6 +423,11 @@ def unet(hand: str, batch: int, **options: Any) -> Training:
     return _trained(loss, network.init, draw)
 
 
+def other(hand: str, batch: int, name: str, **options: Any) -> Training:
+    """One of `other_models`, AdamW."""
+    return _trained(*OTHERS[name](batch, wrapping(hand), **options))
+
+
 MODELS: dict[str, Callable[..., Training]] = {
     "decoder": decoder,
     "lora": lora,
@@ -444,13 +451,14 @@ MODELS: dict[str, Callable[..., Training]] = {
     },
     "convnext": convnext,
     "unet": unet,
+    **{name: functools.partial(other, name=name) for name in OTHERS},
 }
 """(what is picked by hand, batch, further options of the network) -> its training."""
 
 RESNETS = ("resnet50", "resnet50_float16", "resnet152", "resnet152_float16")
 UNROLLED = (
     *(*RESNETS, "googlenet", "inception4", "mobilenet2", "swint"),
-    *("convnext", "unet", "vit_flax"),
+    *("convnext", "unet", "vit_flax", *OTHERS),
 )
 """Those without a scan."""
 
@@ -475,5 +483,8 @@ BATCHES: dict[str, int] = {
     "swint": 128,
     "convnext": 128,
     "unet": 16,
+    "dit": 128,
+    "t5": 32,
+    "wavenet": 8,
 }
 """The batch of each, where nothing else is asked for."""

@@ -201,3 +201,20 @@ def test_the_lowest_peak_is_a_row_beside_what_is_picked_by_hand(tmp_path):
     subprocess.run([*command, *sizes, "--ways=sqrt,lowest"], cwd=ROOT, check=True)
     segments, lowest = [json.loads(line) for line in out.read_text().splitlines()]
     assert 0 < lowest["gib"] <= segments["gib"] and lowest["predicted_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "loss"),
+    [("dit", 64, 3.0), ("t5", 64, np.log(32_128)), ("wavenet", 8, np.log(256))],
+)
+def test_networks_that_nothing_was_fitted_to_learn(name, width, loss):
+    """The first loss is that of a guess, and the second another. DiT's guess varies by 1 itself."""
+    training = MODELS[name]("plain", 2, layers=2, width=width)
+    state, batch = training.init(jax.random.key(0)), training.batch(jax.random.key(1))
+    step = jax.jit(training.step)
+    state, first = step(state, batch)
+    assert float(first) == pytest.approx(loss, rel=0.3)
+    assert float(step(state, batch)[1]) != float(first)
+    by_hand = MODELS[name]("checkpoint", 2, layers=2, width=width)
+    marked = lambda training: str(jax.make_jaxpr(training.step)(state, batch)).count("remat")
+    assert marked(by_hand) > marked(training) == 0
