@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture import columns
+from vmem_jax.capture import columns, odd_rows
 from vmem_jax.capture.body_traffic import Traffic
 from vmem_jax.capture.collectives import Collectives
 from vmem_jax.capture.convolutions import match, match_epilogue
@@ -200,7 +200,9 @@ class StepMaker:
         fetched, returned = _over_the_link(root, body)
         computed = sum(flops(eqn) // shards.work(eqn) for eqn in timed)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
-        summed = columns.operations(own, elements) if self.is_gpu else 0
+        reduced = 0
+        if self.is_gpu:
+            reduced = max(columns.operations(own, elements), odd_rows.operations(own, elements))
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)
         recopied = self._is_recopied(kernel, phase)
@@ -212,7 +214,7 @@ class StepMaker:
             op=next((eqn for eqn in own if draws_words(eqn)), root).primitive.name,
             phase=phase,
             fusible=fusible,
-            flops=max(computed, summed),
+            flops=max(computed, reduced),
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
             efficiency=self._efficiency(kernel),

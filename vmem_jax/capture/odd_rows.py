@@ -1,0 +1,41 @@
+"""odd_rows: what reductions of rows of an odd number of elements take.
+
+XLA:GPU (0.11.2) reduces a row by the threads of a warp. Where rows are even each thread reads several
+elements at once; odd ones are read element by element, and each takes some time of its own. On an
+H200 the maxima of 2**26 elements of bfloat16 take 36 us in rows of 64, 118 in rows of 49, and 48 in
+rows of 197 (`benchmarks/rates.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.jax_compat import JaxprEqn
+
+_A_ROW, _AN_ELEMENT = 2_250, 30
+"""Operations that take as long as a row does, 0.045 ns, and as an element of 2 bytes at 3.3 TB/s.
+Several reductions of one row take little longer than one."""
+
+
+def operations(eqns: Iterable[JaxprEqn], elements: int) -> int:
+    """What a kernel takes which reduces odd rows, as operations; 0 if it reduces none.
+
+    Args:
+      eqns: of the kernel.
+      elements: of all arrays that it reads and writes.
+    """
+    rows = max(map(_rows, eqns), default=0)
+    return rows and _A_ROW * rows + _AN_ELEMENT * elements
+
+
+def _rows(eqn: JaxprEqn) -> int:
+    """How many odd rows `eqn` reduces."""
+    axes = eqn.params.get("axes") if class_of(eqn) is Class.REDUCE else None
+    if not axes:
+        return 0
+    shape = eqn.invars[0].aval.shape
+    length = math.prod(shape[axis] for axis in axes)
+    is_odd = max(axes) == len(shape) - 1 and length > 1 and length % 2 == 1
+    return math.prod(shape) // length if is_odd else 0
