@@ -115,6 +115,29 @@ def test_reductions_are_where_rows_are_read(function, length, count):
     assert reductions(function, length) == count
 
 
+def printed(q, k, v, mask, bias):
+    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32)
+    weights = jax.nn.softmax(scores)
+    jax.debug.print("{} {}", weights, scores.max(-1))
+    return jnp.einsum("nhqk,nhkd->nhqd", weights.astype(q.dtype), v)
+
+
+def of_numbers(q, k, v, mask, bias):
+    """Softmaxes of counts, and of what many equations make."""
+    y = q @ k.swapaxes(2, 3)
+    for _ in range(600):
+        y = jnp.sin(y)
+    places = jax.nn.softmax(jax.lax.broadcasted_iota(jnp.float32, y.shape, 3))
+    return (jax.nn.softmax(y) + places.astype(y.dtype)) @ v
+
+
+@pytest.mark.parametrize("function", [printed, of_numbers])
+def test_anything_may_read_a_softmax_and_make_its_rows(function):
+    step = vmem_jax.jit(gradients(function), budget="1GiB")
+    context = step.context(arguments(256), {}, "h200")
+    assert sum(context.plain_costs.seconds) > 0
+
+
 def test_the_cpu_reduces_in_kernels_of_its_own():
     assert reductions(attention, 256, "cpu") == 4
 

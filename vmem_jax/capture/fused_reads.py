@@ -261,7 +261,7 @@ class Walk:
         count = self.values.uses.get(v, 0)
         for i in self.values.readers.get(v, ()):
             eqn = self.values.eqns[i]
-            if self._narrow(eqn.outvars[0]) is v:
+            if eqn.outvars and self._narrow(eqn.outvars[0]) is v:
                 count += self._uses(eqn.outvars[0]) - 1
         return count
 

@@ -44,6 +44,9 @@ _SHARED = 1.5
 """How many times longer plain jit's kernels of causal rows take: those of GPT-2 medium moved 2.2 to
 2.9 TB/s on an H200, and rows that share nothing 3.1 to 3.9."""
 
+_MOST_VISITS = 128
+"""Values that are followed from a softmax, at most; behind more its reductions are apart."""
+
 _MOST_REDUCTIONS = 6
 """Reductions of the same rows, at most: a softmax and its gradient take three, and AD adds one of a
 single element."""
@@ -112,6 +115,7 @@ class _Rows:
         self.shape, self.size = aval.shape, aval.size
         self.pending, self.seen = [exponentials], {exponentials}
         self.found: list[int] = []
+        self.visits = 0
         self.alike: dict[Var, bool] = {}  # whether a value is of the rows, or of whole rows
 
     def reductions(self, most: int) -> list[int]:
@@ -128,10 +132,10 @@ class _Rows:
     def _is_of_rows(self, j: int) -> bool:
         """Whether equation `j`, which reads rows, stands alone, makes rows, or reduces them to what
         is spread over rows again."""
-        eqn, kind = self.values.eqns[j], self.values.classes[j]
-        [out, *_] = eqn.outvars
-        if kind is Class.HEAVY:
+        eqn = self.values.eqns[j]
+        if self.values.classes[j] is Class.HEAVY:
             return True
+        [out, *_] = eqn.outvars
         if self._is_row(out) and _keeps_order(eqn):
             self._add(out)
             return self._reads_alike(eqn)
@@ -146,15 +150,18 @@ class _Rows:
     def _are_spread(self, v: Var) -> bool:
         """Whether all that reads `v`, which has one element a row, makes rows in the end."""
         one_a_row: Any = v.aval
-        if v in self.outputs:
+        self.visits += 1
+        if v in self.outputs or self.visits > _MOST_VISITS:
             return False
         for j in self.values.readers.get(v, ()):
             eqn, kind = self.values.eqns[j], self.values.classes[j]
+            if kind is Class.HEAVY:
+                return False
             [out, *_] = eqn.outvars
             is_same = out.aval.size == one_a_row.size
             if kind is Class.REDUCE and is_same:  # of one element: it changes the shape alone
                 self.found.append(j)
-            elif kind not in (Class.VIEW, Class.FUSIBLE):
+            elif kind is Class.REDUCE:
                 return False
             if is_same:
                 if not self._are_spread(out):
@@ -187,7 +194,8 @@ class _Rows:
 
     def _is_alike(self, v: Var) -> bool:
         if v not in self.alike:
-            self.alike[v] = self._is_made_alike(v)
+            self.visits += 1
+            self.alike[v] = self.visits <= _MOST_VISITS and self._is_made_alike(v)
         return self.alike[v]
 
     def _is_made_alike(self, v: Var) -> bool:
@@ -235,7 +243,7 @@ def as_summed_apart(
         inside = [eqns[i] for i in step.equations[:-1]] if step.fusible else []
         if not any(map(_reduces_rows, inside)):
             continue
-        rows = max(program.buffers[b].nbytes for b in step.reads)
+        rows = max((program.buffers[b].nbytes for b in step.reads), default=0)
         if any(eqn.primitive.name == "iota" for eqn in inside):
             seconds[s] *= _SHARED
         if step.phase is Phase.FORWARD:
