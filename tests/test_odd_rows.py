@@ -63,3 +63,15 @@ def test_sums_of_columns_are_no_rows():
     )
     assert rows.flops == 2_250 * 2**16 + 30 * 2**16 * 50
     assert columns.flops < rows.flops - 2_000 * 2**15
+
+
+def test_each_device_reduces_its_own_rows():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    split = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.ShapeDtypeStruct((2**16, 49), "bfloat16")
+    trace = jax.jit(maxima).trace(x)
+    whole, parts = (
+        capture(trace.jaxpr, platform="gpu", shardings=[sharding]).program.steps[0].flops
+        for sharding in (None, split)
+    )
+    assert parts == whole / 4

@@ -202,7 +202,8 @@ class StepMaker:
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         reduced = 0
         if self.is_gpu:
-            reduced = max(columns.operations(own, elements), odd_rows.operations(own, elements))
+            reduced = columns.operations(own, elements)
+            reduced = max(reduced, odd_rows.operations(own, elements, shards))
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)
         recopied = self._is_recopied(kernel, phase)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 
 from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.capture.shards import Shards
 from vmem_jax.jax_compat import JaxprEqn
 
 _A_ROW, _AN_ELEMENT = 2_250, 30
@@ -19,14 +20,15 @@ _A_ROW, _AN_ELEMENT = 2_250, 30
 Several reductions of one row take little longer than one."""
 
 
-def operations(eqns: Iterable[JaxprEqn], elements: int) -> int:
+def operations(eqns: Iterable[JaxprEqn], elements: int, shards: Shards) -> int:
     """What a kernel takes which reduces odd rows, as operations; 0 if it reduces none.
 
     Args:
       eqns: of the kernel.
-      elements: of all arrays that it reads and writes.
+      elements: of all arrays that it reads and writes on one device.
+      shards: how values are split over devices.
     """
-    rows = max(map(_rows, eqns), default=0)
+    rows = max((_rows(eqn) // shards.count(eqn.invars[0]) for eqn in eqns if eqn.invars), default=0)
     return rows and _A_ROW * rows + _AN_ELEMENT * elements
 
 
