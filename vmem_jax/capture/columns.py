@@ -21,7 +21,7 @@ _COLUMNS, _MOST_ROWS = 32, 4096
 _AT_ONCE = 264
 """Blocks that run at once on an H100 or an H200."""
 
-_OPERATIONS = 30
+OPERATIONS = 30
 """Operations that take as long as such a block reads or writes an element, with all others beside
 it: 3.3 TB/s of bfloat16."""
 
@@ -33,11 +33,12 @@ def operations(eqns: Iterable[JaxprEqn], elements: int) -> int:
     Args:
       elements: of all arrays that the kernel reads and writes.
     """
-    longer = {(*eqn.params["axes"],): _longer(eqn) for eqn in eqns if _is_sum(eqn)}
-    return int(_OPERATIONS * elements * sum(longer.values()))
+    longer = {(*eqn.params["axes"],): _longer(eqn) for eqn in eqns if is_reduction(eqn)}
+    return int(OPERATIONS * elements * sum(longer.values()))
 
 
-def _is_sum(eqn: JaxprEqn) -> bool:
+def is_reduction(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` reduces some of its operand's dimensions."""
     return class_of(eqn) is Class.REDUCE and bool(eqn.params.get("axes"))
 
 

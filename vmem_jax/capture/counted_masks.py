@@ -8,12 +8,14 @@ the softmax computes it, and shares nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture.editor import Editor, Equation, spliced
 from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
 from vmem_jax.capture.shards import is_typed
@@ -32,20 +34,27 @@ def with_counted_masks(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     """
     if platform != "gpu":
         return flat
+    eqns = compat.open_jaxpr(flat).eqns
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    softmaxes = [eqn for eqn in eqns if _takes_counts(eqn, maker)]
+    if not softmaxes:
+        return flat
     editor = Editor(flat)
-    maker = {v: eqn for eqn in editor.eqns for v in eqn.outvars}
-    for eqn in editor.eqns:
-        if maxima(eqn, maker) is None or is_typed(eqn.outvars[0]):
-            continue
-        if not fits(eqn.outvars[0].aval.shape[-1], counted=True):
-            continue
-        for i in _spread_behind(eqn, editor):
-            spread = editor.eqns[i]
-            counted = _Counted(spread.outvars[0].aval.shape, maker)
-            if i not in editor.replaced and counted.knows(spread.outvars[0]):
-                made = lambda counted=counted, spread=spread: counted.value(spread.outvars[0])
-                editor.replaced[i] = spliced(made, [], spread, spread.outvars[0])[0]
+    for i in sorted({i for eqn in softmaxes for i in _spread_behind(eqn, editor)}):
+        spread = editor.eqns[i]
+        [out] = spread.outvars
+        counted = _Counted(out.aval.shape, maker)
+        if counted.knows(out):
+            made = functools.partial(counted.value, out)
+            editor.replaced[i] = spliced(made, [], spread, out)[0]
     return editor.edited() if editor.replaced else flat
+
+
+def _takes_counts(eqn: Equation, maker: Mapping[Var, Equation]) -> bool:
+    """Whether `eqn` makes the exponentials of rows that XLA reduces at once with a counted mask."""
+    if maxima(eqn, maker) is None or is_typed(eqn.outvars[0]):
+        return False
+    return fits(eqn.outvars[0].aval.shape[-1], counted=True)
 
 
 def _spread_behind(exponentials: Equation, editor: Editor) -> Iterator[int]:
@@ -70,10 +79,16 @@ def counted_values(eqns: Iterable[Equation]) -> set[Var]:
     """What is computed of counts and numbers alone: beside what moves memory it takes no time."""
     found: set[Var] = set()
     for eqn in eqns:
-        simple = eqn.primitive.name in ("iota", *ELEMENTWISE) or _places(eqn) is not None
-        if simple and found.issuperset(a for a in eqn.invars if not isinstance(a, Literal)):
+        if _may_count(eqn) and found.issuperset(
+            a for a in eqn.invars if not isinstance(a, Literal)
+        ):
             found.update(eqn.outvars)
     return found
+
+
+def _may_count(eqn: Equation) -> bool:
+    """Whether `eqn` counts, or makes counts of counts."""
+    return eqn.primitive.name in ("iota", *ELEMENTWISE) or _places(eqn) is not None
 
 
 class _Counted:
@@ -99,10 +114,7 @@ class _Counted:
 
     def _is_counted(self, v: Var) -> bool:
         eqn = self.maker.get(v)
-        if eqn is None or eqn.primitive.name == "iota":
-            return eqn is not None
-        is_simple = eqn.primitive.name in ELEMENTWISE or _places(eqn) is not None
-        return is_simple and all(map(self.knows, eqn.invars))
+        return eqn is not None and _may_count(eqn) and all(map(self.knows, eqn.invars))
 
     def value(self, atom: Atom, at: Sequence[int] | None = None) -> jax.Array:
         """`atom`, which it knows, spread over the array.

@@ -132,7 +132,7 @@ class _Fuser:
                     self.classes[i] = Class.FUSIBLE
                 elif self._is_written_transposed(i):
                     self.classes[i] = Class.FUSIBLE
-            for i in [*reduced_at_once(self, self.outputs, shards)]:
+            for i in [*reduced_at_once(self, by, self.outputs, shards)]:
                 self.classes[i] = Class.FUSIBLE
         for i, last in draws(self, self.outputs) if platform != "cpu" else ():
             if not {i, last} & {*self.tied}:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.capture.columns import OPERATIONS, is_reduction
 from vmem_jax.capture.shards import Shards
 from vmem_jax.jax_compat import JaxprEqn
 
-_A_ROW, _AN_ELEMENT = 2_250, 30
-"""Operations that take as long as a row does, 0.045 ns, and as an element of 2 bytes at 3.3 TB/s.
-Several reductions of one row take little longer than one."""
+_A_ROW = 2_250
+"""Operations that take as long as a row does beside its bytes, 0.045 ns. Several reductions of one
+row take little longer than one."""
 
 
 def operations(eqns: Iterable[JaxprEqn], elements: int, shards: Shards) -> int:
@@ -29,15 +29,14 @@ def operations(eqns: Iterable[JaxprEqn], elements: int, shards: Shards) -> int:
       shards: how values are split over devices.
     """
     rows = max((_rows(eqn) // shards.count(eqn.invars[0]) for eqn in eqns if eqn.invars), default=0)
-    return rows and _A_ROW * rows + _AN_ELEMENT * elements
+    return rows and _A_ROW * rows + OPERATIONS * elements
 
 
 def _rows(eqn: JaxprEqn) -> int:
     """How many odd rows `eqn` reduces."""
-    axes = eqn.params.get("axes") if class_of(eqn) is Class.REDUCE else None
-    if not axes:
+    if not is_reduction(eqn):
         return 0
-    shape = eqn.invars[0].aval.shape
+    axes, shape = eqn.params["axes"], eqn.invars[0].aval.shape
     length = math.prod(shape[axis] for axis in axes)
     is_odd = max(axes) == len(shape) - 1 and length > 1 and length % 2 == 1
     return math.prod(shape) // length if is_odd else 0

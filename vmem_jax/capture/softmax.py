@@ -71,8 +71,7 @@ def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
     reduced = maker.get(most)
     if reduced is None or reduced.primitive.name != "reduce_max":
         return None
-    is_row = reduced.invars[0] is row and reduced.params["axes"] == (row.aval.ndim - 1,)
-    return most if is_row else None
+    return most if reduced.invars[0] is row and _reduces_rows(reduced) else None
 
 
 def fits(length: int, counted: bool = False) -> bool:
@@ -85,14 +84,16 @@ def fits(length: int, counted: bool = False) -> bool:
     return 1 < length <= longest and length >= _FULLEST * 2 ** (length - 1).bit_length()
 
 
-def reduced_at_once(values: Values, outputs: Collection[Var], shards: Shards) -> Iterator[int]:
+def reduced_at_once(
+    values: Values, maker: Mapping[Var, JaxprEqn], outputs: Collection[Var], shards: Shards
+) -> Iterator[int]:
     """The reductions of softmaxes that are computed in every kernel which reads them.
 
     Args:
+      maker: the equation that makes each value.
       outputs: of the jaxpr.
       shards: how its values are split over devices.
     """
-    maker = {v: eqn for eqn in values.eqns for v in eqn.outvars}
     for eqn in values.eqns:
         if (most := maxima(eqn, maker)) is None:
             continue
@@ -139,8 +140,7 @@ class _Rows:
         if self._is_row(out) and _keeps_order(eqn):
             self._add(out)
             return self._reads_alike(eqn)
-        [rows, *_] = eqn.invars
-        if eqn.primitive.name != "reduce_sum" or eqn.params["axes"] != (rows.aval.ndim - 1,):
+        if eqn.primitive.name != "reduce_sum" or not _reduces_rows(eqn):
             return False
         if j not in self.found:
             self.found.append(j)
@@ -153,26 +153,23 @@ class _Rows:
         self.visits += 1
         if v in self.outputs or self.visits > _MOST_VISITS:
             return False
-        for j in self.values.readers.get(v, ()):
-            eqn, kind = self.values.eqns[j], self.values.classes[j]
-            if kind is Class.HEAVY:
-                return False
-            [out, *_] = eqn.outvars
-            is_same = out.aval.size == one_a_row.size
-            if kind is Class.REDUCE and is_same:  # of one element: it changes the shape alone
+        readers = self.values.readers.get(v, ())
+        return all(self._spreads(j, one_a_row.size) for j in readers)
+
+    def _spreads(self, j: int, size: int) -> bool:
+        """Whether equation `j` makes rows, in the end, of a value of `size` elements, one a row."""
+        eqn, kind = self.values.eqns[j], self.values.classes[j]
+        if kind is Class.HEAVY:
+            return False
+        [out, *_] = eqn.outvars
+        if out.aval.size == size:
+            if kind is Class.REDUCE:  # of one element: it changes the shape alone
                 self.found.append(j)
-            elif kind is Class.REDUCE:
-                return False
-            if is_same:
-                if not self._are_spread(out):
-                    return False
-            elif self._is_row(out):
-                self._add(out)
-                if not self._reads_alike(eqn):
-                    return False
-            else:
-                return False
-        return True
+            return self._are_spread(out)
+        if kind is Class.REDUCE or not self._is_row(out):
+            return False
+        self._add(out)
+        return self._reads_alike(eqn)
 
     def _add(self, rows: Var) -> None:
         if rows not in self.seen:
@@ -241,7 +238,7 @@ def as_summed_apart(
     seconds = [*costs.seconds]
     for s, step in enumerate(program.steps):
         inside = [eqns[i] for i in step.equations[:-1]] if step.fusible else []
-        if not any(map(_reduces_rows, inside)):
+        if not any(e.primitive.name == "reduce_max" and _reduces_rows(e) for e in inside):
             continue
         rows = max((program.buffers[b].nbytes for b in step.reads), default=0)
         if any(eqn.primitive.name == "iota" for eqn in inside):
@@ -252,6 +249,5 @@ def as_summed_apart(
 
 
 def _reduces_rows(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "reduce_max":
-        return False
+    """Whether the reduction `eqn` is one over the last dimension."""
     return eqn.params["axes"] == (eqn.invars[0].aval.ndim - 1,)

@@ -24,9 +24,12 @@ def has_modules(tree: Any) -> bool:
 
 def _modules(tree: Any) -> list[Any]:
     """The outermost NNX objects in `tree` that are in no `nnx.State`, in order."""
-    is_module = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-    is_leaf = lambda x: is_module(x) or isinstance(x, nnx.State)
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_leaf) if is_module(x)]
+    is_leaf = lambda x: _is_module(x) or isinstance(x, nnx.State)
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_leaf) if _is_module(x)]
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def prepare(sig: Signature, args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -82,14 +85,13 @@ class _Shape(nnx.Variable):
 
 def _with_shapes_as_variables(tree: Any) -> Any:
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    is_leaf = lambda x: is_shape(x) or isinstance(x, nnx.Pytree | nnx.Variable)
+    is_leaf = lambda x: is_shape(x) or _is_module(x)
     return jax.tree.map(lambda x: _Shape(x) if is_shape(x) else x, tree, is_leaf=is_leaf)
 
 
 def _without_shape_variables(tree: Any) -> Any:
-    is_leaf = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
     unwrap = lambda x: x.get_value() if isinstance(x, _Shape) else x
-    return jax.tree.map(unwrap, tree, is_leaf=is_leaf)
+    return jax.tree.map(unwrap, tree, is_leaf=_is_module)
 
 
 def _is_donated(sig: Signature, path: tuple) -> bool:
