@@ -95,13 +95,13 @@ def t5(batch: int, wrap: Wrap, layers: int = 8, width: int = 768) -> Given:
     def attention(x: jax.Array, w: Any, key: jax.Array, bias: Any, other: Any = None) -> jax.Array:
         y = _scaled(x, w["scale"])
         keys = jax.random.split(key)
-        weighed = lambda p: _dropped(p, rate, keys[0])
-        return x + _dropped(_attended(y, w, other, bias, weighed), rate, keys[1])
+        weighed = lambda p: dropped(p, rate, keys[0])
+        return x + dropped(_attended(y, w, other, bias, weighed), rate, keys[1])
 
     def forward(x: jax.Array, w: Any, key: jax.Array) -> jax.Array:
         y, keys = _scaled(x, w["scale"]), jax.random.split(key)
         y = jax.nn.gelu(y @ w["gate"].astype(_HALF)) * (y @ w["up"].astype(_HALF))
-        return x + _dropped(_dropped(y, rate, keys[0]) @ w["down"].astype(_HALF), rate, keys[1])
+        return x + dropped(dropped(y, rate, keys[0]) @ w["down"].astype(_HALF), rate, keys[1])
 
     def encode(x: jax.Array, w: Any, key: jax.Array, bias: jax.Array) -> jax.Array:
         keys = jax.random.split(key)
@@ -117,12 +117,12 @@ def t5(batch: int, wrap: Wrap, layers: int = 8, width: int = 768) -> Given:
         source, target = data
         table, keys = params["tokens"].astype(_HALF), iter(jax.random.split(key, 2 * layers + 2))
         near = lambda name: params[name][distance].transpose(2, 0, 1)
-        x = _dropped(table[source], rate, next(keys))
+        x = dropped(table[source], rate, next(keys))
         for w in params["encoder"]:
             x = wrap(encode)(x, w, next(keys), near("near"))
         x = _scaled(x, params["scale"])
         seen = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), near("near_decoder"), -1e9)
-        y = _dropped(table[target[:, :-1]], rate, next(keys))
+        y = dropped(table[target[:, :-1]], rate, next(keys))
         for w in params["decoder"]:
             y = wrap(decode)(y, w, next(keys), seen, x)
         logits = (_scaled(y, params["scale_decoder"]) * width**-0.5) @ table.T
@@ -232,7 +232,10 @@ def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
-def _dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """`x` with a share of it dropped: itself, where that is 0."""
+    if not rate:
+        return x
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 

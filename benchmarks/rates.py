@@ -201,7 +201,6 @@ def passes() -> Iterator[Case]:
     case = functools.partial(_moving, "pass")
     centred = lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
     normed = lambda x: centred(x.astype(jnp.float32)).astype(x.dtype)
-    weights = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
     for dtype in ("bfloat16", "float32"):
         for rows in (1024, 4096, 16384, 65536):  # of 1,024: from 2 to 268 MB
             x = of(dtype, rows, 1024)
@@ -209,8 +208,8 @@ def passes() -> Iterator[Case]:
             yield case("gelu", jax.nn.gelu, x)
             yield case("norm", normed, x)
             yield case("sum of columns", lambda x: x.astype(jnp.float32).sum(0), x)
-        yield case("softmax", weights, of(dtype, 64, 16, 197, 197))
-        yield case("softmax", weights, of(dtype, 8, 16, 1024, 1024))
+        yield case("softmax", _weights, of(dtype, 64, 16, 197, 197))
+        yield case("softmax", _weights, of(dtype, 8, 16, 1024, 1024))
         yield case("heads", lambda x: jnp.swapaxes(x, 1, 2) * 2, of(dtype, 64, 197, 16, 64))
         yield case("transpose", lambda x: x.T * 2, of(dtype, 16384, 1024))
     yield case("rotary", _rotated, of("bfloat16", 8, 2048, 16, 128), of("float32", 2048, 64))
@@ -230,8 +229,7 @@ def rows() -> Iterator[Case]:
     """Reductions of 2**26 elements of bfloat16 in rows of different lengths: maxima; two sums, as
     layer norms take them; two sums over the rows, as the gradients to scale and bias; a softmax, and
     its gradient."""
-    weights = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
-    gradient = lambda x, y: jax.vjp(weights, x)[1](y)[0]
+    gradient = lambda x, y: jax.vjp(_weights, x)[1](y)[0]
 
     def sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = x.astype(jnp.float32)
@@ -247,7 +245,7 @@ def rows() -> Iterator[Case]:
         yield _moving("row", "maxima", lambda x: x.max(-1), x)
         yield _moving("row", "two sums", sums, x)
         yield _moving("row", "two sums of columns", columns, x, x, of_row, of_row)
-        yield _moving("row", "softmax", weights, x)
+        yield _moving("row", "softmax", _weights, x)
         yield _moving("row", "softmax gradient", gradient, x, x)
 
 
@@ -259,6 +257,10 @@ def _moving(
     row = {"kind": kind, "name": name, "dtype": str(operands[0].dtype), "shape": operands[0].shape}
     size = lambda x: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
     return Case(row, call, operands, 0, sum(map(size, (*operands, *results))))
+
+
+def _weights(x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _rotated(x: jax.Array, angle: jax.Array) -> jax.Array:

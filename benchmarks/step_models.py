@@ -24,7 +24,7 @@ from by_hand import POLICIES, SEGMENTS, Wrap, layers_by_hand, wrapping
 from flax import linen
 from flax_vit import Block, ViT
 from jax.ad_checkpoint import checkpoint_name
-from other_models import OTHERS
+from other_models import OTHERS, dropped
 from vision_models import ConvNeXt, UNet
 
 from vmem_jax.models.decoder import Decoder, adapters, train_step, unstacked
@@ -105,28 +105,19 @@ class Transformer:
             scores = jnp.einsum("nqhd,nkhd->nhqk", q, k).astype(jnp.float32) / 8
             if self.causal:
                 scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -jnp.inf)
-            weights = _dropped(
-                jax.nn.softmax(scores).astype(x.dtype), self.weights_dropout, keys[0]
-            )
+            weights = dropped(jax.nn.softmax(scores).astype(x.dtype), self.weights_dropout, keys[0])
             y = jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(n, t, d)
             y = product(checkpoint_name(y, "attention"), "out")
-            x = x + _dropped(y, self.dropout, keys[1])
+            x = x + dropped(y, self.dropout, keys[1])
         with jax.named_scope("feed_forward"):
             y = checkpoint_name(product(_norm(x, w["scale2"], w["bias2"]), "up"), "hidden")
-            y = product(_dropped(jax.nn.gelu(y), 0.0, keys[2]), "down")
-            return x + _dropped(y, self.dropout, keys[3])
+            y = product(dropped(jax.nn.gelu(y), 0.0, keys[2]), "down")
+            return x + dropped(y, self.dropout, keys[3])
 
 
 def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     y = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-6)
     return (y * scale + bias).astype(x.dtype)
-
-
-def _dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    if not rate:
-        return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
 def _trained(loss_of: Callable, init: Callable, batch: Callable, optimiser: Any = None) -> Training:

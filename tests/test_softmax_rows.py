@@ -21,24 +21,31 @@ from vmem_jax.core.program import Phase
 N, H, D = 2, 4, 64
 
 
+def scores_of(q, k):
+    return jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8
+
+
+def seen_causally(scores):
+    return jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+
+
+def weighed(weights, v):
+    return jnp.einsum("nhqk,nhkd->nhqd", weights.astype(v.dtype), v)
+
+
 def attention(q, k, v, mask, bias):
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8
-    return jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(scores).astype(q.dtype), v)
+    return weighed(jax.nn.softmax(scores_of(q, k)), v)
 
 
 def masked(q, k, v, mask, bias):
     """Causal, and with dropout of the weights."""
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8
-    seen = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-    weights = jax.nn.softmax(seen).astype(q.dtype)
-    return jnp.einsum("nhqk,nhkd->nhqd", jnp.where(mask, weights / 0.9, 0).astype(q.dtype), v)
+    weights = jax.nn.softmax(seen_causally(scores_of(q, k))).astype(q.dtype)
+    return weighed(jnp.where(mask, weights / 0.9, 0), v)
 
 
 def unevenly_masked(q, k, v, mask, bias):
     """By a mask that is given for each sample: its heads share it."""
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8
-    seen = jnp.where(mask[:, :1], scores, -jnp.inf)
-    return jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(seen).astype(q.dtype), v)
+    return weighed(jax.nn.softmax(jnp.where(mask[:, :1], scores_of(q, k), -jnp.inf)), v)
 
 
 def by_jax(q, k, v, mask, bias):
@@ -59,14 +66,13 @@ def by_flax(q, k, v, mask, bias):
 
 def biased(q, k, v, mask, bias):
     """With a bias that is trained: the gradient to the scores is summed over samples, too."""
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8 + bias
-    return jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(scores).astype(q.dtype), v)
+    return weighed(jax.nn.softmax(scores_of(q, k) + bias), v)
 
 
 def with_sums(q, k, v, mask, bias):
     """The sums are read beside the rows."""
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8
-    out = jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(scores).astype(q.dtype), v)
+    scores = scores_of(q, k)
+    out = weighed(jax.nn.softmax(scores), v)
     most = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     sums = jnp.exp(scores - most).sum(-1)
     return out * jnp.log(sums)[..., None].astype(q.dtype)
@@ -116,10 +122,10 @@ def test_reductions_are_where_rows_are_read(function, length, count):
 
 
 def printed(q, k, v, mask, bias):
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32)
+    scores = scores_of(q, k)
     weights = jax.nn.softmax(scores)
     jax.debug.print("{} {}", weights, scores.max(-1))
-    return jnp.einsum("nhqk,nhkd->nhqd", weights.astype(q.dtype), v)
+    return weighed(weights, v)
 
 
 def of_numbers(q, k, v, mask, bias):
@@ -181,9 +187,7 @@ def test_only_counted_masks_change():
 
 
 def causal(q, k, v, mask, bias):
-    scores = jnp.einsum("nhqd,nhkd->nhqk", q, k).astype(jnp.float32) / 8
-    seen = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-    return jnp.einsum("nhqk,nhkd->nhqd", jax.nn.softmax(seen).astype(q.dtype), v)
+    return weighed(jax.nn.softmax(seen_causally(scores_of(q, k))), v)
 
 
 def test_counting_takes_no_time():
