@@ -4,9 +4,10 @@
 
 A row is one kernel or a few: a product [batch, m, k] x [batch, k, n]; a convolution, or its gradient
 to the input or to the kernel; cuDNN's attention, or its gradient, of which operations are those that
-a causal mask leaves; a pass that reads and writes arrays once; or what reduces rows. It has the
-microseconds of its kernels under JAX's profiler, the median of `--runs` runs on random normal data,
-and what that is in operations or bytes a second. `core/cards.py` has what is derived from these rows.
+a causal mask leaves; a pass that reads and writes arrays once; what reduces rows; or a softmax of
+scores under a mask, or its gradient. It has the microseconds of its kernels under JAX's profiler,
+the median of `--runs` runs on random normal data, and what that is in operations or bytes a second.
+`core/cards.py` has what is derived from these rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -89,6 +91,7 @@ def main(_: Any) -> None:
     found += [*attentions()] if "attention" in FLAGS.kinds else []
     found += [*passes()] if "pass" in FLAGS.kinds else []
     found += [*rows()] if "row" in FLAGS.kinds else []
+    found += [*scores()] if "scores" in FLAGS.kinds else []
     for begin in range(0, len(found), FLAGS.at_once):
         for row in _timed(found[begin : begin + FLAGS.at_once]):
             print(json.dumps(row), flush=True)
@@ -249,6 +252,42 @@ def rows() -> Iterator[Case]:
         yield _moving("row", "softmax gradient", gradient, x, x)
 
 
+def scores() -> Iterator[Case]:
+    """Softmaxes of the scores of 8 sequences of 1,024 tokens in 16 heads, and their gradients: of all
+    tokens; with a causal mask, of which rows share one, or which is counted for each row; and with
+    dropout by a mask in bytes."""
+    shape = (8, 16, 1024, 1024)
+    kept = jax.ShapeDtypeStruct(shape, "bool")
+
+    def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.where(mask, x, jnp.finfo(x.dtype).min)
+
+    def causal(x: jax.Array) -> jax.Array:
+        return _weights(masked(x, jnp.tril(jnp.ones(shape[-2:], bool))))
+
+    def counted(x: jax.Array) -> jax.Array:
+        query, key = (lax.broadcasted_iota("int32", shape, i) for i in (2, 3))
+        return _weights(masked(x, query >= key))
+
+    def dropped(x: jax.Array, kept: jax.Array) -> jax.Array:
+        return jnp.where(kept, _weights(x) / 0.9, 0)
+
+    calls: dict[str, tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]] = {
+        "softmax": (_weights, ()),
+        "causal softmax": (causal, ()),
+        "counted causal softmax": (counted, ()),
+        "softmax and dropout": (dropped, (kept,)),
+    }
+    for dtype, (name, (call, masks)) in itertools.product(("bfloat16", "float32"), calls.items()):
+        x = jax.ShapeDtypeStruct(shape, dtype)
+
+        def gradient(x: jax.Array, y: jax.Array, *masks: Any, call: Callable = call) -> jax.Array:
+            return jax.vjp(lambda x: call(x, *masks), x)[1](y)[0]
+
+        yield _moving("scores", name, call, x, *masks)
+        yield _moving("scores", f"{name} gradient", gradient, x, x, *masks)
+
+
 def _moving(
     kind: str, name: str, call: Callable[..., Any], *operands: jax.ShapeDtypeStruct
 ) -> Case:
@@ -345,7 +384,9 @@ def _kernels(profile: Any) -> tuple[dict[str, list[float]], dict[str, list[str]]
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("kinds", ["product", "pass"], "product, convolution, attention, pass, row")
+    flags.DEFINE_list(
+        "kinds", ["product", "pass"], "product, convolution, attention, pass, row, scores"
+    )
     flags.DEFINE_list("dtypes", ["bfloat16"], "of products")
     flags.DEFINE_integer("runs", 7, "of each program under the profiler")
     flags.DEFINE_integer(
