@@ -80,6 +80,15 @@ def labelled(x, w, labels):
     return jax.grad(loss)(w)
 
 
+def conditioned(x, w, features, shifts):
+    """What a product makes of each sample's features is added to all its tokens."""
+
+    def loss(w, shifts):
+        return jnp.sin(jnp.tanh(x @ w) + (features @ shifts)[:, None]).sum()
+
+    return jax.grad(loss, (0, 1))(w, shifts)
+
+
 def in_windows(x, w, chain=jnp.tanh):
     """Windows of 2 x 2 of x[samples, 4, 4, n], by a product."""
     n, d = len(x), x.shape[-1]
@@ -113,8 +122,14 @@ CASES = {
         (0, 0, 0),
     ),
     "depthwise kernel": (ONE_GROUP_A_CHANNEL, (shaped(3, 3, 1, 8),) * 2 + (IMAGES,), (0, 0, 0)),
-    "one token": (classifying, TOKENS, (0, 1, 0)),
+    "one token": (classifying, TOKENS, (0, 1, 1)),  # and the gradient to it
     "half of the tokens": (lambda *a: classifying(*a, tokens=8), TOKENS, (0, 0, 0)),
+    "features": (conditioned, (*TOKENS[:2], shaped(4, 3), shaped(3, 8)), (0, 0, 2)),
+    "features of few tokens": (
+        conditioned,
+        (shaped(4, 5, 8), TOKENS[1], shaped(4, 3), shaped(3, 8)),
+        (0, 0, 0),
+    ),
     "a part of an argument": (lambda x, w: jnp.tanh(x[:, 0] @ w), TOKENS[:2], (0, 0, 0)),
     "transposed labels": (labelled, TEXTS, (0, 0, 1)),
     "labels of few words": (labelled, (TEXTS[0], shaped(8, 7), TEXTS[2]), (0, 0, 0)),
@@ -231,7 +246,7 @@ def priced(fun, shapes):
     """Seconds of the step with layouts stated, and as it was written."""
     found = capture(jax.make_jaxpr(fun)(*shapes), platform="gpu")
     costs = analytic(found.program, MACHINE)
-    written = as_spread(costs, found.program, found.variables, found.spread, MACHINE)
+    written = as_spread(costs, found.program, found.variables, found.written.spread, MACHINE)
     return sum(costs.seconds), sum(written.seconds)
 
 
@@ -275,6 +290,24 @@ def test_xla_lays_out_the_residual_stream_as_its_products_do():
     last = re.compile(r"\[197,512,64\]")
     assert not last.search(compiled(policy="exact"))
     assert last.search(compiled(policy="keep"))
+
+
+@pytest.mark.gpu_compile
+def test_xla_lays_out_what_is_conditioned_as_its_products_do(monkeypatch):
+    """Shifts and scales of each sample's tokens, made of its features."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    dit = MODELS["dit"]("plain", 64, layers=1)
+    shapes = [jax.eval_shape(make, jax.random.key(0)) for make in (dit.init, dit.batch)]
+    compiled = lambda: (
+        vmem_jax.jit(dit.step, budget="8GiB", policy="exact")
+        .lower(*shapes)
+        .compile(target="h200")
+        .as_text()
+    )
+    samples_last = re.compile(r"bf16\[256,768,64\]")
+    assert not samples_last.search(compiled())
+    monkeypatch.setattr(row_major, "_of_samples", lambda eqns: set())
+    assert samples_last.search(compiled())
 
 
 @pytest.mark.gpu_compile

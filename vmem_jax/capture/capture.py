@@ -30,7 +30,6 @@ from vmem_jax.capture.padding import with_padding_apart
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
 from vmem_jax.capture.rounded_operands import with_operands_rounded
-from vmem_jax.capture.row_major import Spread
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.shared_operands import products_as_one
 from vmem_jax.capture.siblings import saved_by_merging
@@ -38,7 +37,7 @@ from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import Replaced, SubBatches, divided, in_parts, twins
-from vmem_jax.capture.whole_rows import with_layouts
+from vmem_jax.capture.whole_rows import AsWritten, with_layouts
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
@@ -68,8 +67,7 @@ class Captured:
       stacked: gradients of loops that exist all at once.
       whole: stacks in host memory that come as a whole.
       misread: gradients to kernels that XLA takes for something else in the step as it was.
-      spread: values whose layouts XLA chooses badly in the step as it was.
-      turned: bytes that passes which transpose heads move there more than here.
+      written: what else it has otherwise.
     """
 
     flat: ClosedJaxpr
@@ -84,8 +82,7 @@ class Captured:
     stacked: tuple[Stacked, ...] = ()
     whole: tuple[Whole, ...] = ()
     misread: frozenset[Convolution] = frozenset()
-    spread: Spread = dataclasses.field(default_factory=Spread)
-    turned: int = 0
+    written: AsWritten = dataclasses.field(default_factory=AsWritten)
 
     @property
     def divisible(self) -> ClosedJaxpr:
@@ -237,13 +234,13 @@ def capture(
     flat = with_operands_rounded(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat = with_padding_apart(flat, platform)
-    flat, spread, turned = with_layouts(flat, platform)
+    flat, written = with_layouts(flat, platform)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
     inputs = Inputs(*known, platform, products)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
-    return dataclasses.replace(captured, misread=misread, spread=spread, turned=turned)
+    return dataclasses.replace(captured, misread=misread, written=written)
 
 
 def _in_loops(

@@ -54,7 +54,7 @@ def _takes_counts(eqn: Equation, maker: Mapping[Var, Equation]) -> bool:
     """Whether `eqn` makes the exponentials of rows that XLA reduces at once with a counted mask."""
     if maxima(eqn, maker) is None or is_typed(eqn.outvars[0]):
         return False
-    return fits(eqn.outvars[0].aval.shape[-1], counted=True)
+    return fits(eqn.outvars[0].aval.shape, counted=True)
 
 
 def _spread_behind(exponentials: Equation, editor: Editor) -> Iterator[int]:

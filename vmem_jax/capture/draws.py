@@ -8,12 +8,12 @@ though: what such a kernel makes exists, where a cheap value would be computed a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.fused_reads import Values
-from vmem_jax.capture.primitives import ELEMENTWISE, Class
+from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
 from vmem_jax.capture.random_bits import can_slice
 from vmem_jax.jax_compat import JaxprEqn, Var
 
@@ -24,6 +24,17 @@ def draws_words(eqn: JaxprEqn) -> bool:
     """Whether `eqn` draws random words, each by itself."""
     name = eqn.primitive.name
     return name == "threefry2x32" or (name == "random_bits" and can_slice(eqn))
+
+
+def drawn_values(eqns: Iterable[JaxprEqn]) -> set[Var]:
+    """What is computed of random words element by element."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        moves = eqn.primitive.name in ELEMENTWISE or class_of(eqn) is Class.VIEW
+        given = (a for a in eqn.invars if isinstance(a, Var))
+        if draws_words(eqn) or (moves and not found.isdisjoint(given)):
+            found.update(eqn.outvars)
+    return found
 
 
 def draws(values: Values, outputs: AbstractSet[Var]) -> Iterator[tuple[int, int]]:
@@ -48,12 +59,13 @@ def _last(i: int, values: Values, outputs: AbstractSet[Var]) -> int:
         [j] = readers
         eqn, kind = values.eqns[j], values.classes[j]
         elementwise = kind is Class.FUSIBLE and eqn.primitive.name in ELEMENTWISE
-        fuses = elementwise or eqn.primitive is pack_p
+        pads = eqn.primitive.name == "pad"  # a mask, once for all that read it (`padded_rows`)
+        fuses = elementwise or pads or eqn.primitive is pack_p
         others = (a for a in values.operands[j] if a not in made)
         if not (fuses or kind is Class.VIEW) or not all(_is_small(a, values) for a in others):
             break
         made = eqn.outvars
-        if fuses and values.nbytes[made[0]] <= size:
+        if fuses and (pads or values.nbytes[made[0]] <= size):
             last, size = j, values.nbytes[made[0]]
     return last
 

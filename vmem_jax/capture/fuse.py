@@ -132,11 +132,11 @@ class _Fuser:
                     self.classes[i] = Class.FUSIBLE
                 elif self._is_written_transposed(i):
                     self.classes[i] = Class.FUSIBLE
+            for i, last in draws(self, self.outputs):
+                if not {i, last} & {*self.tied}:
+                    self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE
             for i in [*reduced_at_once(self, by, self.outputs, shards)]:
                 self.classes[i] = Class.FUSIBLE
-        for i, last in draws(self, self.outputs) if platform != "cpu" else ():
-            if not {i, last} & {*self.tied}:
-                self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE
         self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
         # the last kernel that a sum reads adds the others: they need not wait with what they read
         self.epilogue = {i: self._epilogue(i) for i in reversed(range(len(self.eqns)))}

@@ -156,7 +156,7 @@ class StepMaker:
         fusible = class_of(root) is not Class.HEAVY
         reads = tuple(index[v] for v in kernel.reads)
         writes = tuple(index[v] for v in kernel.writes)
-        values = (*kernel.reads, *kernel.writes)
+        values, written = (*kernel.reads, *kernel.writes), {*kernel.writes}
         sizes = {index[v]: size(v) for v in values}
         gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
         carried = compat.scan_counts(root)[1] if root.primitive.name == "scan" else None
@@ -198,7 +198,8 @@ class StepMaker:
         length = root.params["length"] if root.primitive.name == "scan" else 1
         copied_nbytes = 2 * length * copied.moved  # each is read and written
         fetched, returned = _over_the_link(root, body)
-        computed = sum(flops(eqn) // shards.work(eqn) for eqn in timed)
+        in_tile = [self.is_gpu and written.isdisjoint(eqn.outvars) for eqn in timed]
+        computed = sum(map(int.__floordiv__, map(flops, timed, in_tile), map(shards.work, timed)))
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         reduced = 0
         if self.is_gpu:

@@ -29,7 +29,12 @@ def operations(eqns: Iterable[JaxprEqn], elements: int, shards: Shards) -> int:
       shards: how values are split over devices.
     """
     rows = max((_rows(eqn) // shards.count(eqn.invars[0]) for eqn in eqns if eqn.invars), default=0)
-    return rows and _A_ROW * rows + OPERATIONS * elements
+    return of_rows(rows, 1, elements) if rows else 0
+
+
+def of_rows(rows: int, length: int, elements: int) -> int:
+    """What a kernel takes which reduces `rows` of `length`, as operations; 0 if these are even."""
+    return _A_ROW * rows + OPERATIONS * elements if length % 2 else 0
 
 
 def _rows(eqn: JaxprEqn) -> int:

@@ -33,7 +33,7 @@ from vmem_jax.capture.loop_levels import levels
 from vmem_jax.capture.row_major import Spread
 from vmem_jax.capture.shards import follow_shards
 from vmem_jax.capture.sub_batches import SubBatches, begin_p, end_p
-from vmem_jax.capture.whole_rows import with_layouts
+from vmem_jax.capture.whole_rows import AsWritten, with_layouts
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.program import Phase
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
@@ -52,8 +52,12 @@ def opened(captured: Captured) -> Captured | None:
     params = compat.open_jaxpr(flat).eqns[found.at].params
     opener = _Opener(flat, found.at, found.body)
     made = captured.opened(opener.run(), SubBatches(params["length"], 1, unroll=params["unroll"]))
-    spread, turned = opener.here(found.spread), params["length"] * found.turned
-    return dataclasses.replace(made, misread=captured.misread, spread=spread, turned=turned)
+    written = dataclasses.replace(
+        found.written,
+        spread=opener.here(found.written.spread),
+        turned=params["length"] * found.written.turned,
+    )
+    return dataclasses.replace(made, misread=captured.misread, written=written)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +68,13 @@ class _StepInLoop:
       at: its index.
       nbytes: what an iteration holds.
       body: it.
-      spread, turned: of an iteration, as `Captured` has them.
+      written: of an iteration, as `Captured` has it.
     """
 
     at: int
     nbytes: int
     body: ClosedJaxpr
-    spread: Spread
-    turned: int
+    written: AsWritten
 
 
 def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLoop]:
@@ -83,14 +86,14 @@ def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLo
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
         if eqn.primitive.name != "scan" or eqn.effects or i in others:
             continue
-        body, spread, turned = with_layouts(flatten(eqn.params["jaxpr"]), given.platform)
+        body, written = with_layouts(flatten(eqn.params["jaxpr"]), given.platform)
         body = drop_dead(apply_exact_rules(body)[0])
         if compat.constants(body):
             continue  # the body of a scan has none
         own = eqn.replace(params={**eqn.params, "jaxpr": body})
         program = capture_body(own, step=given).program
         if any(step.phase is Phase.BACKWARD for step in program.steps):
-            found.append(_StepInLoop(i, body_nbytes(program), body, spread, turned))
+            found.append(_StepInLoop(i, body_nbytes(program), body, written))
     return found
 
 

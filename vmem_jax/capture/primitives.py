@@ -194,15 +194,19 @@ _OPERATIONS = {
 """Operations an element of what takes more than one. GELU in bfloat16 and a softmax take as long on
 an H100 as on an H200: so many for tanh and exp. Others are taken for alike (JAX 0.11.2)."""
 
-_ROW, _COLUMN = 15, 40
-"""The same of an element that is summed along the fastest dimension, and along others."""
+_ROW, _COLUMN, _IN_TILE = 15, 40, 10
+"""The same of an element that is summed along the fastest dimension, along others, and where the
+kernel that sums reads the sum, as in a softmax of scores (`benchmarks/rates.py`)."""
 
 
-def flops(eqn: JaxprEqn) -> int:
+def flops(eqn: JaxprEqn, in_tile: bool = False) -> int:
     """Operations of `eqn`: floating-point ones of products, and of passes what takes as long; one an
     element where no rule says otherwise.
 
     A call in the body of a loop (a checkpointed layer) has those of what it calls, once.
+
+    Args:
+      in_tile: whether the kernel of `eqn` reads what it makes.
     """
     rule = _FLOPS.get(eqn.primitive.name)
     if rule is not None:
@@ -213,7 +217,7 @@ def flops(eqn: JaxprEqn) -> int:
         shape = eqn.invars[0].aval.shape
         axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
         keeps_rows = len(shape) - 1 not in axes
-        return (_COLUMN if keeps_rows else _ROW) * math.prod(shape)
+        return (_COLUMN if keeps_rows else _IN_TILE if in_tile else _ROW) * math.prod(shape)
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     return _OPERATIONS.get(eqn.primitive.name, 1) * max(sizes, default=0)
 
@@ -258,9 +262,7 @@ def aligned(eqn: JaxprEqn) -> bool:
             channels = [lhs.shape[numbers.lhs_spec[0]], rhs.shape[numbers.rhs_spec[0]]]
     elif eqn.primitive.name == "dot_general":
         lhs, rhs = (a.aval for a in eqn.invars)
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        rows = (x.shape[-1] for x in (rhs, eqn.outvars[0].aval) if x.ndim)
-        channels = [math.prod(lhs.shape[d] for d in contract), *rows]
+        channels = [x.shape[-1] for x in (lhs, rhs, eqn.outvars[0].aval) if x.ndim]
     else:
         return True
     return all(c * lhs.dtype.itemsize % 16 == 0 for c in channels)

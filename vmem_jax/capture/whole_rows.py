@@ -30,6 +30,7 @@ from vmem_jax.capture.counted_masks import with_counted_masks
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.padded_rows import Lengths, with_padded_rows
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import is_typed
@@ -165,14 +166,28 @@ def _with_operand(product: JaxprEqn, side: int, a: Var, order: Sequence[int]) ->
     return product.replace(invars=invars, params={**product.params, "dimension_numbers": numbers})
 
 
-def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Spread, int]:
-    """`flat` with counted masks, whole rows and row-major values, what `with_row_major` says of
-    these, and the bytes that passes which transpose heads move more without."""
+@dataclasses.dataclass(frozen=True)
+class AsWritten:
+    """What the step has otherwise as it was written.
+
+    Attributes:
+      spread: values whose layouts XLA chooses badly.
+      turned: bytes that passes which transpose heads move more.
+      lengths: of rows that are padded.
+    """
+
+    spread: Spread = dataclasses.field(default_factory=Spread)
+    turned: int = 0
+    lengths: Lengths = dataclasses.field(default_factory=dict)
+
+
+def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritten]:
+    """`flat` with whole and padded rows, counted masks and row-major values."""
     if platform != "gpu":
-        return flat, Spread(), 0
-    flat = with_counted_masks(flat, platform)
-    laid_out, spread = with_row_major(with_whole_rows(flat, platform), platform)
-    return laid_out, spread, _turned_nbytes(flat) - _turned_nbytes(laid_out)
+        return flat, AsWritten()
+    whole, lengths = with_padded_rows(with_whole_rows(flat, platform), platform)
+    laid_out, spread = with_row_major(with_counted_masks(whole, platform), platform)
+    return laid_out, AsWritten(spread, _turned_nbytes(flat) - _turned_nbytes(laid_out), lengths)
 
 
 def _turned_nbytes(flat: ClosedJaxpr) -> int:

@@ -14,6 +14,7 @@ from vmem_jax.capture.opened_loops import opened
 from vmem_jax.capture.row_major import as_spread
 from vmem_jax.capture.small_updates import as_apart
 from vmem_jax.capture.softmax import as_summed_apart
+from vmem_jax.capture.unpadded import as_unpadded
 from vmem_jax.capture.whole_rows import as_turned
 from vmem_jax.capture.zeroed_stacks import as_zeroed
 from vmem_jax.compiler.compile import compile_jaxpr
@@ -129,10 +130,13 @@ class StepContext:
         captured, machine = self.traced.captured, self.machine
         program = captured.program
         costs = as_misread(self.costs, program, captured.misread)
-        costs = as_spread(costs, program, captured.variables, captured.spread, machine)
+        written, eqns = captured.written, open_jaxpr(captured.flat).eqns
+        costs = as_spread(costs, program, captured.variables, written.spread, machine)
         costs = as_zeroed(costs, program, captured.flat, captured.shards, machine)
-        costs = as_turned(costs, program, captured.turned, machine)
-        costs = as_summed_apart(costs, program, open_jaxpr(captured.flat).eqns, machine)
+        known = eqns, captured.variables, written.lengths
+        costs, program = as_unpadded(costs, program, *known, machine)
+        costs = as_turned(costs, program, written.turned, machine)
+        costs = as_summed_apart(costs, program, eqns, machine)
         return as_apart(costs, program, machine)
 
     def _with_loop(self, costs: Costs, form: StepContext) -> Costs:
