@@ -16,6 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax.core.costs import Link
+from vmem_jax.core.heap import heap_nbytes
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.program import Kind, Phase
@@ -153,6 +154,31 @@ def test_plans_of_random_steps_stay_valid(program, data):
     assert sorted(moved.order) == sorted(timeline.order)
     assert moved.peak <= timeline.peak
     assert not violations(program, plan_of(program, moved.order))
+
+
+def test_nothing_moves_behind_where_the_value_that_comes_back_for_it_is_made_again():
+    b = Builder()
+    weight = b.input(4)
+    x = b.step([b.input(4, Kind.BATCH)], 4, FORWARD, workspace=1000)  # the peak
+    product = b.step([x, weight], 4, FORWARD)
+    active = b.step([product], 4, FORWARD, fusible=True)
+    cotangent = b.step([b.step([active, weight], 4, FORWARD)], 4, BACKWARD)
+    gradient = b.step([cotangent, active], 4, BACKWARD)
+    inner = b.step([cotangent, weight], 4, BACKWARD)
+    through = b.step([inner, product], 4, BACKWARD, fusible=True)
+    program = dataclasses.replace(b.program([gradient, through]), on_gpu=True)
+    at = lambda made: program.producer[made]
+    late = [at(active), at(gradient), at(inner), at(product), at(through)]
+    order = (*range(at(gradient)), *late)
+    assert order.count(at(active)) == order.count(at(product)) == 2
+    costs = dataclasses.replace(unit_costs(program), link=FAST)
+    stays = simulate(program, order, costs)
+    again = order.index(at(gradient)) - 1  # the activation
+    away = [Transfer(product, 3, 3, again, again)]
+    with mock.patch.object(Merging, "near", 10.0):
+        assert beside(program, costs, stays).order != order
+        moved = beside(program, costs, simulate(program, order, costs, away))
+    assert moved.order == order and heap_nbytes(program, moved.order, moved.transfers)
 
 
 def test_transfers_move_with_the_steps_that_wait_for_them(made):

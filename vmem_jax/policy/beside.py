@@ -158,7 +158,8 @@ class _Order:
 def _moved(
     program: Program, costs: Costs, timeline: Timeline, moves: Sequence[_Move]
 ) -> Timeline | None:
-    """`timeline` with `moves`; None where a value would be in host memory when it is read."""
+    """`timeline` with `moves`; None where a value would be in host memory when it is read, or come
+    back for nothing."""
     order = timeline.order
     waiting = {p for move in moves for p in move.positions}
     arrives: dict[int, list[int]] = {}
@@ -185,7 +186,12 @@ def _moved(
 
 
 def _is_there(program: Program, order: Sequence[int], t: Transfer) -> bool:
-    """Whether a transfer's points are in order, and no step reads its buffer while it is away."""
+    """Whether a transfer's points are in order, no step reads its buffer while it is away, and one
+    does when it is back, before the buffer is made again."""
     if not t.start <= t.gone <= t.fetch <= t.back:
         return False
-    return not any(t.buffer in program.steps[s].reads for s in order[t.gone : t.back])
+    touching = ((p, program.steps[s]) for p, s in enumerate(order) if p >= t.gone)
+    for position, step in touching:
+        if t.buffer in step.reads or t.buffer in step.writes:
+            return position >= t.back and t.buffer in step.reads
+    return True
