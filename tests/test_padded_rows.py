@@ -167,6 +167,25 @@ def test_padded_rows_give_the_same(function, dtype):
         np.testing.assert_allclose(a, b, rtol, rtol * max(1.0, np.nanmax(np.abs(a))))
 
 
+def layers_of(function):
+    """Several layers, which share what is not of their own: zeros, masks."""
+
+    def step(q, k, v, more):
+        for i in range(20):
+            key = jax.random.fold_in(more["key"], i)
+            q = jnp.sin(function(q, k, v, {**more, "key": key}))
+        return q
+
+    return step
+
+
+@pytest.mark.parametrize("function", [dropped, causal, given_mask, biased])
+def test_each_layer_is_padded(function):
+    padded, _ = with_padded_rows(flat_of(layers_of(function), arguments()), "gpu")
+    exps = [e.outvars[0].aval.shape for e in padded.jaxpr.eqns if e.primitive.name == "exp"]
+    assert len(exps) == 20 and {*exps} == {(N, H, T, 16)}
+
+
 @pytest.mark.parametrize("function", PADDED)
 def test_no_row_is_left_and_one_mask_is_enough(function):
     padded, _ = with_padded_rows(flat_of(function, arguments()), "gpu")

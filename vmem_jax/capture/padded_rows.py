@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.counted_masks import counted_values
 from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.draws import drawn_values
 from vmem_jax.capture.editor import spliced
@@ -36,9 +37,6 @@ _VECTOR = 8
 _LARGER = 2
 """How many times larger than the keys the scores are at least. Windows of 49 tokens in heads of 32,
 as Swin has them, gain nothing on an H200: padding takes what is saved."""
-
-_MOST_VALUES = 256
-"""Values of a softmax that are made longer, at most: those of an attention are about 40."""
 
 
 Lengths = Mapping[tuple[int, ...], int]
@@ -93,7 +91,7 @@ class _Tied:
         self.eqns: Sequence[JaxprEqn] = opened.eqns
         self.maker, self.readers = makers(opened.eqns), readers(opened.eqns)
         self.results = {a for a in opened.outvars if isinstance(a, Var)}
-        self.drawn = drawn_values(opened.eqns)
+        self.drawn, self.counted = drawn_values(opened.eqns), counted_values(opened.eqns)
 
     def values_of(self, rows: Var) -> dict[Var, int]:
         """Which dimension of each value is the last one of `rows`; nothing if one as large as these
@@ -104,7 +102,7 @@ class _Tied:
         while pending:
             v, d = pending.pop()
             places = self._beside(v, d, size)
-            if places is None or len(found) > _MOST_VALUES:
+            if places is None:
                 return {}
             for other, e in places:
                 if other not in found:
@@ -127,11 +125,11 @@ class _Tied:
 
     def _beside(self, v: Var, d: int, size: int) -> list[Place] | None:
         """The places that one equation ties to dimension `d` of `v`; None if `v` has to be cut back.
-        What is smaller than the rows may exist both ways."""
+        What is smaller than the rows, or only counted, may exist both ways."""
         aval: Any = v.aval
-        is_small = aval.size < size
-        read = [] if is_small else [tied(self.eqns[i], v, d) for i in self.readers.get(v, ())]
-        if None in read or (v in self.results and not is_small):
+        twice = aval.size < size or v in self.counted
+        read = [] if twice else [tied(self.eqns[i], v, d) for i in self.readers.get(v, ())]
+        if None in read or (v in self.results and not twice):
             return None
         made = self.maker.get(v)
         if made is not None and not self._is_drawn_mask(v):
