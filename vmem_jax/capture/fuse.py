@@ -26,6 +26,7 @@ from vmem_jax.capture.fused_reads import Walk
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.overlap import is_made_apart
 from vmem_jax.capture.primitives import (
+    SCATTERS,
     Class,
     class_of,
     exchanges_operands,
@@ -126,7 +127,7 @@ class _Fuser:
             for i, eqn in enumerate(self.eqns):
                 if not self.outputs.isdisjoint(eqn.outvars) and makes_exponentials(eqn, by):
                     self.classes[i] = Class.REDUCE
-                elif is_made_apart(eqn):
+                elif is_made_apart(eqn) or eqn.primitive.name in SCATTERS:
                     self.classes[i] = Class.REDUCE
                 elif i not in self.tied and is_elementwise(eqn, self._readers(eqn)):
                     self.classes[i] = Class.FUSIBLE

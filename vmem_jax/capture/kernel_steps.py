@@ -19,6 +19,7 @@ from vmem_jax.capture.inputs import Inputs
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.merged import Copied, copied
 from vmem_jax.capture.primitives import (
+    SCATTERS,
     Class,
     aligned,
     class_of,
@@ -184,13 +185,9 @@ class StepMaker:
                 for r, w in pairs
                 if isinstance(r, Var) and r in index and w in index
             ]
-        elif root.primitive.name in (
-            "dynamic_update_slice",
-            "scatter",
-            "scatter-add",
-            "scatter_add",
-        ):
-            in_place = [(r, w) for w in writes[:1] for r in reads[:1] if sizes[r] == sizes[w]]
+        elif root.primitive.name == "dynamic_update_slice" or root.primitive.name in SCATTERS:
+            over = [index[a] for a in root.invars[:1] if isinstance(a, Var) and a in kernel.reads]
+            in_place = [(r, w) for w in writes[:1] for r in over if sizes[r] == sizes[w]]
         elif self.is_body and self.is_gpu and root.primitive.name == "dot_general":
             # it adds to what is carried
             added = [v for v in kernel.reads if v not in maker and v not in root.invars]

@@ -51,6 +51,9 @@ _REDUCE = """
 argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reduce
 """.split()
 
+SCATTERS = frozenset("scatter scatter-add scatter_add scatter-sub".split())
+"""What XLA:GPU computes the updates of in its own kernel, which ends a fusion as a reduction does."""
+
 ELEMENTWISE = (
     frozenset(_FUSIBLE)
     .difference(
