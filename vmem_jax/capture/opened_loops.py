@@ -10,8 +10,9 @@ stands between the boundaries that sub-batches have (`sub_batches`), once for al
     end: what it carries out, the stacks
     what stands behind the scan
 
-So policies, `rewrite` and the predictions know nothing new. Where the layers in the body are scans
-themselves, `loop_levels` plans their stacks, and the body stays closed.
+So policies, `rewrite` and the predictions know nothing new. Layers in the body may be scans
+themselves: pairs of loops in the open. `loop_levels` plans their stacks where the body stays closed,
+too.
 """
 
 from __future__ import annotations
@@ -81,7 +82,6 @@ def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLo
     given = captured.inputs
     level = levels(flat, follow_shards(flat, given.shardings))
     others = {i for pair in level.pairs for i in (pair.forward, pair.backward)}
-    others |= {i for i, _ in level.inner}
     found = []
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
         if eqn.primitive.name != "scan" or eqn.effects or i in others:
