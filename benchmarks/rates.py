@@ -286,6 +286,20 @@ def scores() -> Iterator[Case]:
 
         yield _moving("scores", name, call, x, *masks)
         yield _moving("scores", f"{name} gradient", gradient, x, x, *masks)
+    yield from _padded_scores()
+
+
+def _padded_scores() -> Iterator[Case]:
+    """Softmaxes of a ViT's scores of 197 tokens, 64 images in 16 heads, and two of their products;
+    with rows of whole vectors, and with rows, or rows and columns, of a whole tile."""
+    gradient = lambda x, y: jax.vjp(_weights, x)[1](y)[0]
+    for queries, keys in ((197, 197), (197, 200), (197, 256), (256, 256)):
+        of = lambda *matrix: jax.ShapeDtypeStruct((64, 16, *matrix), "bfloat16")
+        scores, query, key = of(queries, keys), of(queries, 64), of(keys, 64)
+        yield _moving("scores", "softmax", _weights, scores)
+        yield _moving("scores", "softmax gradient", gradient, scores, scores)
+        yield _moving("scores", "queries and keys", lambda q, k: q @ k.mT, query, key)
+        yield _moving("scores", "weights and values", jnp.matmul, scores, key)
 
 
 def _moving(

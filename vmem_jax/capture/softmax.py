@@ -192,7 +192,7 @@ class _Rows:
 
         XLA chooses tiles of 16 rows of 1,024 that share what is read, such as a causal mask: they
         are far apart, and have more values than there are registers. On an H200 such a softmax takes
-        464 us in place of 143, and its gradient 856 in place of 229.
+        468 us in place of 148, and its gradient 859 in place of 282.
         """
         return all(self._is_alike(a) for a in eqn.invars if isinstance(a, Var))
 
