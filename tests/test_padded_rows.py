@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
@@ -165,6 +166,73 @@ def test_padded_rows_give_the_same(function, dtype):
     for a, b in zip(before, after, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, rtol, rtol * max(1.0, np.nanmax(np.abs(a))))
+
+
+def by_label(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
+
+
+def by_index(logits, labels):
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels] * (labels != 3)
+
+
+def one_hot(logits, labels):
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1]))
+
+
+LOSSES = [optax.softmax_cross_entropy_with_integer_labels, by_label, by_index, one_hot]
+
+
+def classifying(loss, words, samples=64):
+    """A step of a classifier, which says what it takes each sample for, and its arguments."""
+
+    def step(w, head, x, labels):
+        def mean(w, head):
+            logits = (jnp.tanh(x @ w) @ head).astype(jnp.float32)
+            return loss(logits, labels).mean(), logits.argmax(-1)
+
+        return jax.value_and_grad(mean, (0, 1), has_aux=True)(w, head)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    draw = jax.random.normal
+    labels = jax.random.randint(keys[3], (samples,), 0, words)
+    return step, (
+        draw(keys[0], (8, 8)),
+        draw(keys[1], (8, words)),
+        draw(keys[2], (samples, 8)),
+        labels,
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_words_are_padded_and_losses_and_gradients_are_the_same(loss):
+    step, given = classifying(loss, 27)
+    flat = flatten(jax.jit(step).trace(*given).jaxpr)
+    padded, lengths = with_padded_rows(flat, "gpu")
+    assert lengths[64, 32] == 27
+    left = {e.primitive.name for e in padded.jaxpr.eqns if e.outvars[0].aval.shape == (64, 27)}
+    assert left <= {"slice"}  # behind which a label is picked
+    before, after = (jaxpr_as_fun(each)(*given) for each in (flat, padded))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_labels_that_are_no_words_stay_wrong():
+    """JAX picks nothing there, which makes the loss NaN; the padding is no word either."""
+    step, (*given, labels) = classifying(by_label, 27)
+    given = (*given, labels.at[5].set(29))
+    flat = flatten(jax.jit(step).trace(*given).jaxpr)
+    padded, _ = with_padded_rows(flat, "gpu")
+    before, after = (jaxpr_as_fun(each)(*given) for each in (flat, padded))
+    assert np.isnan(before[0])
+    np.testing.assert_array_equal(before[0], after[0])
+
+
+@pytest.mark.parametrize(("words", "samples"), [(32, 64), (27, 15)])
+def test_heads_of_aligned_words_or_few_samples_stay(words, samples):
+    step, given = classifying(by_label, words, samples)
+    flat = flatten(jax.jit(step).trace(*given).jaxpr)
+    assert with_padded_rows(flat, "gpu") == (flat, {})
 
 
 def layers_of(function):

@@ -7,12 +7,14 @@ on an H200 in 67 us, where rows of whole vectors take 43.
 So keys and values are padded with zeros, and all between their products that has their dimension is
 longer (`tied_dimensions`): biases and masks are padded, scores are masked where they are reduced, and
 what leaves is cut back. What the padding holds is followed (`paddings`), so that nothing is masked
-without need.
+without need. The weights of a classifier are padded likewise: the three products of GPT-2's head of
+50,257 words take 7.5 ms, and aligned ones 3.4 (`core.machine`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.draws import drawn_values
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.paddings import Held, held_by
+from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.softmax import maxima
 from vmem_jax.capture.tied_dimensions import Place, made_of, tied
@@ -38,6 +41,8 @@ _LARGER = 2
 """How many times larger than the keys the scores are at least. Windows of 49 tokens in heads of 32,
 as Swin has them, gain nothing on an H200: padding takes what is saved."""
 
+_PART = 8
+"""How many times more elements there are than a small part has."""
 
 Lengths = Mapping[tuple[int, ...], int]
 """Of the shape of an array of padded rows their length without padding."""
@@ -74,7 +79,7 @@ def padded_length(length: int) -> int | None:
 
 def _is_padded(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     """Whether `eqn` makes the exponentials of a softmax whose rows may be padded."""
-    if maxima(eqn, maker) is None or is_typed(eqn.outvars[0]):
+    if maxima(eqn, maker, may_choose=True) is None or is_typed(eqn.outvars[0]):
         return False
     return padded_length(eqn.outvars[0].aval.shape[-1]) is not None
 
@@ -128,7 +133,8 @@ class _Tied:
         What is smaller than the rows, or only counted, may exist both ways."""
         aval: Any = v.aval
         twice = aval.size < size or v in self.counted
-        read = [] if twice else [tied(self.eqns[i], v, d) for i in self.readers.get(v, ())]
+        readers = () if twice else (self.eqns[i] for i in self.readers.get(v, ()))
+        read = [tied(eqn, v, d) for eqn in readers if not _reads_little(eqn, size)]
         if None in read or (v in self.results and not twice):
             return None
         made = self.maker.get(v)
@@ -222,7 +228,7 @@ class _Padder:
 
     def _reduce(self, eqn: JaxprEqn, v: Var, d: int) -> None:
         """Adds the reduction `eqn` of dimension `d` of `v`."""
-        self._mask(v, Held.LOWEST if eqn.primitive.name == "reduce_max" else Held.ZEROS)
+        self._mask(v, Held.ZEROS if eqn.primitive.name == "reduce_sum" else Held.LOWEST)
         self.eqns.append(eqn.replace(invars=[self._long(v)]))
         self.there.update(eqn.outvars)
 
@@ -324,6 +330,13 @@ class _Padder:
         cut = functools.partial(lax.slice, start_indices=(0,) * aval.ndim, limit_indices=aval.shape)
         self.eqns += spliced(cut, [long], self.eqn, v)[0]
         self.there.add(v)
+
+
+def _reads_little(eqn: JaxprEqn, size: int) -> bool:
+    """Whether `eqn` reads a small part of what has `size` elements, as that of the labels is: it may
+    be cut back in the kernel that reads it."""
+    made = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    return class_of(eqn) is Class.FUSIBLE and _PART * made <= size
 
 
 def _longer(shape: Sequence[int], dims: set[int]) -> tuple[int, ...]:

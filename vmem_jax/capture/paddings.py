@@ -49,7 +49,8 @@ real reduce_max reduce_min reduce_sum select_n sign sin sinh sqrt square sub tan
 _FINITE_OF_FINITE = frozenset(
     """
 abs add add_any and atan clamp cos eq erf ge gt integer_pow iota is_finite le logistic lt max min mul
-ne neg not one_minus_square or reduce_max reduce_min reduce_sum select_n sign sin square sub tanh xor
+ne neg not one_minus_square or reduce_max reduce_min reduce_sum scatter-add scatter_add select_n sign
+sin square sub tanh xor
 """.split()
 )
 

@@ -62,15 +62,20 @@ def makes_exponentials(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     return maxima(eqn, maker) is not None
 
 
-def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
-    """The maxima of the rows whose exponentials `eqn` makes; None if it makes none."""
+def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], may_choose: bool = False) -> Var | None:
+    """The maxima of the rows whose exponentials `eqn` makes; None if it makes none.
+
+    Args:
+      may_choose: also of rows less their maxima where these are finite, as `logsumexp` has them.
+    """
+    spreads = (*_SPREADS, "select_n") if may_choose else _SPREADS
     less = maker.get(eqn.invars[0]) if eqn.primitive.name == "exp" else None
     if less is None or less.primitive.name != "sub":
         return None
     row, most = less.invars
     while most in maker and class_of(maker[most]) is not Class.REDUCE:
         spread = maker[most]
-        if class_of(spread) is not Class.VIEW and spread.primitive.name not in _SPREADS:
+        if class_of(spread) is not Class.VIEW and spread.primitive.name not in spreads:
             return None
         most = spread.invars[-1]
     reduced = maker.get(most)

@@ -16,7 +16,7 @@ from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 Place = tuple[Var, int]
 """A value, and one of its dimensions."""
 
-REDUCTIONS = ("reduce_sum", "reduce_max")
+REDUCTIONS = ("reduce_sum", "reduce_max", "argmax")
 """Those that may reduce a dimension which was made longer."""
 
 _MOVES = ("reshape", "squeeze", "expand_dims")
@@ -37,6 +37,8 @@ def tied(eqn: JaxprEqn, v: Var, d: int) -> list[Place] | None:
         return _tied_by_product(eqn, v, d)
     if name in ELEMENTWISE:
         return [(a, d) for a in (*eqn.invars, out) if isinstance(a, Var) and _has(a, d, out)]
+    if name in ("scatter-add", "scatter_add"):
+        return _tied_by_scatter(eqn, d)
     source: Any = eqn.invars[0] if len(eqn.invars) == 1 else None
     if name == "iota" or (name == "broadcast_in_dim" and isinstance(source, Literal)):
         return [(out, d)]
@@ -101,6 +103,15 @@ def _tied_by_product(eqn: JaxprEqn, v: Var, d: int) -> list[Place] | None:
         return None
     is_result = v is eqn.outvars[0]
     return None if is_result and d < len(eqn.params["dimension_numbers"][1][0]) else []
+
+
+def _tied_by_scatter(eqn: JaxprEqn, d: int) -> list[Place] | None:
+    """Those of an array to which numbers are added, each at an index of dimension `d`."""
+    numbers = eqn.params["dimension_numbers"]
+    source, [out] = eqn.invars[0], eqn.outvars
+    if d not in numbers.inserted_window_dims or d not in numbers.scatter_dims_to_operand_dims:
+        return None
+    return [(a, d) for a in (source, out) if isinstance(a, Var)]
 
 
 def operands_of(product: JaxprEqn) -> list[tuple[Atom, Sequence[int]]]:
