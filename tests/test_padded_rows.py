@@ -285,9 +285,10 @@ def test_only_gpus_change(platform):
 
 
 def test_padded_lengths():
-    """197 tokens of a ViT-L/16, 257 of a ViT-L/14."""
-    assert {n: padded_length(n) for n in (197, 257, 12)} == {197: 200, 257: 264, 12: 16}
-    assert not any(map(padded_length, (1, 8, 200, 1024)))
+    """197 tokens of a ViT-L/16, 257 of a ViT-L/14, and 50,257 words of GPT-2."""
+    lengths = {197: 200, 257: 264, 12: 16, 50257: 50432}
+    assert {n: padded_length(n) for n in lengths} == lengths
+    assert not any(map(padded_length, (1, 8, 200, 1024, 50304)))
 
 
 def nan_of_infinity(q, k, v, more):

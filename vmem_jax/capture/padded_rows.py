@@ -37,6 +37,10 @@ from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 _VECTOR = 8
 """Elements of 16 bits that are read at once: rows have a multiple of them."""
 
+_BLOCK, _LONG = 256, 8192
+"""The same of rows of so many elements or more. A product that sums over them may be divided, and XLA
+copies what are not whole blocks: of 50,264 words to 50,432."""
+
 _LARGER = 2
 """How many times larger than the keys the scores are at least. Windows of 49 tokens in heads of 32,
 as Swin has them, gain nothing on an H200: padding takes what is saved."""
@@ -74,7 +78,8 @@ def with_padded_rows(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Len
 
 def padded_length(length: int) -> int | None:
     """Elements of rows of `length` with their padding; None if they have none."""
-    return -(-length // _VECTOR) * _VECTOR if length > 1 and length % _VECTOR else None
+    unit = _VECTOR if length < _LONG else _BLOCK
+    return -(-length // unit) * unit if length > 1 and length % _VECTOR else None
 
 
 def _is_padded(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
