@@ -163,8 +163,8 @@ def test_what_xla_would_spread_is_stated_and_values_are_the_same(name):
     assert str(stated).count("layout_constraint") == sum(expected)
     assert with_row_major(flat, "cpu")[0] is flat
     ours, theirs = (jax.jit(jaxpr_as_fun(closed))(*args) for closed in (stated, flat))
-    # XLA:CPU rounds a gradient in 16 bits, or not, by what it fuses
-    tolerance = 2**-7 if IMAGES in shapes else 0
+    # XLA:CPU rounds a gradient in 16 bits, or not, by what it fuses, and sums in another order
+    tolerance = 2**-7 if IMAGES in shapes else 1e-5
     for mine, its in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance)
 
