@@ -232,7 +232,6 @@ def rows() -> Iterator[Case]:
     """Reductions of 2**26 elements of bfloat16 in rows of different lengths: maxima; two sums, as
     layer norms take them; two sums over the rows, as the gradients to scale and bias; a softmax, and
     its gradient."""
-    gradient = lambda x, y: jax.vjp(_weights, x)[1](y)[0]
 
     def sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = x.astype(jnp.float32)
@@ -249,7 +248,7 @@ def rows() -> Iterator[Case]:
         yield _moving("row", "two sums", sums, x)
         yield _moving("row", "two sums of columns", columns, x, x, of_row, of_row)
         yield _moving("row", "softmax", _weights, x)
-        yield _moving("row", "softmax gradient", gradient, x, x)
+        yield _moving("row", "softmax gradient", _scores_gradient, x, x)
 
 
 def scores() -> Iterator[Case]:
@@ -292,12 +291,11 @@ def scores() -> Iterator[Case]:
 def _padded_scores() -> Iterator[Case]:
     """Softmaxes of a ViT's scores of 197 tokens, 64 images in 16 heads, and two of their products;
     with rows of whole vectors, and with rows, or rows and columns, of a whole tile."""
-    gradient = lambda x, y: jax.vjp(_weights, x)[1](y)[0]
     for queries, keys in ((197, 197), (197, 200), (197, 256), (256, 256)):
         of = lambda *matrix: jax.ShapeDtypeStruct((64, 16, *matrix), "bfloat16")
         scores, query, key = of(queries, keys), of(queries, 64), of(keys, 64)
         yield _moving("scores", "softmax", _weights, scores)
-        yield _moving("scores", "softmax gradient", gradient, scores, scores)
+        yield _moving("scores", "softmax gradient", _scores_gradient, scores, scores)
         yield _moving("scores", "queries and keys", lambda q, k: q @ k.mT, query, key)
         yield _moving("scores", "weights and values", jnp.matmul, scores, key)
 
@@ -314,6 +312,10 @@ def _moving(
 
 def _weights(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _scores_gradient(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.vjp(_weights, x)[1](y)[0]
 
 
 def _rotated(x: jax.Array, angle: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.hosted_stacks import why_whole, with_hosted_stacks
-from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, is_array
+from vmem_jax.capture.primitives import Class, class_of, inner_jaxprs, is_array, shape_of
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.updates import updated_in_loops
 from vmem_jax.core.program import END
@@ -70,12 +70,8 @@ def with_state_in_loops(
 
 def is_stack(flat: ClosedJaxpr, argument: int) -> bool:
     """Whether an argument has an array for each iteration of a loop in `flat`."""
-    shape = _shape(compat.open_jaxpr(flat).invars[argument])
+    shape = shape_of(compat.open_jaxpr(flat).invars[argument])
     return len(shape) > 1 and shape[0] in _lengths(flat)
-
-
-def _shape(atom: Atom) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _variables(eqn: JaxprEqn) -> set[Var]:
@@ -102,7 +98,7 @@ def _excluded(
         return "it is no stack of what a loop reads"
     opened = compat.open_jaxpr(flat)
     argument, sharding = opened.invars[i], shardings[i] if shardings else None
-    shape = _shape(argument)
+    shape = shape_of(argument)
     if sharding is not None and sharding.shard_shape(shape)[0] < shape[0]:
         return "it is split over devices along the layers"
     if is_typed(argument):
@@ -137,8 +133,8 @@ def with_update_loops(flat: ClosedJaxpr, results: Collection[int]) -> ClosedJaxp
     opened = compat.open_jaxpr(flat)
     eqns = opened.eqns
     maker = makers(eqns)
-    lengths = {_shape(opened.outvars[o])[0] for o in results}
-    is_long = lambda v: len(_shape(v)) > 0 and _shape(v)[0] in lengths
+    lengths = {shape_of(opened.outvars[o])[0] for o in results}
+    is_long = lambda v: len(shape_of(v)) > 0 and shape_of(v)[0] in lengths
     made = set[Var]()  # by loops or sub-batches, and views of that
     for eqn in eqns:
         is_view = class_of(eqn) is Class.VIEW and made & _variables(eqn)
@@ -168,8 +164,8 @@ def with_update_loops(flat: ClosedJaxpr, results: Collection[int]) -> ClosedJaxp
     equations: list[JaxprEqn] = [*eqns]
     env = dict[Var, Atom]()
     like = eqns[min(again)]
-    for length in sorted({_shape(v)[0] for v in read}):
-        handed = [v for v in maker if v in read and _shape(v)[0] == length]
+    for length in sorted({shape_of(v)[0] for v in read}):
+        handed = [v for v in maker if v in read and shape_of(v)[0] == length]
         env.update(zip(handed, _handed_through(handed, equations, like), strict=True))
     for i in sorted(again):
         eqn = eqns[i]

@@ -195,8 +195,8 @@ class StepMaker:
         length = root.params["length"] if root.primitive.name == "scan" else 1
         copied_nbytes = 2 * length * copied.moved  # each is read and written
         fetched, returned = _over_the_link(root, body)
-        in_tile = [self.is_gpu and written.isdisjoint(eqn.outvars) for eqn in timed]
-        computed = sum(map(int.__floordiv__, map(flops, timed, in_tile), map(shards.work, timed)))
+        in_tile = lambda eqn: self.is_gpu and written.isdisjoint(eqn.outvars)
+        computed = sum(flops(eqn, in_tile(eqn)) // shards.work(eqn) for eqn in timed)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         reduced = 0
         if self.is_gpu:

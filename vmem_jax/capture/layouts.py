@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vmem_jax.capture import cudnn_attention
-from vmem_jax.capture.primitives import ELEMENTWISE
+from vmem_jax.capture.primitives import ELEMENTWISE, shape_of
 from vmem_jax.jax_compat import JaxprEqn
 
 
@@ -77,13 +77,9 @@ def _one(at: Sequence[Where]) -> Layout | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
 def _last(eqn: JaxprEqn, count: int) -> range:
     """The last `count` dimensions of the first operand."""
-    rank = len(_shape(eqn.invars[0]))
+    rank = len(shape_of(eqn.invars[0]))
     return range(rank - count, rank)
 
 
@@ -91,8 +87,8 @@ def _elementwise(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     layout = _one(at)
     if layout is None:
         return None
-    of = next(_shape(a) for a, own in zip(eqn.invars, at, strict=True) if own is not None)
-    whole = lambda a: len(_shape(a)) > layout.dim and _shape(a)[layout.dim] == of[layout.dim]
+    of = next(shape_of(a) for a, own in zip(eqn.invars, at, strict=True) if own is not None)
+    whole = lambda a: len(shape_of(a)) > layout.dim and shape_of(a)[layout.dim] == of[layout.dim]
     wants = [layout if whole(a) else None for a in eqn.invars]
     return [layout] * len(eqn.outvars), wants
 
@@ -122,7 +118,7 @@ def _reshape(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     permutes = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
     if layout is None or permutes:
         return None
-    new = reshaped(layout, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), size)
+    new = reshaped(layout, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), size)
     return None if new is None else ([new], list(at))
 
 
@@ -175,7 +171,7 @@ def _slice(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     layout = at[0]
     if layout is None:
         return None
-    whole = _shape(eqn.invars[0])[layout.dim] == _shape(eqn.outvars[0])[layout.dim]
+    whole = shape_of(eqn.invars[0])[layout.dim] == shape_of(eqn.outvars[0])[layout.dim]
     return ([layout], list(at)) if whole else None
 
 
@@ -187,7 +183,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Rule
     layout = _one(at)
     if layout is None or any(at[2:]):
         return None
-    x, update = map(_shape, eqn.invars[:2])
+    x, update = map(shape_of, eqn.invars[:2])
     if x[layout.dim] != update[layout.dim]:
         return None
     return [layout], [layout, layout, *at[2:]]
@@ -205,7 +201,7 @@ def _dot_general(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
             roles.append(("batch", list(batch[side]).index(layout.dim)))
         else:
             others = {*contract[side], *batch[side]}
-            free = [d for d in range(len(_shape(eqn.invars[side]))) if d not in others]
+            free = [d for d in range(len(shape_of(eqn.invars[side]))) if d not in others]
             roles.append(("free", free.index(layout.dim)))
     side = 0 if at[0] is not None else 1
     layout, role = at[side], roles[side]
@@ -216,7 +212,7 @@ def _dot_general(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
             return None
         taken = len(batch[0])
         if side == 1:
-            taken += len(_shape(eqn.invars[0])) - len(contract[0]) - len(batch[0])
+            taken += len(shape_of(eqn.invars[0])) - len(contract[0]) - len(batch[0])
         return [layout.at(taken + number)], list(at)
     # both operands have the samples there
     dims = contract if kind == "contracted" else batch
@@ -271,14 +267,14 @@ def _leading(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     layout = _one(at)
     if layout is None or not _is_by_key(eqn):
         return None
-    wants = [layout if len(_shape(a)) > layout.dim else None for a in eqn.invars]
+    wants = [layout if len(shape_of(a)) > layout.dim else None for a in eqn.invars]
     return [layout] * len(eqn.outvars), wants
 
 
 def _matrices(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     """Of matrices, each for itself: their dimensions come last."""
     layout = _one(at)
-    if layout is None or any(layout.dim >= len(_shape(a)) - 2 for a in eqn.invars):
+    if layout is None or any(layout.dim >= len(shape_of(a)) - 2 for a in eqn.invars):
         return None
     return [layout] * len(eqn.outvars), [layout] * len(eqn.invars)
 
@@ -297,7 +293,7 @@ def _gather(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     x, indices = at
     operand_batch = tuple(numbers.operand_batching_dims)
     index_batch = tuple(numbers.start_indices_batching_dims)
-    rank = len(_shape(eqn.outvars[0]))
+    rank = len(shape_of(eqn.outvars[0]))
     others = [d for d in range(rank) if d not in numbers.offset_dims]
     if x is None:
         if indices is None or indices.dim >= len(others):
@@ -312,7 +308,7 @@ def _gather(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
             return None
         return [x.at(others[want.dim])], [x, want]
     taken = {*numbers.collapsed_slice_dims, *numbers.start_index_map, *operand_batch}
-    if indices is None and x.dim not in taken and sizes[x.dim] == _shape(eqn.invars[0])[x.dim]:
+    if indices is None and x.dim not in taken and sizes[x.dim] == shape_of(eqn.invars[0])[x.dim]:
         window = [d for d in range(len(sizes)) if d not in {*numbers.collapsed_slice_dims}]
         window = [d for d in window if d not in operand_batch]
         return [x.at(numbers.offset_dims[window.index(x.dim)])], list(at)
@@ -324,7 +320,7 @@ def _scatter(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     x, indices, updates = at
     operand_batch = list(numbers.operand_batching_dims)
     index_batch = list(numbers.scatter_indices_batching_dims)
-    shape, update_shape = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    shape, update_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     others = [d for d in range(len(update_shape)) if d not in numbers.update_window_dims]
     gone = {*numbers.inserted_window_dims, *operand_batch}
     window = [d for d in range(len(shape)) if d not in gone]
@@ -364,16 +360,16 @@ def _attention(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     """
     layout = _one(at)
     query, bias = eqn.invars[0], eqn.invars[3]
-    packed = any(math.prod(_shape(a)) for a in eqn.invars[6:10])
+    packed = any(math.prod(shape_of(a)) for a in eqn.invars[6:10])
     if layout is None or layout.dim != 0 or eqn.params["dropout_rate"] or packed:
         return None
-    rows = _shape(query)[0]
-    along = lambda atom: math.prod(_shape(atom)) > 0 and _shape(atom)[0] == rows
+    rows = shape_of(query)[0]
+    along = lambda atom: math.prod(shape_of(atom)) > 0 and shape_of(atom)[0] == rows
     wants = [layout if along(a) else None for a in eqn.invars]
     if any(own is not None and want is None for own, want in zip(at, wants, strict=True)):
         return None
-    has_bias = math.prod(_shape(bias)) > 0 and not along(bias)
-    if has_bias and eqn.params["variadic_args"][1] and _shape(bias)[0] != 1:
+    has_bias = math.prod(shape_of(bias)) > 0 and not along(bias)
+    if has_bias and eqn.params["variadic_args"][1] and shape_of(bias)[0] != 1:
         return None
     return [layout if along(v) else SUMMED for v in eqn.outvars], wants
 
@@ -455,7 +451,7 @@ def resized_params(
         return {**params, sized: layout.shape(tuple(params[sized]), size)}
     if name == "gather" and ins[0] is not None:
         sizes = tuple(params["slice_sizes"])
-        whole = sizes[ins[0].dim] == _shape(eqn.invars[0])[ins[0].dim] != 1
+        whole = sizes[ins[0].dim] == shape_of(eqn.invars[0])[ins[0].dim] != 1
         return {**params, "slice_sizes": ins[0].shape(sizes, size)} if whole else params
     return params
 
@@ -463,7 +459,7 @@ def resized_params(
 def wanted(eqn: JaxprEqn, layout: Layout, size: int) -> list[Where] | None:
     """How the operands of `eqn`, which is the same for all samples, must lie for its result to lie
     like `layout`; None where no rule makes it for a part of the batch."""
-    name, out = eqn.primitive.name, _shape(eqn.outvars[0])
+    name, out = eqn.primitive.name, shape_of(eqn.outvars[0])
     if name == "iota":
         return []
     if name == "broadcast_in_dim" and len(eqn.invars) == 1:
@@ -471,14 +467,14 @@ def wanted(eqn: JaxprEqn, layout: Layout, size: int) -> list[Where] | None:
         if layout.dim not in dims:
             return [None]
         dim = dims.index(layout.dim)
-        return [None if _shape(eqn.invars[0])[dim] == 1 else layout.at(dim)]
+        return [None if shape_of(eqn.invars[0])[dim] == 1 else layout.at(dim)]
     if name in ELEMENTWISE:
         along = lambda shape: len(shape) > layout.dim and shape[layout.dim] == out[layout.dim]
-        return [layout if along(_shape(a)) else None for a in eqn.invars]
+        return [layout if along(shape_of(a)) else None for a in eqn.invars]
     if name in ("reshape", "squeeze", "expand_dims"):
         if name == "reshape" and eqn.params["dimensions"] is not None:
             return None
-        back = reshaped(layout, out, _shape(eqn.invars[0]), size)
+        back = reshaped(layout, out, shape_of(eqn.invars[0]), size)
         return None if back is None else [back]
     if name in ("pack_bits", "unpack_bits"):
         return [layout] if layout.dim != eqn.params["axis"] else None
@@ -489,6 +485,6 @@ def wanted(eqn: JaxprEqn, layout: Layout, size: int) -> list[Where] | None:
     if name == "stack" and eqn.params["axis"] != layout.dim:
         return [layout.at(layout.dim - (eqn.params["axis"] < layout.dim))] * len(eqn.invars)
     if name in ("random_bits", "random_split", "random_wrap") and _is_by_key(eqn):
-        keys = len(_shape(eqn.invars[0])) - (name == "random_wrap")
+        keys = len(shape_of(eqn.invars[0])) - (name == "random_wrap")
         return [layout] if layout.dim < keys else None
     return None

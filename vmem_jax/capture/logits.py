@@ -23,7 +23,7 @@ from vmem_jax.capture.batch import Batch, Mixing, follow_batch
 from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.layouts import Layout
 from vmem_jax.capture.locations import location_of
-from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes
+from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes, shape_of
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
 _WIDE = 0.75
@@ -102,7 +102,7 @@ class _Finder:
         for i, eqn in enumerate(self.eqns):
             if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
                 continue
-            elements = lambda a: math.prod(self._shape(a))
+            elements = lambda a: math.prod(shape_of(a))
             whole = elements(eqn.outvars[0])
             large = all(elements(a) <= _WIDE * whole for a in eqn.invars)
             if large and not _is_backward(eqn):
@@ -117,9 +117,9 @@ class _Finder:
             return "what follows it does more than to make a loss of it"
         if any(self.eqns[i].effects for i in made):
             return "something with an effect stands behind it"
-        size = math.prod(self._shape(self.eqns[product].outvars[0]))
+        size = math.prod(shape_of(self.eqns[product].outvars[0]))
         whole = self._part(made)
-        large = [v for v in whole.returns if math.prod(self._shape(v)) >= _WIDE * size]
+        large = [v for v in whole.returns if math.prod(shape_of(v)) >= _WIDE * size]
         if large:
             eqn = self.eqns[self.maker[large[0]]]
             return f"what {location_of(eqn)} makes of it is as large, and is needed as a whole"
@@ -173,7 +173,7 @@ class _Finder:
             return set()
         if not {*self.readers[operand]} <= {*part.equations}:
             return set()
-        alike = [v for v in part.returns if self._shape(v) == self._shape(operand)]
+        alike = [v for v in part.returns if shape_of(v) == shape_of(operand)]
         alone = [self.readers.get(v, []) for v in alike if v not in self.results]
         behind = [read[0] for read in alone if len(read) == 1 and _transposes(self.eqns[read[0]])]
         return {self.maker[operand], *behind}
@@ -191,8 +191,8 @@ class _Finder:
         if turn is not None and self.maker[operand] in part.equations:
             [read], layout = turn.invars, Layout(turn.params["permutation"][dim])
         # what has the shape of the tokens is cut like them, wherever it comes from
-        ahead, operands = self._shape(operand)[: dim + 1], self.eqns[product].invars
-        others = [v not in operands and self._shape(v)[: len(ahead)] == ahead for v in part.reads]
+        ahead, operands = shape_of(operand)[: dim + 1], self.eqns[product].invars
+        others = [v not in operands and shape_of(v)[: len(ahead)] == ahead for v in part.reads]
         layouts = [
             layout if v is read else Layout(dim) if other else None
             for v, other in zip(part.reads, others, strict=True)
@@ -212,14 +212,11 @@ class _Finder:
             return None
         return readers[0] if exchanges_operands(eqn, self.eqns[readers[0]]) else None
 
-    def _shape(self, v: Any) -> tuple[int, ...]:
-        return tuple(getattr(v.aval, "shape", ()))
-
     def _connected(self, product: int) -> set[int]:
         """The equations that values as large as the product connect with it, and what lies between
         two of them."""
-        size = math.prod(self._shape(self.eqns[product].outvars[0]))
-        is_wide = lambda a: isinstance(a, Var) and math.prod(self._shape(a)) >= _WIDE * size
+        size = math.prod(shape_of(self.eqns[product].outvars[0]))
+        is_wide = lambda a: isinstance(a, Var) and math.prod(shape_of(a)) >= _WIDE * size
         found: set[int] = set()
         stack = [product]
         while stack:
@@ -264,7 +261,7 @@ class _Finder:
         for operand, gone in zip(eqn.invars, contracted, strict=True):
             if not isinstance(operand, Var):
                 continue
-            shape, turn = self._shape(operand), self._turn(operand)
+            shape, turn = shape_of(operand), self._turn(operand)
             kept = [d for d in range(len(shape)) if d not in gone and shape[d] > 1]
             lies = range(len(shape)) if turn is None else turn.params["permutation"]
             for d in sorted(kept, key=lambda d: (shape[d] < _MOST_CHUNKS, lies[d])):
@@ -276,7 +273,7 @@ class _Finder:
             v
             for i, eqn in enumerate(inside)
             for v in eqn.outvars
-            if math.prod(self._shape(v)) >= _WIDE * size and class_of(eqn) is not Class.VIEW
+            if math.prod(shape_of(v)) >= _WIDE * size and class_of(eqn) is not Class.VIEW
         ]
         values = [batch.values[v] for v in wide]
         return any(v.late >= 0 or v.summed >= 0 for v in values)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.primitives import ELEMENTWISE
+from vmem_jax.capture.primitives import ELEMENTWISE, shape_of
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 
 Order = tuple[int, ...]
@@ -60,20 +60,15 @@ def _batch(eqn: JaxprEqn) -> Any:
     return eqn.params["dimension_numbers"][1]
 
 
-def _shape(a: Atom) -> tuple[int, ...]:
-    aval: Any = a.aval
-    return tuple(getattr(aval, "shape", ()))
-
-
 def _row_major(a: Atom) -> Order:
-    return tuple(d for d, n in enumerate(_shape(a)) if n > 1)
+    return tuple(d for d, n in enumerate(shape_of(a)) if n > 1)
 
 
 def _is_matrix(a: Var, order: Order, summed: Sequence[int]) -> bool:
     """Whether `a`, whose dimensions lie in `order`, is a matrix of the dimensions that are summed, in
     their order, and of the others."""
     rows = [d for d in _row_major(a) if d not in summed]
-    columns = [d for d in summed if _shape(a)[d] > 1]
+    columns = [d for d in summed if shape_of(a)[d] > 1]
     return order in ((*rows, *columns), (*columns, *rows))
 
 
@@ -94,7 +89,7 @@ def _orders(eqns: Sequence[JaxprEqn]) -> dict[Var, Order]:
         [out] = eqn.outvars[:1]
         if name == "transpose":
             order = _turned(eqn, order)
-        elif not _keeps_order(eqn) or _shape(out) != _shape(given[0]):
+        elif not _keeps_order(eqn) or shape_of(out) != shape_of(given[0]):
             continue  # what other equations make lies row by row
         stacks.add(out)
         if order != _row_major(out):
@@ -121,7 +116,7 @@ def _wanted(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[Order, bool]]:
             order = tuple(permutation[d] for d in order)
             sliced.setdefault(eqn.invars[0], (order, computes))
         elif _keeps_order(eqn):
-            alike = (a for a in eqn.invars if _shape(a) == _shape(eqn.outvars[0]))
+            alike = (a for a in eqn.invars if shape_of(a) == shape_of(eqn.outvars[0]))
             sliced.update((a, (order, True)) for a in alike if a not in sliced)
     return {
         a: found for a, found in sliced.items() if isinstance(a, Var) and found[0] != _row_major(a)

@@ -28,7 +28,7 @@ from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.draws import drawn_values
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.paddings import Held, held_by
-from vmem_jax.capture.primitives import Class, class_of
+from vmem_jax.capture.primitives import Class, class_of, shape_of
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.softmax import maxima
 from vmem_jax.capture.tied_dimensions import Place, made_of, tied
@@ -340,7 +340,7 @@ class _Padder:
 def _reads_little(eqn: JaxprEqn, size: int) -> bool:
     """Whether `eqn` reads a small part of what has `size` elements, as that of the labels is: it may
     be cut back in the kernel that reads it."""
-    made = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    made = max((math.prod(shape_of(v)) for v in eqn.outvars), default=0)
     return class_of(eqn) is Class.FUSIBLE and _PART * made <= size
 
 

@@ -85,6 +85,11 @@ def class_of(eqn: JaxprEqn) -> Class:
     return _CLASSES.get(eqn.primitive.name, Class.HEAVY)
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a value; () of what has none, such as a token."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of a value of `aval` on the device; PRNG keys count their words, tokens nothing."""
     shape = getattr(aval, "shape", None)

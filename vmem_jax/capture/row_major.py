@@ -96,16 +96,16 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
     computed = _computed(opened.eqns)
     turned = _turned(opened.eqns, computed) | _written_transposed(opened.eqns)
-    turned |= _of_samples(opened.eqns)
+    stated = turned | _of_samples(opened.eqns)
     for eqn in opened.eqns:
         is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
         eqn = eqn.replace(invars=[*map(read, eqn.invars)])
         eqns.append(eqn)
-        if is_gradient or is_part or not turned.isdisjoint(eqn.outvars):
+        if is_gradient or is_part or not stated.isdisjoint(eqn.outvars):
             [made] = eqn.outvars
-            stated, here[made] = spliced(laid_out, [made], eqn)
-            eqns += stated
+            constraint, here[made] = spliced(laid_out, [made], eqn)
+            eqns += constraint
             if is_gradient:
                 gradients.add(made)
             elif is_part:

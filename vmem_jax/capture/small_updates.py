@@ -15,10 +15,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from typing import Any
 
 from vmem_jax.capture.fuse import Kernel
-from vmem_jax.capture.primitives import Class, class_of, nbytes
+from vmem_jax.capture.primitives import Class, class_of, nbytes, shape_of
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import BEGIN, END, Phase, Program
@@ -148,8 +147,8 @@ def _boundaries(kernels: Sequence[Kernel], eqns: Sequence[JaxprEqn]) -> tuple[in
 
 def gradients(reads: Iterable[Var], written: Var, made: Container[Var]) -> list[Var]:
     """What an update that writes `written` reads of that size, of what the step `made`."""
-    size = math.prod(_shape_of(written))
-    return [v for v in reads if v in made and math.prod(_shape_of(v)) == size]
+    size = math.prod(shape_of(written))
+    return [v for v in reads if v in made and math.prod(shape_of(v)) == size]
 
 
 def _joined(parts: Sequence[Kernel]) -> Kernel:
@@ -169,7 +168,7 @@ def _is_small(kernel: Kernel, eqns: Sequence[JaxprEqn], apart: Collection[Var]) 
         kinds <= {Class.FUSIBLE, Class.VIEW}
         and not kernel.tied
         and not any(eqns[i].effects for i in kernel.equations)
-        and len({_shape_of(v) for v in kernel.writes}) == 1
+        and len({shape_of(v) for v in kernel.writes}) == 1
         and all(0 < nbytes(v.aval) <= LARGEST for v in kernel.writes)
         and math.prod(_shape(kernel)) > 1
         and not {*kernel.reads, *kernel.writes} & {*apart}
@@ -177,9 +176,4 @@ def _is_small(kernel: Kernel, eqns: Sequence[JaxprEqn], apart: Collection[Var]) 
 
 
 def _shape(kernel: Kernel) -> tuple[int, ...]:
-    return _shape_of(kernel.writes[0])
-
-
-def _shape_of(v: Var) -> tuple[int, ...]:
-    aval: Any = v.aval
-    return tuple(aval.shape)
+    return shape_of(kernel.writes[0])

@@ -22,7 +22,7 @@ import jax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
-from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
+from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of, shape_of
 from vmem_jax.capture.row_major import laid_out
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
@@ -85,7 +85,7 @@ def _orders(eqns: Sequence[JaxprEqn], results: set[Var]) -> dict[Var, Order]:
             if compat.is_in_host_memory(v.aval) or not read or not all(map(_slices, read)):
                 continue
             bodies = [(compat.open_jaxpr(r.params["jaxpr"]), p) for r, p in read]
-            natural = tuple(range(len(_shape(x))))
+            natural = tuple(range(len(shape_of(x))))
             wanted = [read_order(b, b.invars[p]) for b, p in bodies]
             order = next(filter(None, wanted), None)
             if order is not None and {order, made_order(body, x) or natural} != {natural}:
@@ -107,7 +107,7 @@ def read_order(body: Any, v: Var) -> Order | None:
     element: a fused kernel can write in another order than it reads.
     """
     elementwise: Order | None = None
-    lies: dict[Any, tuple[Order, bool]] = {v: (tuple(range(len(_shape(v)))), True)}
+    lies: dict[Any, tuple[Order, bool]] = {v: (tuple(range(len(shape_of(v)))), True)}
     for eqn in body.eqns:
         for side, a in enumerate(eqn.invars):
             if not isinstance(a, Var) or a not in lies:
@@ -131,7 +131,7 @@ def made_order(body: Any, v: Var) -> Order | None:
     """The order in which a product of `body` makes `v`, or what `v` is computed of element by
     element; None if none does."""
     maker = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-    dims, at = tuple(range(len(_shape(v)))), v  # dimension d of `v` is dims[d] of `at`
+    dims, at = tuple(range(len(shape_of(v)))), v  # dimension d of `v` is dims[d] of `at`
     while at in maker:
         eqn = maker[at]
         if eqn.primitive.name == "dot_general":
@@ -152,7 +152,7 @@ def made_order(body: Any, v: Var) -> Order | None:
 
 def _keeps_dims(eqn: JaxprEqn, a: Var) -> bool:
     is_elementwise = eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1
-    return is_elementwise and _shape(eqn.outvars[0]) == _shape(a)
+    return is_elementwise and shape_of(eqn.outvars[0]) == shape_of(a)
 
 
 def _is_broadcast(eqn: JaxprEqn) -> bool:
@@ -163,14 +163,10 @@ def _operand_order(eqn: JaxprEqn, side: int, last: int) -> Order:
     """The order in which a library's product takes an operand of `eqn`: the batch first, then what it
     sums over or what it does not, whichever leaves dimension `last` the fastest."""
     contract, batch = eqn.params["dimension_numbers"]
-    rank = len(_shape(eqn.invars[side]))
+    rank = len(shape_of(eqn.invars[side]))
     summed, parts = tuple(contract[side]), tuple(batch[side])
     free = tuple(d for d in range(rank) if d not in summed and d not in parts)
     return parts + (free + summed if summed[-1:] == (last,) else summed + free)
-
-
-def _shape(a: Any) -> tuple[int, ...]:
-    return tuple(getattr(a.aval, "shape", ()))
 
 
 def _permuted(aval: Any, order: Order) -> Any:

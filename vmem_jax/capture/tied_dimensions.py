@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from vmem_jax.capture.primitives import ELEMENTWISE
-from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
+from vmem_jax.capture.columns import is_reduction
+from vmem_jax.capture.primitives import ELEMENTWISE, shape_of
+from vmem_jax.jax_compat import JaxprEqn, Literal, Var
 
 Place = tuple[Var, int]
 """A value, and one of its dimensions."""
@@ -55,7 +56,7 @@ def tied(eqn: JaxprEqn, v: Var, d: int) -> list[Place] | None:
     after = places[before]
     if after is None:
         return None
-    if _shape(source)[before] != _shape(out)[after]:  # one element is repeated
+    if shape_of(source)[before] != shape_of(out)[after]:  # one element is repeated
         return [(out, after)] if v is out else None
     return [(source, before), (out, after)]
 
@@ -63,13 +64,8 @@ def tied(eqn: JaxprEqn, v: Var, d: int) -> list[Place] | None:
 def _has(a: Var, d: int, out: Var) -> bool:
     """Whether operand `a` of an elementwise equation has dimension `d` of the result `out`. What has
     one element there, or is a number, is repeated."""
-    shape, whole = _shape(a), _shape(out)
+    shape, whole = shape_of(a), shape_of(out)
     return len(shape) == len(whole) and shape[d] == whole[d]
-
-
-def _shape(v: Var) -> tuple[int, ...]:
-    aval: Any = v.aval
-    return (*aval.shape,)
 
 
 def _places(eqn: JaxprEqn) -> Sequence[int | None] | None:
@@ -80,7 +76,7 @@ def _places(eqn: JaxprEqn) -> Sequence[int | None] | None:
         return eqn.params["broadcast_dimensions"]
     if name == "transpose":
         return [eqn.params["permutation"].index(d) for d in range(len(shape))]
-    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and"):
+    if is_reduction(eqn):
         left = [d for d in range(len(shape)) if d not in eqn.params["axes"]]
         return [left.index(d) if d in left else None for d in range(len(shape))]
     if name in _MOVES and (name != "reshape" or eqn.params["dimensions"] is None):
@@ -99,10 +95,10 @@ def _moved(before: Sequence[int], after: Sequence[int], d: int) -> int | None:
 
 
 def _tied_by_product(eqn: JaxprEqn, v: Var, d: int) -> list[Place] | None:
-    if any(d in batch for a, batch in operands_of(eqn) if a is v):
+    _, batches = eqn.params["dimension_numbers"]
+    if any(d in batch for a, batch in zip(eqn.invars, batches, strict=True) if a is v):
         return None
-    is_result = v is eqn.outvars[0]
-    return None if is_result and d < len(eqn.params["dimension_numbers"][1][0]) else []
+    return None if v is eqn.outvars[0] and d < len(batches[0]) else []
 
 
 def _tied_by_scatter(eqn: JaxprEqn, d: int) -> list[Place] | None:
@@ -112,11 +108,6 @@ def _tied_by_scatter(eqn: JaxprEqn, d: int) -> list[Place] | None:
     if d not in numbers.inserted_window_dims or d not in numbers.scatter_dims_to_operand_dims:
         return None
     return [(a, d) for a in (source, out) if isinstance(a, Var)]
-
-
-def operands_of(product: JaxprEqn) -> list[tuple[Atom, Sequence[int]]]:
-    """Each operand of `product`, and its batch dimensions."""
-    return [*zip(product.invars, product.params["dimension_numbers"][1], strict=True)]
 
 
 def made_of(product: JaxprEqn) -> list[tuple[int, int]]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vmem_jax.capture import odd_rows
 from vmem_jax.capture.columns import is_reduction
 from vmem_jax.capture.padded_rows import Lengths
-from vmem_jax.capture.primitives import flops
+from vmem_jax.capture.primitives import flops, shape_of
 from vmem_jax.capture.softmax import reduces_rows
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
@@ -44,7 +43,7 @@ def as_unpadded(
         return costs, program
     seconds, steps = [*costs.seconds], [*program.steps]
     for s, step in enumerate(program.steps):
-        shapes = {b: _shape(variables[b]) for b in (*step.reads, *step.writes)}
+        shapes = {b: shape_of(variables[b]) for b in (*step.reads, *step.writes)}
         padded = {b: shape for b, shape in shapes.items() if shape in lengths}
         if not padded or not (step.fusible or step.op == "dot_general"):
             continue
@@ -57,11 +56,6 @@ def as_unpadded(
         steps[s] = dataclasses.replace(step, aligned=passes[0].aligned, nbytes=passes[0].nbytes)
     program = dataclasses.replace(program, steps=tuple(steps))
     return dataclasses.replace(costs, seconds=tuple(seconds)), program
-
-
-def _shape(v: Var) -> tuple[int, ...]:
-    aval: Any = v.aval
-    return (*getattr(aval, "shape", ()),)
 
 
 def _passes(

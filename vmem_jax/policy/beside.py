@@ -190,8 +190,8 @@ def _is_there(program: Program, order: Sequence[int], t: Transfer) -> bool:
     does when it is back, before the buffer is made again."""
     if not t.start <= t.gone <= t.fetch <= t.back:
         return False
-    touching = ((p, program.steps[s]) for p, s in enumerate(order) if p >= t.gone)
-    for position, step in touching:
+    for position in range(t.gone, len(order)):
+        step = program.steps[order[position]]
         if t.buffer in step.reads or t.buffer in step.writes:
             return position >= t.back and t.buffer in step.reads
     return True
