@@ -105,6 +105,14 @@ def dropped(w, x, shape=None):
     return jnp.where(kept, hidden(w, x) / 0.8, 0) @ w["c"]
 
 
+def dropped_rows_of_eight(w, x):
+    """Rows of hidden values that are padded, and their dropout mask with them."""
+    pad = lambda h: jnp.pad(h, ((0, 0), (0, 3)))
+    key = jax.random.wrap_key_data(KEY)
+    kept = pad(jax.random.bernoulli(key, 0.8, x.shape))[:, : WIDTH + 1]
+    return jnp.where(kept, pad(hidden(w, x))[:, : WIDTH + 1], 0)[:, :WIDTH] @ w["c"]
+
+
 def per_sample_keys(w, x):
     keys = jax.random.split(jax.random.wrap_key_data(KEY), x.shape[0])
     noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
@@ -190,6 +198,7 @@ SPLIT = {
     "layer norm": of(lambda w, x: layer_norm(hidden(w, layer_norm(x))) @ w["c"]),
     "dropout": of(dropped),
     "dropout over features": of(lambda w, x: dropped(w, x, (1, WIDTH))),
+    "dropout of padded rows": of(dropped_rows_of_eight),
     "a key a sample": of(per_sample_keys),
     "attention": of(attention),
     "convolutions": of(convolutions),
@@ -464,3 +473,10 @@ def test_a_sub_batch_stacks_its_own_part_of_a_mask():
     ]
     masks = [aval.shape for aval in stacks if aval.dtype == bool]
     assert masks and set(masks) == {(3, N // 2, WIDTH)}
+
+
+def test_a_sub_batch_draws_its_own_part_of_a_padded_mask():
+    captured, batch, _ = traced(SPLIT["dropout of padded rows"])
+    eqns = compat.open_jaxpr(captured.in_sub_batches(batch, 2).flat).eqns
+    drawn = [eqn.outvars[0].aval.shape for eqn in eqns if eqn.primitive.name == "threefry2x32"]
+    assert drawn == [(N // 2, WIDTH)]

@@ -30,9 +30,10 @@ import numpy as np
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.flatten import inline
-from vmem_jax.capture.layouts import SUMMED, Layout, Where, ruled, wanted
+from vmem_jax.capture.layouts import SUMMED, Layout, Where, ruled
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.capture.rows import own_rows
+from vmem_jax.capture.wanted_layouts import wanted
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 

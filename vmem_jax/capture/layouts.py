@@ -265,7 +265,7 @@ def _window(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
 def _leading(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     """PRNG keys and what is made of each: their dimensions come first."""
     layout = _one(at)
-    if layout is None or not _is_by_key(eqn):
+    if layout is None or not is_by_key(eqn):
         return None
     wants = [layout if len(shape_of(a)) > layout.dim else None for a in eqn.invars]
     return [layout] * len(eqn.outvars), wants
@@ -279,7 +279,7 @@ def _matrices(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     return [layout] * len(eqn.outvars), [layout] * len(eqn.invars)
 
 
-def _is_by_key(eqn: JaxprEqn) -> bool:
+def is_by_key(eqn: JaxprEqn) -> bool:
     """Whether a key's results depend on no other key. Of others than threefry bits do."""
     return eqn.primitive.name != "random_bits" or str(eqn.invars[0].aval.dtype) == "key<fry>"
 
@@ -454,37 +454,3 @@ def resized_params(
         whole = sizes[ins[0].dim] == shape_of(eqn.invars[0])[ins[0].dim] != 1
         return {**params, "slice_sizes": ins[0].shape(sizes, size)} if whole else params
     return params
-
-
-def wanted(eqn: JaxprEqn, layout: Layout, size: int) -> list[Where] | None:
-    """How the operands of `eqn`, which is the same for all samples, must lie for its result to lie
-    like `layout`; None where no rule makes it for a part of the batch."""
-    name, out = eqn.primitive.name, shape_of(eqn.outvars[0])
-    if name == "iota":
-        return []
-    if name == "broadcast_in_dim" and len(eqn.invars) == 1:
-        dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
-        if layout.dim not in dims:
-            return [None]
-        dim = dims.index(layout.dim)
-        return [None if shape_of(eqn.invars[0])[dim] == 1 else layout.at(dim)]
-    if name in ELEMENTWISE:
-        along = lambda shape: len(shape) > layout.dim and shape[layout.dim] == out[layout.dim]
-        return [layout if along(shape_of(a)) else None for a in eqn.invars]
-    if name in ("reshape", "squeeze", "expand_dims"):
-        if name == "reshape" and eqn.params["dimensions"] is not None:
-            return None
-        back = reshaped(layout, out, shape_of(eqn.invars[0]), size)
-        return None if back is None else [back]
-    if name in ("pack_bits", "unpack_bits"):
-        return [layout] if layout.dim != eqn.params["axis"] else None
-    if name == "transpose":
-        return [layout.at(eqn.params["permutation"][layout.dim])]
-    if name == "concatenate" and eqn.params["dimension"] != layout.dim:
-        return [layout] * len(eqn.invars)
-    if name == "stack" and eqn.params["axis"] != layout.dim:
-        return [layout.at(layout.dim - (eqn.params["axis"] < layout.dim))] * len(eqn.invars)
-    if name in ("random_bits", "random_split", "random_wrap") and _is_by_key(eqn):
-        keys = len(shape_of(eqn.invars[0])) - (name == "random_wrap")
-        return [layout] if layout.dim < keys else None
-    return None

@@ -17,10 +17,11 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.batch import Batch, follow_scan
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.def_use import makers
-from vmem_jax.capture.layouts import SUMMED, Layout, Where, resized_params, wanted
+from vmem_jax.capture.layouts import SUMMED, Layout, Where, resized_params
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.random_bits import can_slice, sliced_bits
 from vmem_jax.capture.row_major import laid_out
+from vmem_jax.capture.wanted_layouts import wanted
 from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 
 
