@@ -113,6 +113,26 @@ def dropped_rows_of_eight(w, x):
     return jnp.where(kept, pad(hidden(w, x))[:, : WIDTH + 1], 0)[:, :WIDTH] @ w["c"]
 
 
+def gradients_of_each(w, x, y, mask):
+    """Gradients of each sample, which are scaled by their norm before they are added."""
+
+    def loss(kernels, x, y):
+        same = functools.partial(
+            lax.conv_general_dilated,
+            window_strides=(1, 1),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        hidden = jnp.tanh(same(x.reshape(1, WIDTH // 2, 1, 2), kernels[0]))
+        out = same(hidden, kernels[1], feature_group_count=3)
+        return jnp.square(out.mean((1, 2)) - y).sum()
+
+    kernels = jnp.full((3, 3, 2, 3), w["c"].mean()), jnp.full((3, 3, 1, 6), w["c"].max())
+    each = jax.vmap(jax.grad(loss), (None, 0, 0))(kernels, x, y)
+    norm = jnp.sqrt(sum(jnp.square(g).reshape(x.shape[0], -1).sum(1) for g in each))
+    return [jnp.einsum("n,n...->...", 1 / jnp.maximum(norm, 0.1), g) for g in each]
+
+
 def per_sample_keys(w, x):
     keys = jax.random.split(jax.random.wrap_key_data(KEY), x.shape[0])
     noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
@@ -199,6 +219,7 @@ SPLIT = {
     "dropout": of(dropped),
     "dropout over features": of(lambda w, x: dropped(w, x, (1, WIDTH))),
     "dropout of padded rows": of(dropped_rows_of_eight),
+    "gradients of each sample": gradients_of_each,
     "a key a sample": of(per_sample_keys),
     "attention": of(attention),
     "convolutions": of(convolutions),

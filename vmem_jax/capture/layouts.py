@@ -114,11 +114,13 @@ def _broadcast_in_dim(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | 
 
 
 def _reshape(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
-    layout = at[0]
-    permutes = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
-    if layout is None or permutes:
+    layout, shape = at[0], [*shape_of(eqn.invars[0])]
+    if layout is None:
         return None
-    new = reshaped(layout, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), size)
+    order = eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None
+    if order is not None:  # it transposes first
+        layout, shape = layout.at(list(order).index(layout.dim)), [shape[dim] for dim in order]
+    new = reshaped(layout, shape, shape_of(eqn.outvars[0]), size)
     return None if new is None else ([new], list(at))
 
 
@@ -226,6 +228,10 @@ def _dot_general(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
 def _conv(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     lhs, rhs = at
+    own = _own_groups(eqn, at, size)
+    if own is not None:
+        dim, (_, kernel) = numbers.out_spec[1], own[1]
+        return [kernel.at(dim)], own[1]
     if lhs is not None and rhs is None and lhs.dim == numbers.lhs_spec[0]:
         whole = eqn.params["batch_group_count"] == 1
         return ([lhs.at(numbers.out_spec[0])], list(at)) if whole else None
@@ -239,6 +245,24 @@ def _conv(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
     if groups != 1 or any(own not in (None, want) for own, want in zip(at, wants, strict=True)):
         return None
     return [SUMMED], wants
+
+
+def _own_groups(
+    eqn: JaxprEqn, at: Sequence[Where], size: int
+) -> tuple[str, tuple[Layout, Layout]] | None:
+    """The parameter that counts the groups of a convolution of which each sample has its own, as in
+    a gradient of the kernel for each, and how the operands lie; None where it is no such."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    outer = next(layout.outer for layout in at if layout is not None)
+    of_lhs = {"batch_group_count": numbers.lhs_spec[0], "feature_group_count": numbers.lhs_spec[1]}
+    for name, dim in of_lhs.items():
+        if params[name] % (outer * size):
+            continue
+        dims = zip(eqn.invars, (dim, numbers.rhs_spec[0]), strict=True)
+        lhs, rhs = (Layout(dim, outer, shape_of(a)[dim] // (outer * size)) for a, dim in dims)
+        if at[0] in (None, lhs) and at[1] in (None, rhs):
+            return name, (lhs, rhs)
+    return None
 
 
 def _tile(eqn: JaxprEqn, at: Sequence[Where], size: int) -> Ruled | None:
@@ -453,4 +477,8 @@ def resized_params(
         sizes = tuple(params["slice_sizes"])
         whole = sizes[ins[0].dim] == shape_of(eqn.invars[0])[ins[0].dim] != 1
         return {**params, "slice_sizes": ins[0].shape(sizes, size)} if whole else params
+    if name == "conv_general_dilated" and isinstance(layout, Layout):
+        whole = shape_of(eqn.outvars[0])[layout.dim] // (layout.outer * layout.inner)
+        own = _own_groups(eqn, ins, whole)
+        return params if own is None else {**params, own[0]: params[own[0]] // whole * size}
     return params
