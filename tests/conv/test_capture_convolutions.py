@@ -95,6 +95,24 @@ def test_a_transposed_convolution_has_a_kernel_that_nothing_flipped(kernel, stri
     np.testing.assert_allclose(got, up(x, w), rtol=1e-5, atol=1e-5)
 
 
+def test_the_gradient_of_a_transposed_convolution_to_its_input_is_a_layer():
+    """It is strided, and its kernel is flipped."""
+    draw = np.random.default_rng(0).standard_normal
+    x, w = draw((4, 5, 6, 2), np.float32), draw((4, 4, 2, 3), np.float32)
+    up = lambda x: jax.lax.conv_transpose(
+        x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    y, gradient = jax.vjp(up, x)
+    opened = compat.open_jaxpr(jax.make_jaxpr(lambda y: gradient(y)[0])(y))
+    maker = {v: e for e in opened.eqns for v in e.outvars}
+    [e] = [e for e in opened.eqns if e.primitive.name == "conv_general_dilated"]
+    assert maker[e.invars[1]].primitive.name == "rev"
+    m = match(e, maker)
+    assert m.convolution.which == Pass.FORWARD and m.convolution.strides == (2, 2)
+    got = m.result(micro_convolution(m.convolution, split(4, 2), *m.operands(y, w[::-1, ::-1])))
+    np.testing.assert_allclose(got, gradient(y)[0], rtol=1e-5, atol=1e-5)
+
+
 def conv(x, w, **kwargs):
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, **kwargs)

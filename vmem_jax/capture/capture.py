@@ -37,6 +37,7 @@ from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import Replaced, SubBatches, divided, in_parts, twins
+from vmem_jax.capture.transposed_convolutions import with_known_transposed
 from vmem_jax.capture.whole_rows import AsWritten, with_layouts
 from vmem_jax.core.body import body_nbytes
 from vmem_jax.core.convolution import Convolution
@@ -232,6 +233,7 @@ def capture(
     """
     flat = with_equal_stacks_merged(with_constants_in_loops(flatten(closed)))
     flat = with_operands_rounded(flat, platform)
+    flat, spreading = with_known_transposed(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat = with_padding_apart(flat, platform)
     flat, written = with_layouts(flat, platform)
@@ -240,6 +242,7 @@ def capture(
     inputs = Inputs(*known, platform, products)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
+    written = dataclasses.replace(written, spreading=spreading)
     return dataclasses.replace(captured, misread=misread, written=written)
 
 

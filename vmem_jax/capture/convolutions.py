@@ -176,7 +176,8 @@ def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:
         which, channels = Pass.BACKWARD_FILTER, numbers.lhs_spec[0]
     else:
         dilated = any(d != 1 for d in facts.lhs_dilation)
-        which = Pass.BACKWARD_DATA if dilated or flipped else Pass.FORWARD
+        flips = flipped and all(s == 1 for s in facts.strides)  # else it is a transposed layer's
+        which = Pass.BACKWARD_DATA if dilated or flips else Pass.FORWARD
         channels = numbers.lhs_spec[1]
     found = {Pass.FORWARD: _forward, Pass.BACKWARD_DATA: _data, Pass.BACKWARD_FILTER: _filter}[
         which

@@ -34,6 +34,7 @@ from vmem_jax.capture.padded_rows import Lengths, with_padded_rows
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import is_typed
+from vmem_jax.capture.transposed_convolutions import Spreading
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
@@ -174,11 +175,13 @@ class AsWritten:
       spread: values whose layouts XLA chooses badly.
       turned: bytes that passes which transpose heads move more.
       lengths: of rows that are padded.
+      spreading: transposed convolutions.
     """
 
     spread: Spread = dataclasses.field(default_factory=Spread)
     turned: int = 0
     lengths: Lengths = dataclasses.field(default_factory=dict)
+    spreading: Spreading = dataclasses.field(default_factory=dict)
 
 
 def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritten]:

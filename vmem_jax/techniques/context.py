@@ -14,6 +14,7 @@ from vmem_jax.capture.opened_loops import opened
 from vmem_jax.capture.row_major import as_spread
 from vmem_jax.capture.small_updates import as_apart
 from vmem_jax.capture.softmax import as_summed_apart
+from vmem_jax.capture.transposed_convolutions import as_spreading
 from vmem_jax.capture.unpadded import as_unpadded
 from vmem_jax.capture.whole_rows import as_turned
 from vmem_jax.capture.zeroed_stacks import as_zeroed
@@ -132,6 +133,7 @@ class StepContext:
         costs = as_misread(self.costs, program, captured.misread)
         written, eqns = captured.written, open_jaxpr(captured.flat).eqns
         costs = as_spread(costs, program, captured.variables, written.spread, machine)
+        costs = as_spreading(costs, program, eqns, written.spreading)
         costs = as_zeroed(costs, program, captured.flat, captured.shards, machine)
         known = eqns, captured.variables, written.lengths
         costs, program = as_unpadded(costs, program, *known, machine)
