@@ -476,6 +476,7 @@ BATCHES: dict[str, int] = {
     "unet": 16,
     "dit": 128,
     "t5": 32,
+    "vqvae": 64,
     "wavenet": 8,
 }
 """The batch of each, where nothing else is asked for."""
