@@ -108,7 +108,7 @@ _STEPS = {
     "unet": "U-Net of latent diffusion ({batch})",
     "dit": "DiT-B/2 ({batch})",
     "t5": "T5 ({batch})",
-    "vqvae": "VQ-VAE ({batch})",
+    "segmenter": "U-Net of images ({batch})",
     "wavenet": "WaveNet ({batch})",
 }
 

@@ -185,66 +185,65 @@ def wavenet(batch: int, wrap: Wrap, layers: int = 20, width: int = 128) -> Given
     return loss, init, draw
 
 
-def vqvae(batch: int, wrap: Wrap, layers: int = 2, width: int = 128) -> Given:
-    """Images of 256 x 256 as 64 x 64 of 1,024 vectors, and back by transposed convolutions (van den
-    Oord et al., "Neural discrete representation learning", 2017, equation 3)."""
-    side, words, size = 256, 1024, 64
+def segmenter(batch: int, wrap: Wrap, layers: int = 4, width: int = 64) -> Given:
+    """A U-Net, which tells 20 classes apart in images of 256 x 256: halves them `layers` times, and
+    doubles them by transposed convolutions (Ronneberger et al., "U-Net", 2015, figure 1)."""
+    side, classes, layout = 256, 20, ("NHWC", "HWIO", "NHWC")
 
     def init(key: jax.Array) -> Any:
         draw = _drawing(key)
         kernel = lambda taps, before, after: draw(taps**2 * before, after).reshape(
             taps, taps, before, after
         )
-        half = width // 2
-        block = lambda: {"in": kernel(3, width, half), "out": kernel(1, half, width)}
+        pair = lambda before, after: [kernel(3, before, after), kernel(3, after, after)]
+        sizes = [width * 2**i for i in range(layers + 1)]
+        above = [*zip(sizes[1:], sizes, strict=False)][::-1]
         return {
-            "down": [kernel(4, 3, half), kernel(4, half, width), kernel(3, width, width)],
-            "encoder": [block() for _ in range(layers)],
-            "code": kernel(1, width, size),
-            "words": draw(size, words),
-            "decoded": kernel(3, size, width),
-            "decoder": [block() for _ in range(layers)],
-            "up": [kernel(4, width, half), kernel(4, half, 3)],
+            "down": [pair(a, b) for a, b in zip([3, *sizes], sizes, strict=False)],
+            "up": [kernel(2, a, b) for a, b in above],
+            "joined": [pair(a, b) for a, b in above],
+            "out": kernel(1, width, classes),
         }
 
-    layout = ("NHWC", "HWIO", "NHWC")
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, w.astype(_HALF), (1, 1), "SAME", dimension_numbers=layout)
 
-    def convolved(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
-        strides = (stride, stride)
-        w = w.astype(x.dtype)
-        return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=layout)
+    def doubled(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_transpose(x, w.astype(_HALF), (2, 2), "SAME", dimension_numbers=layout)
 
-    def layer(x: jax.Array, w: Any) -> jax.Array:
-        y = jax.nn.relu(convolved(jax.nn.relu(x), w["in"]))
-        return x + convolved(y, w["out"])
+    def layer(x: jax.Array, kernels: Any) -> jax.Array:
+        for w in kernels:
+            x = jax.nn.relu(convolved(x, w))
+        return x
 
-    def loss(params: Any, images: jax.Array, key: jax.Array) -> jax.Array:
+    def loss(params: Any, data: Any, key: jax.Array) -> jax.Array:
         del key
-        x = images.astype(_HALF)
-        for w, stride in zip(params["down"], (2, 2, 1), strict=True):
-            x = jax.nn.relu(convolved(x, w, stride))
-        for w in params["encoder"]:
-            x = wrap(layer)(x, w)
-        z = convolved(jax.nn.relu(x), params["code"]).astype(jnp.float32)
-        far = jnp.square(params["words"]).sum(0) - 2 * z @ params["words"]
-        nearest = params["words"].T[far.argmin(-1)]
-        fixed = lax.stop_gradient
-        apart = jnp.square(fixed(z) - nearest).mean() + jnp.square(z - fixed(nearest)).mean() / 4
-        x = convolved((z + fixed(nearest - z)).astype(_HALF), params["decoded"])
-        for w in params["decoder"]:
-            x = wrap(layer)(x, w)
-        for w in params["up"]:
-            w = w.astype(_HALF)
-            x = lax.conv_transpose(jax.nn.relu(x), w, (2, 2), "SAME", dimension_numbers=layout)
-        return jnp.square(x.astype(jnp.float32) - images).mean() + apart
+        images, labels = data
+        x, beside = images.astype(_HALF), []
+        first, *down = params["down"]
+        x = wrap(layer)(x, first)
+        for w in down:
+            beside.append(x)
+            x = wrap(layer)(lax.reduce_window(x, -jnp.inf, lax.max, *_PAIRS, "VALID"), w)
+        for w, joined in zip(params["up"], params["joined"], strict=True):
+            x = wrap(layer)(jnp.concatenate([beside.pop(), doubled(x, w)], -1), joined)
+        return _cross_entropy(convolved(x, params["out"]), labels)
 
-    return loss, init, lambda key: jax.random.normal(key, (batch, side, side, 3))
+    def draw(key: jax.Array) -> Any:
+        keys = jax.random.split(key)
+        images = jax.random.normal(keys[0], (batch, side, side, 3))
+        return images, jax.random.randint(keys[1], (batch, side, side), 0, classes)
 
+    return loss, init, draw
+
+
+_PAIRS = (1, 2, 2, 1), (1, 2, 2, 1)
+"""The window of a max-pool, and its strides."""
 
 OTHERS: dict[str, Callable[..., Given]] = {
     "dit": dit,
+    "segmenter": segmenter,
     "t5": t5,
-    "vqvae": vqvae,
     "wavenet": wavenet,
 }
 """By name."""

@@ -475,8 +475,8 @@ BATCHES: dict[str, int] = {
     "convnext": 128,
     "unet": 16,
     "dit": 128,
+    "segmenter": 16,
     "t5": 32,
-    "vqvae": 64,
     "wavenet": 8,
 }
 """The batch of each, where nothing else is asked for."""

@@ -90,7 +90,7 @@ def fits(shape: Sequence[int], counted: bool = False) -> bool:
     Args:
       counted: whether a mask is counted for each row.
     """
-    *_, rows, length = (1, *shape)
+    *_, rows, length = (1, *_long(shape[:-1]), *shape[-1:])
     longest = _LONGEST_COUNTED if counted else _LONGEST
     is_full = length >= _FULLEST * 2 ** (length - 1).bit_length()
     return 1 < length <= longest and is_full and rows % _TILE_ROWS == 0
@@ -209,7 +209,7 @@ class _Rows:
 
     def _is_made_alike(self, v: Var) -> bool:
         aval: Any = v.aval
-        if aval.size == 1 or aval.shape in (self.shape[:-1], (*self.shape[:-1], 1)):
+        if aval.size == 1 or _long(aval.shape) == _long(self.shape[:-1]):
             return True
         if not self._is_row(v):
             return False
@@ -219,8 +219,7 @@ class _Rows:
         eqn = self.values.eqns[i]
         if eqn.primitive.name == "broadcast_in_dim":
             [source, *_] = eqn.invars
-            spread = range(len(self.shape) - 1)
-            return source.aval.size == 1 or (*spread,) == (*eqn.params["broadcast_dimensions"],)
+            return source.aval.size == 1 or _long(source.aval.shape) == _long(self.shape[:-1])
         if eqn.primitive.name == "iota":
             return fits(self.shape, counted=True)
         return _keeps_order(eqn) and self._reads_alike(eqn)
@@ -234,6 +233,11 @@ def _keeps_order(eqn: JaxprEqn) -> bool:
     shape, order = eqn.invars[0].aval.shape, eqn.params["permutation"]
     long = [d for d in order if shape[d] > 1]
     return long == sorted(long)
+
+
+def _long(shape: Sequence[int]) -> list[int]:
+    """`shape` without dimensions of one element, as `vmap` leaves them."""
+    return [n for n in shape if n > 1]
 
 
 def as_summed_apart(
