@@ -206,7 +206,9 @@ def segmenter(batch: int, wrap: Wrap, layers: int = 4, width: int = 64) -> Given
         }
 
     def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, w.astype(_HALF), (1, 1), "SAME", dimension_numbers=layout)
+        return lax.conv_general_dilated(
+            x, w.astype(_HALF), (1, 1), "SAME", dimension_numbers=layout
+        )
 
     def doubled(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.conv_transpose(x, w.astype(_HALF), (2, 2), "SAME", dimension_numbers=layout)
