@@ -309,6 +309,23 @@ def test_xla_lays_out_what_is_conditioned_as_its_products_do(monkeypatch):
     assert samples_last.search(compiled())
 
 
+def test_what_a_loop_makes_is_left_alone():
+    """Its mean over tokens is what a product reads."""
+
+    def step(w, head, x):
+        def loss(w, head):
+            y = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0]
+            return jnp.sin(y.mean(1) @ head).sum()
+
+        return jax.grad(loss, (0, 1))(w, head)
+
+    given = shaped(3, 32, 32), shaped(32, 8), shaped(4, 64, 32)
+    eqns = capture(jax.jit(step).trace(*given).jaxpr, platform="gpu").flat.jaxpr.eqns
+    loops = {v for e in eqns if e.primitive.name == "scan" for v in e.outvars}
+    stated = {e.invars[0] for e in eqns if e.primitive.name == "layout_constraint"}
+    assert loops and loops.isdisjoint(stated)
+
+
 @pytest.mark.gpu_compile
 def test_xla_makes_no_copies_of_logits_beside_transposed_labels(monkeypatch):
     pytest.importorskip("jax_plugins.xla_cuda13")

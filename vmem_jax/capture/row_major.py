@@ -155,7 +155,7 @@ def _turned(eqns: Sequence[JaxprEqn], computed: Set[Var]) -> set[Var]:
 
 def _of_samples(eqns: Sequence[JaxprEqn]) -> set[Var]:
     """Features of samples that products make and which are spread over `_PART` times larger values,
-    and sums of such values that products read."""
+    and such values whose sums products read; but for results of loops, which XLA has row-major."""
     made_of: dict[Var, frozenset[Var]] = {}  # value -> the features and sums that it is made of
     found: set[Var] = set()
     products: set[Var] = set()
@@ -173,7 +173,8 @@ def _of_samples(eqns: Sequence[JaxprEqn]) -> set[Var]:
             spread = {v for v in sources if _PART * _size(v) <= size}
             found |= spread & products
             made_of |= dict.fromkeys(eqn.outvars, sources - spread)
-    return {v for v in found if not is_typed(v)}
+    alone = {eqn.outvars[0] for eqn in eqns if len(eqn.outvars) == 1}
+    return {v for v in found & alone if not is_typed(v)}
 
 
 def _sums_rows(eqn: JaxprEqn) -> bool:
