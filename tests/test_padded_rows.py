@@ -270,6 +270,21 @@ def test_rows_that_something_else_reads_stay(function):
     assert with_padded_rows(flat, "gpu") == (flat, {})
 
 
+def test_rows_that_a_reshape_divides_a_product_into():
+    def forward(x, w, v):
+        rows = (x @ w).reshape(*x.shape[:-1], 2, T)
+        return jnp.einsum("nqge,ed->nqd", jax.nn.softmax(rows), v)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    given = [
+        jax.random.normal(*of) for of in zip(keys, ((N, 8, D), (D, 2 * T), (T, D)), strict=True)
+    ]
+    flat = flatten(jax.jit(forward).trace(*given).jaxpr)
+    padded, _ = with_padded_rows(flat, "gpu")
+    for a, b in zip(jaxpr_as_fun(flat)(*given), jaxpr_as_fun(padded)(*given), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_keys_that_are_as_large_as_scores_stay():
     """Windows of few tokens, as Swin has them."""
     q, k, v, more = arguments()

@@ -51,8 +51,8 @@ def tied(eqn: JaxprEqn, v: Var, d: int) -> list[Place] | None:
     if places is None:
         return None
     before = d if v is source else places.index(d) if d in places else None
-    if before is None:  # it is repeated along `d`
-        return [(out, d)]
+    if before is None:  # it is repeated along `d`, or divided
+        return [(out, d)] if name == "broadcast_in_dim" else None
     after = places[before]
     if after is None:
         return None
