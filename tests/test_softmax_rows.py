@@ -151,6 +151,14 @@ def test_anything_may_read_a_softmax_and_make_its_rows(function):
     assert sum(context.plain_costs.seconds) > 0
 
 
+def test_exponentials_may_be_of_numbers_and_of_values_less_a_bounded_one():
+    def step(x):
+        return jnp.exp(1.0) * jnp.exp(x - jnp.maximum(0.5, x)) + jnp.exp(x - jnp.maximum(x, 0.5))
+
+    trace = jax.jit(step).trace(jax.ShapeDtypeStruct((8, 13), jnp.float32))
+    assert capture(trace.jaxpr, platform="gpu").program.steps
+
+
 def test_the_cpu_reduces_in_kernels_of_its_own():
     assert reductions(attention, 256, "cpu") == 4
 

@@ -70,28 +70,34 @@ def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], may_choose: bool = Fals
       may_choose: also of rows less their maxima where these are finite, as `logsumexp` has them.
     """
     spreads = (*_SPREADS, "select_n") if may_choose else _SPREADS
-    less = maker.get(eqn.invars[0]) if eqn.primitive.name == "exp" else None
+    less = _maker_of(eqn.invars[0], maker) if eqn.primitive.name == "exp" else None
     if less is None or less.primitive.name != "sub":
         return None
     row, most = less.invars
-    while most in maker and class_of(maker[most]) is not Class.REDUCE:
-        spread = maker[most]
-        if class_of(spread) is not Class.VIEW and spread.primitive.name not in spreads:
+    made = _maker_of(most, maker)
+    while made is not None and class_of(made) is not Class.REDUCE:
+        if class_of(made) is not Class.VIEW and made.primitive.name not in spreads:
             return None
-        most = spread.invars[-1]
-    reduced = maker.get(most)
-    if reduced is None or reduced.primitive.name != "reduce_max" or not reduces_rows(reduced):
+        most = made.invars[-1]
+        made = _maker_of(most, maker)
+    if made is None or made.primitive.name != "reduce_max" or not reduces_rows(made):
         return None
-    return most if _in_order(reduced.invars[0], maker) is _in_order(row, maker) else None
+    return most if _in_order(made.invars[0], maker) is _in_order(row, maker) else None
 
 
 def _in_order(v: Atom, maker: Mapping[Var, JaxprEqn]) -> Atom:
     """What has the elements of `v` in the same order, and is no view of another value."""
-    while v in maker and class_of(maker[v]) is Class.VIEW and _keeps_order(maker[v]):
-        if math.prod(maker[v].invars[0].aval.shape) != math.prod(v.aval.shape):
+    made = _maker_of(v, maker)
+    while made is not None and class_of(made) is Class.VIEW and _keeps_order(made):
+        [source, *_] = made.invars
+        if math.prod(source.aval.shape) != math.prod(v.aval.shape):
             break
-        [v, *_] = maker[v].invars
+        v, made = source, _maker_of(source, maker)
     return v
+
+
+def _maker_of(a: Atom, maker: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+    return maker.get(a) if isinstance(a, Var) else None
 
 
 def fits(shape: Sequence[int], counted: bool = False) -> bool:
