@@ -10,7 +10,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.all_at_once import Stacked, Whole
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.body_traffic import Ends, Traffic, traffic
-from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, is_half
+from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, more_in_float32
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.equal_stacks import with_equal_stacks_merged
 from vmem_jax.capture.exact import Applied, apply_exact_rules
@@ -39,10 +39,10 @@ from vmem_jax.capture.stated import with_stated_splits
 from vmem_jax.capture.sub_batches import Replaced, SubBatches, divided, in_parts, twins
 from vmem_jax.capture.transposed_convolutions import with_known_transposed
 from vmem_jax.capture.whole_rows import AsWritten, with_layouts
-from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.body import carried_into_results
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.paired import PairedLoop
-from vmem_jax.core.program import BEGIN, END, Buffer, LoopSegments, Phase, Program, Step
+from vmem_jax.core.program import BEGIN, END, Buffer, LoopSegments, Phase, Program
 from vmem_jax.jax_compat import ClosedJaxpr, Var
 
 Bodies = Callable[[ClosedJaxpr, str], ClosedJaxpr]
@@ -398,7 +398,8 @@ def _captured(
         stays = _read_by_others(kernels, inputs, opened.outvars)
         for k, (body, _) in enumerate(bodies):
             if body is not None:
-                beside[k] += casts_nbytes(eqns[kernels[k].root], size, stays) + _in_float32(body)
+                beside[k] += casts_nbytes(eqns[kernels[k].root], size, stays)
+                beside[k] += more_in_float32(body.program, body.variables)
         padded = [0 if s.convolution is None else s.convolution.padded_nbytes for s in steps]
         steps = [  # XLA:CPU pads nothing in memory
             dataclasses.replace(step, workspace=step.workspace + more - less)
@@ -414,7 +415,7 @@ def _captured(
         ]
     if sub_batches is not None:
         buffers, steps = in_parts(buffers, steps, sub_batches.count)
-    for b in _carried_into_results(steps, len(inputs), made_last):
+    for b in carried_into_results(steps, len(inputs), made_last):
         buffers[b] = dataclasses.replace(buffers[b], nbytes=0, movable=False)
     streamed = {v for v in in_host_memory if not compat.is_in_host_memory(v.aval)}
     apart = streamed if given.platform == "cpu" else in_host_memory
@@ -434,21 +435,6 @@ def _captured(
         return found
     smaller = tuple(nbytes(v.aval) for v in found.of(sub_batches.smaller).variables)
     return dataclasses.replace(found, program=dataclasses.replace(program, smaller_nbytes=smaller))
-
-
-def _carried_into_results(steps: Sequence[Step], inputs: int, outputs: set[int]) -> set[int]:
-    """The buffers that only exist to be carried by loops until they are results of the step: they are
-    where these will be, and take nothing beside them."""
-    readers: dict[int, int] = {}
-    for step in steps:
-        for b in step.reads:
-            readers[b] = readers.get(b, 0) + 1
-    found: set[int] = set()
-    for step in reversed(steps):
-        if step.op == "scan":
-            same = [r for r, w in step.in_place if w in outputs or w in found]
-            found.update(r for r in same if inputs <= r and readers[r] == 1 and r not in outputs)
-    return found
 
 
 def capture_body(
@@ -488,16 +474,6 @@ def _read_by_others(
         if isinstance(a, Var):
             count[a] = count.get(a, 0) + 1
     return lambda a: count.get(a, 0) > 1
-
-
-def _in_float32(body: Captured) -> int:
-    """Bytes that the iteration `body` takes more where halves are computed in float32."""
-    buffers = tuple(
-        dataclasses.replace(buffer, nbytes=2 * buffer.nbytes) if is_half(v) else buffer
-        for buffer, v in zip(body.program.buffers, body.variables, strict=True)
-    )
-    wider = dataclasses.replace(body.program, buffers=buffers)
-    return body_nbytes(wider) - body_nbytes(body.program)
 
 
 def _body(eqn: compat.JaxprEqn, shards: Shards, step: Inputs) -> tuple[Captured | None, Traffic]:

@@ -17,10 +17,13 @@ the loop reads and as it writes them: four words of 32 bits for each word that i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.program import Program
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 
 _CAST = {"bfloat16": 2, "float16": 2}
@@ -99,3 +102,16 @@ def _copy(atom: Any, order: Sequence[int], size: Callable[[Atom], int], looped: 
     if cast == 1 and (looped or moved == sorted(moved)):
         return 0
     return cast * size(atom)
+
+
+def more_in_float32(body: Program, variables: Sequence[Var]) -> int:
+    """Bytes that the iteration `body` takes more where halves are computed in float32.
+
+    Args:
+      variables: of its buffers.
+    """
+    buffers = tuple(
+        dataclasses.replace(buffer, nbytes=2 * buffer.nbytes) if is_half(v) else buffer
+        for buffer, v in zip(body.buffers, variables, strict=True)
+    )
+    return body_nbytes(dataclasses.replace(body, buffers=buffers)) - body_nbytes(body)

@@ -1,8 +1,10 @@
-"""body: the bytes that one iteration of a loop takes for values of its own."""
+"""body: the bytes that one iteration of a loop takes for values of its own, and what loops carry."""
 
 from __future__ import annotations
 
-from vmem_jax.core.program import Program
+from collections.abc import Sequence
+
+from vmem_jax.core.program import Program, Step
 
 
 def body_nbytes(program: Program, carried: int | None = None) -> int:
@@ -70,3 +72,18 @@ def _in_place(program: Program, s: int) -> tuple[tuple[int, int], ...]:
     if step.op == "optimization_barrier" and len(step.reads) == len(step.writes):
         return tuple(zip(step.reads, step.writes, strict=True))
     return step.in_place
+
+
+def carried_into_results(steps: Sequence[Step], inputs: int, outputs: set[int]) -> set[int]:
+    """The buffers that only exist to be carried by loops until they are results of the step: they are
+    where these will be, and take nothing beside them."""
+    readers: dict[int, int] = {}
+    for step in steps:
+        for b in step.reads:
+            readers[b] = readers.get(b, 0) + 1
+    found: set[int] = set()
+    for step in reversed(steps):
+        if step.op == "scan":
+            same = [r for r, w in step.in_place if w in outputs or w in found]
+            found.update(r for r in same if inputs <= r and readers[r] == 1 and r not in outputs)
+    return found
