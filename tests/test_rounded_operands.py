@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,8 @@ def test_what_is_rounded_is_rounded_once_and_where_it_is_made(name):
 
 @pytest.mark.gpu_compile
 def test_a_gradient_of_scores_is_never_there_in_float32(monkeypatch):
-    """The scores are kept in float32, 64 MiB; so would be their gradient."""
+    """The scores are kept in float32, 64 MiB. Their gradient would be so, too, but for its rounding,
+    in place of 32 MiB, and what the softmax's gradient makes of it."""
     w = jax.ShapeDtypeStruct((512, 1536), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16)
 
@@ -111,10 +113,14 @@ def test_a_gradient_of_scores_is_never_there_in_float32(monkeypatch):
         heads = lambda y: y.reshape(*y.shape[:-1], 8, 64)
         return jax.nn.dot_product_attention(heads(q), heads(k), heads(v)).reshape(x.shape)
 
-    def need():
+    def compiled():
         step = vmem_jax.jit(functools.partial(trained, layer), budget="1GiB", policy="exact")
-        return step.lower(w, x).compile(target="h200").need_nbytes
+        made = step.lower(w, x).compile(target="h200")
+        text = made.as_text()
+        wide = r"= f32\[[\d,]*1024,(?:1,)?1024\]\S* (?:fusion|custom-call)\("
+        return len(re.findall(wide, text[text.index("\nENTRY") :])), made.need_nbytes
 
-    rounded = need()
+    count, rounded = compiled()
     monkeypatch.setattr(rounded_operands, "_ROUNDED", {})
-    assert rounded <= need() - 60 * 2**20
+    more, wide = compiled()
+    assert (count, more) == (1, 3) and rounded <= wide - 32 * 2**20
