@@ -235,7 +235,10 @@ class _Rows:
         eqn = self.values.eqns[i]
         if eqn.primitive.name == "broadcast_in_dim":
             [source, *_] = eqn.invars
-            return source.aval.size == 1 or _long(source.aval.shape) == _long(self.shape[:-1])
+            dims = zip(eqn.params["broadcast_dimensions"], source.aval.shape, strict=True)
+            kept = [int(d) for d, n in dims if n > 1]
+            every = [d for d, n in enumerate(aval.shape[:-1]) if n > 1]
+            return source.aval.size == 1 or kept == every
         if eqn.primitive.name == "iota":
             return fits(self.shape, counted=True)
         return _keeps_order(eqn) and self._reads_alike(eqn)
