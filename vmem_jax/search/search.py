@@ -218,8 +218,8 @@ class Search(State):
             self.push(candidate, variant=still, estimate=None, goal=self.budget)
         # subtract the excess over the corrected prediction, and a little more each time, since
         # freeing other values moves the peak
-        step = int((1 + len(misses)) * self.params.memory_step * self.budget)
-        goal = min(self.budget - attempt.excess - step, candidate.goal - 1)
+        step = int(len(misses) * self.params.memory_step * self.budget)
+        goal = self.budget - attempt.excess - step
         if attempt.need <= attempt.predicted_need:
             # the peak is not where it is predicted, so only what is missing says what to take off
             goal = min(goal, candidate.goal - (attempt.need - self.budget))
