@@ -171,8 +171,7 @@ def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:
     kernel = eqn.invars[1]
     made_by = None if isinstance(kernel, Literal) else maker.get(kernel)
     flipped = made_by is not None and made_by.primitive.name == "rev"
-    # A layer's samples come first in memory. Where they are the "channels", it is the gradient to w.
-    if numbers.lhs_spec[1] == 0:
+    if sums_samples(numbers):
         which, channels = Pass.BACKWARD_FILTER, numbers.lhs_spec[0]
     else:
         dilated = any(d != 1 for d in facts.lhs_dilation)
@@ -195,6 +194,12 @@ def match(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Matched | None:
     if not fits or convolution.out != found_out(facts, which):
         return None
     return Matched(convolution, numbers)
+
+
+def sums_samples(numbers: lax.ConvDimensionNumbers) -> bool:
+    """Whether samples, which come first in memory, are the "channels" of a convolution: it is the
+    gradient to a kernel."""
+    return bool(numbers.lhs_spec[1] == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 from jax import lax
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.convolutions import sums_samples
 from vmem_jax.capture.editor import spliced, with_each_replaced
 from vmem_jax.capture.primitives import shape_of
 from vmem_jax.core.costs import Costs
@@ -75,7 +76,7 @@ class _Rule:
             return [eqn]
         kernel = eqn.invars[1]
         is_flipped = not isinstance(kernel, Literal) and kernel in self.flipped
-        made = [eqn] if is_flipped else _of_kernel(eqn) if _sums_samples(eqn) else _flipped(eqn)
+        made = [eqn] if is_flipped else _known(eqn)
         if len(made) > 1:
             times = math.prod(eqn.params["lhs_dilation"])
             self.found.update((v, times) for each in made for v in each.outvars if _is_conv(each))
@@ -97,10 +98,9 @@ def _spreads(eqn: JaxprEqn) -> bool:
     return spread and taps > 1 and {*still} == {1} and {*params["rhs_dilation"]} == {1}
 
 
-def _sums_samples(eqn: JaxprEqn) -> bool:
-    """Whether samples, which come first in memory, are the channels of `eqn`: so it is with gradients
-    to kernels."""
-    return eqn.params["dimension_numbers"].lhs_spec[1] == 0
+def _known(eqn: JaxprEqn) -> list[JaxprEqn]:
+    of_kernel = sums_samples(eqn.params["dimension_numbers"])
+    return _of_kernel(eqn) if of_kernel else _flipped(eqn)
 
 
 def _flipped(eqn: JaxprEqn) -> list[JaxprEqn]:
