@@ -15,11 +15,12 @@ from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.equal_stacks import with_equal_stacks_merged
 from vmem_jax.capture.exact import Applied, apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
-from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.fuse import fuse
 from vmem_jax.capture.hosted_updates import with_state_in_loops
 from vmem_jax.capture.inputs import UNKNOWN, Inputs
 from vmem_jax.capture.kernel_gradients import with_known_kernel_gradients
 from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.capture.kinds import kinds_of, phases_of
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_constants import with_constants_in_loops

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from vmem_jax import jax_compat as compat
@@ -23,6 +23,7 @@ from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.draws import draws
 from vmem_jax.capture.few_rows import is_elementwise
 from vmem_jax.capture.fused_reads import Walk
+from vmem_jax.capture.kernels import Kernel, join_masks, join_siblings, made_before_read
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.overlap import is_made_apart
 from vmem_jax.capture.primitives import (
@@ -39,26 +40,6 @@ from vmem_jax.capture.softmax import makes_exponentials, reduced_at_once
 from vmem_jax.capture.ties import COMPARISONS, Tie, ties
 from vmem_jax.core.program import BEGIN
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A heavy equation, or a chain of fusible ones, with what it reads and writes.
-
-    Attributes:
-      equations: indices of its equations, in order.
-      root: the equation that gives it its name: the heavy one, or the last of a chain.
-      reads: the existing values that it reads.
-      writes: the values that it brings into existence.
-      tied: of a tie the values that it compares with what it makes of them.
-    """
-
-    equations: tuple[int, ...]
-    root: int
-    reads: tuple[Var, ...]
-    writes: tuple[Var, ...]
-    tied: tuple[Var, ...] = ()
-
 
 _LOOP_EPOCHS = 128
 """Heavy kernels that count as standing between a loop and the one that reads its stacks: those of
@@ -115,6 +96,7 @@ class _Fuser:
             heavy += kind is Class.HEAVY and max(sizes, default=0) > 4096
         self.readers = readers(self.eqns)
         self.uses: dict[Var, int] = collections.Counter(itertools.chain(*self.operands))
+        self.at_once: set[int] = set()
         self.tied = {i: tie for tie in ties(flat) for i in tie.equations}
         for i in self.tied:  # a mask of a tie exists
             if self.eqns[i].primitive.name in COMPARISONS:
@@ -136,7 +118,8 @@ class _Fuser:
             for i, last in draws(self, self.outputs):
                 if not {i, last} & {*self.tied}:
                     self.classes[i], self.classes[last] = Class.FUSIBLE, Class.REDUCE
-            for i in [*reduced_at_once(self, by, self.outputs, shards)]:
+            self.at_once.update(reduced_at_once(self, by, self.outputs, shards))
+            for i in self.at_once:
                 self.classes[i] = Class.FUSIBLE
         self.absorbed: dict[int, int] = {}  # equation of an epilogue -> its heavy equation
         # the last kernel that a sum reads adds the others: they need not wait with what they read
@@ -193,8 +176,8 @@ class _Fuser:
                 v in self.exists for v in self.eqns[i].outvars
             ):
                 found.append(self._chain(i))
-        joined = _join_siblings(found[::-1], self.eqns, self.epoch)
-        joined = _join_masks(joined, [v for v, apart in masked.items() if not apart], self.eqns)
+        joined = join_siblings(found[::-1], self.eqns, self.epoch)
+        joined = join_masks(joined, [v for v, apart in masked.items() if not apart], self.eqns)
         if not self.tied:
             return tuple(joined)
         read = self.outputs.union(*(kernel.reads for kernel in joined))
@@ -202,7 +185,7 @@ class _Fuser:
             if kernel.tied:  # the rest is in it alone
                 writes = tuple(v for v in kernel.writes if v in read)
                 joined[k] = dataclasses.replace(kernel, writes=writes)
-        return tuple(_made_before_read(joined, self.eqns))
+        return tuple(made_before_read(joined, self.eqns))
 
     def _source(self, atom: Atom) -> Var | None:
         """The value behind views, or None for literals."""
@@ -419,82 +402,3 @@ class _Fuser:
         writes = tuple(v for i in ends for v in self.eqns[i].outvars)
         root = (heavy or reduced or ends)[0]
         return Kernel(equations, root, tuple(walk.reads), writes, tie.compared)
-
-
-def _join_siblings(kernels: list[Kernel], eqns: list[JaxprEqn], epoch: list[int]) -> list[Kernel]:
-    """Joins neighbouring reductions of the same values: XLA makes one multi-output fusion of them."""
-    joined: list[Kernel] = []
-    for kernel in kernels:
-        last = kernel.root
-        if joined and class_of(eqns[last]) is Class.REDUCE and not kernel.tied:
-            for back in range(len(joined) - 1, max(len(joined) - 4, -1), -1):
-                other = joined[back]
-                end = other.root
-                between = {v for k in joined[back:] for v in k.writes}
-                if epoch[end] != epoch[last] or between & set(kernel.reads):
-                    break
-                big = max(kernel.reads, key=lambda v: nbytes(v.aval), default=None)
-                if class_of(eqns[end]) is Class.REDUCE and big in other.reads and not other.tied:
-                    joined[back] = Kernel(
-                        tuple(sorted({*other.equations, *kernel.equations})),
-                        last,
-                        tuple(dict.fromkeys((*other.reads, *kernel.reads))),
-                        (*other.writes, *kernel.writes),
-                    )
-                    break
-            else:
-                joined.append(kernel)
-                continue
-            if joined[back] is other:
-                joined.append(kernel)
-        else:
-            joined.append(kernel)
-    return joined
-
-
-def _join_masks(
-    kernels: Sequence[Kernel], masked: Collection[Var], eqns: list[JaxprEqn]
-) -> list[Kernel]:
-    """Joins what makes a value of `masked` with the reduction that reads it first, and writes it."""
-    joined: list[Kernel] = []
-    waiting: dict[Var, Kernel] = {}  # what makes a value that nothing has read yet
-    for kernel in kernels:
-        for v in kernel.reads:
-            if (maker := waiting.pop(v, None)) is None:
-                continue
-            if class_of(eqns[kernel.root]) is Class.REDUCE and not kernel.tied:
-                joined.remove(maker)
-                kernel = Kernel(
-                    tuple(sorted({*maker.equations, *kernel.equations})),
-                    kernel.root,
-                    tuple(dict.fromkeys((*maker.reads, *(r for r in kernel.reads if r is not v)))),
-                    (*maker.writes, *kernel.writes),
-                )
-        joined.append(kernel)
-        if len(kernel.writes) == 1 and kernel.writes[0] in masked:
-            waiting[kernel.writes[0]] = kernel
-    return joined
-
-
-def _made_before_read(kernels: list[Kernel], eqns: list[JaxprEqn]) -> Iterator[Kernel]:
-    """`kernels`, with what reads the first results of a tie behind all of it."""
-    missing = {v for kernel in kernels for v in kernel.writes}  # not made yet
-    waiting: list[Kernel] = []
-    for kernel in kernels:
-        waiting.append(kernel)
-        while (ready := _first_ready(waiting, missing, eqns)) is not None:
-            missing.difference_update(ready.writes)
-            waiting.remove(ready)
-            yield ready
-    assert not waiting, "no kernel reads what is made behind it"
-
-
-def _first_ready(waiting: list[Kernel], missing: set[Var], eqns: list[JaxprEqn]) -> Kernel | None:
-    """The first kernel that reads nothing of `missing`; effects stay in their order."""
-    late = False
-    for kernel in waiting:
-        effects = any(eqns[i].effects for i in kernel.equations)
-        if missing.isdisjoint(kernel.reads) and not (effects and late):
-            return kernel
-        late = late or effects
-    return None

@@ -43,6 +43,7 @@ class Values(Protocol):
       nbytes: of a value.
       exists: fusible values that some kernel must write.
       until: of an existing value the last epoch that reads it.
+      at_once: reductions that are computed in every kernel which reads their rows (`softmax`).
     """
 
     eqns: list[JaxprEqn]
@@ -55,6 +56,7 @@ class Values(Protocol):
     nbytes: dict[Var, int]
     exists: set[Var]
     until: dict[Var, int]
+    at_once: set[int]
 
     def must_exist(self, v: Var) -> bool:
         """Whether `v` is in memory whatever is decided."""
@@ -178,6 +180,9 @@ class Walk:
     def _is_given(self, v: Var, depth: int) -> bool:
         """Whether `v` is read without a choice; if so, notes its price."""
         i = self.values.maker.get(v)
+        if i in self.values.at_once and v not in self.values.exists:
+            self.prices[v], self.is_read[v] = 0.0, False  # the kernel has its rows anyway
+            return True
         if v in self.free:
             price = 0.0
         elif i is None:  # an input of the program: always there

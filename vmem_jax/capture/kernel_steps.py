@@ -14,8 +14,8 @@ from vmem_jax.capture.counted_masks import counted_values
 from vmem_jax.capture.cudnn_attention import BACKWARD, FORWARD, efficiency
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.draws import draws_words
-from vmem_jax.capture.fuse import Kernel
 from vmem_jax.capture.inputs import Inputs
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.merged import Copied, copied
 from vmem_jax.capture.primitives import (

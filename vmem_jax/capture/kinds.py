@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.core.program import Kind, Phase
 from vmem_jax.jax_compat import Var
 

@@ -102,14 +102,15 @@ class Level:
         return flat, tuple(divided)
 
 
-def levels(flat: ClosedJaxpr, shards: Shards, times: int = 1) -> Level:
+def levels(flat: ClosedJaxpr, shards: Shards, platform: str = "", times: int = 1) -> Level:
     """The pairs of `flat` and of the bodies of its other scans.
 
     Args:
       shards: how its values are split over devices.
+      platform: that it is compiled for.
       times: how often it runs.
     """
-    pairs = find_pairs(flat)
+    pairs = find_pairs(flat, platform)
     paired = {i for pair in pairs for i in (pair.forward, pair.backward)}
     inner = []
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
@@ -121,7 +122,7 @@ def levels(flat: ClosedJaxpr, shards: Shards, times: int = 1) -> Level:
         invars = compat.open_jaxpr(body).invars
         slices = invars[sum(compat.scan_counts(eqn)) :]
         within = shards.within(body, dict(zip(invars, eqn.invars, strict=True)), slices)
-        level = levels(body, within, times * eqn.params["length"])
+        level = levels(body, within, platform, times * eqn.params["length"])
         if level.all_pairs:
             inner.append((i, level))
     return Level(flat, shards, times, pairs, tuple(inner))

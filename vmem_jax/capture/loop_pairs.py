@@ -27,6 +27,7 @@ from vmem_jax.capture.flatten import drop_dead, flatten, inline
 from vmem_jax.capture.loop_constants import MadeInBody, Prices
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.capture.shards import Shards
+from vmem_jax.capture.whole_rows import with_layouts_in_loops
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 
@@ -111,8 +112,12 @@ class Pair:
         return None
 
 
-def find_pairs(flat: ClosedJaxpr) -> tuple[Pair, ...]:
-    """The pairs of scans of `flat`, in the order of their forward scans. No scan is in two pairs."""
+def find_pairs(flat: ClosedJaxpr, platform: str = "") -> tuple[Pair, ...]:
+    """The pairs of scans of `flat`, in the order of their forward scans. No scan is in two pairs.
+
+    Args:
+      platform: that it is compiled for; on "gpu" the bodies are laid out (`whole_rows`).
+    """
     eqns = compat.open_jaxpr(flat).eqns
     maker = makers(eqns)
     taken: set[int] = set()
@@ -128,7 +133,7 @@ def find_pairs(flat: ClosedJaxpr) -> tuple[Pair, ...]:
         for forward in sorted(shared, key=lambda i: -shared[i]):
             if forward not in taken and backward not in taken:
                 taken |= {forward, backward}
-                found.append(_Joined(flat, forward, backward).pair())
+                found.append(_Joined(flat, forward, backward, platform).pair())
     return tuple(sorted(found, key=lambda pair: pair.forward))
 
 
@@ -162,8 +167,8 @@ def _makes_stack(eqn: JaxprEqn, v: Var, reader: JaxprEqn) -> bool:
 class _Joined:
     """The paired body of two scans of `flat`, while it is put together."""
 
-    def __init__(self, flat: ClosedJaxpr, forward: int, backward: int) -> None:
-        self.flat, self.at = flat, (forward, backward)
+    def __init__(self, flat: ClosedJaxpr, forward: int, backward: int, platform: str) -> None:
+        self.flat, self.at, self.platform = flat, (forward, backward), platform
         self.outer = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.outer.eqns
         self.equations: list[JaxprEqn] = []
@@ -206,7 +211,8 @@ class _Joined:
         results = [a for m in made for a, _ in (*m.carried, *m.stacked)]
         constants = [*self.constants], [*self.constants.values()]
         closed = compat.close(*constants, inputs, results, self.equations, self.flat)
-        closed = drop_dead(apply_exact_rules(flatten(closed))[0])
+        closed = with_layouts_in_loops(flatten(closed), self.platform)
+        closed = drop_dead(apply_exact_rules(closed)[0])
         opened = compat.open_jaxpr(closed)
         outside = {v: compat.new_var(v.aval) for v in opened.constvars}
         values = compat.constants(closed)

@@ -80,7 +80,7 @@ class _StepInLoop:
 
 def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLoop]:
     given = captured.inputs
-    level = levels(flat, follow_shards(flat, given.shardings))
+    level = levels(flat, follow_shards(flat, given.shardings), given.platform)
     others = {i for pair in level.pairs for i in (pair.forward, pair.backward)}
     found = []
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):

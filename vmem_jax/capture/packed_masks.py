@@ -20,7 +20,8 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.bits import BITS, pack_p, packed_aval, unpack_p
-from vmem_jax.capture.fuse import Kernel, fuse
+from vmem_jax.capture.fuse import fuse
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.capture.kinds import phases_of
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.primitives import Class, class_of, nbytes

@@ -21,7 +21,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.capture.traffic import read_nbytes
 from vmem_jax.core.program import Phase

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
-from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.capture.primitives import Class, class_of, nbytes, shape_of
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine

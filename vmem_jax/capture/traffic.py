@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vmem_jax.capture.fuse import Kernel
+from vmem_jax.capture.kernels import Kernel
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.jax_compat import Atom, JaxprEqn, Var
 

@@ -30,6 +30,7 @@ from vmem_jax.capture.counted_masks import with_counted_masks
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.grouped_products import with_grouped_products
 from vmem_jax.capture.padded_rows import Lengths, with_padded_rows
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.row_major import Spread, with_row_major
@@ -188,9 +189,16 @@ def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritt
     """`flat` with whole and padded rows, counted masks and row-major values."""
     if platform != "gpu":
         return flat, AsWritten()
-    whole, lengths = with_padded_rows(with_whole_rows(flat, platform), platform)
+    grouped = with_grouped_products(flat, platform)
+    whole, lengths = with_padded_rows(with_whole_rows(grouped, platform), platform)
     laid_out, spread = with_row_major(with_counted_masks(whole, platform), platform)
     return laid_out, AsWritten(spread, _turned_nbytes(flat) - _turned_nbytes(laid_out), lengths)
+
+
+def with_layouts_in_loops(body: ClosedJaxpr, platform: str) -> ClosedJaxpr:
+    """The body of a loop of layers with what is computed of scores in the order of their rows, and
+    with counted masks. XLA lays out what loops carry and stack."""
+    return with_counted_masks(with_grouped_products(body, platform), platform)
 
 
 def _turned_nbytes(flat: ClosedJaxpr) -> int:

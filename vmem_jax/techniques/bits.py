@@ -66,7 +66,7 @@ def levels_of(traced: TracedStep) -> Level:
     """The loops of a step, with its masks in bits where these are."""
     captured = traced.captured
     shards = follow_shards(captured.separate, captured.inputs.shardings)
-    level = levels(captured.separate, shards)
+    level = levels(captured.separate, shards, captured.inputs.platform)
     return level.in_bits(_least(captured.program)) if captured.program.bits else level
 
 
