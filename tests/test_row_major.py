@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
+from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture, row_major, sliced
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.row_major import as_spread, with_row_major
@@ -403,3 +404,28 @@ def test_xla_updates_kernels_in_place():
     assert "f32[256,3,3,256]" not in made.as_text()
     assert "f32[256,3,3,256]" in plain.as_text()
     assert plain.plan.predicted_seconds > made.plan.predicted_seconds
+
+
+def by_layers(step):
+    """The weights of all layers in one array, each used by itself."""
+
+    def loss(w, x):
+        for i in range(w.shape[0]):
+            x = jnp.tanh(x @ w[i])
+        return x.sum()
+
+    return jax.grad(loss)(*step)
+
+
+def test_gradients_that_become_parts_of_an_array_are_row_major():
+    args = jnp.ones((3, 16, 16)), jnp.ones((8, 16))
+    flat = flatten(jax.make_jaxpr(lambda *a: by_layers(a))(*args))
+    other, _ = with_row_major(flat, "gpu")
+    stated = [e for e in compat.open_jaxpr(other).eqns if e.primitive.name == "layout_constraint"]
+    assert len(stated) == 3
+    maker = {v: e for e in compat.open_jaxpr(other).eqns for v in e.outvars}
+    assert {maker[e.invars[0]].primitive.name for e in stated} == {"transpose"}
+    alone = flatten(
+        jax.make_jaxpr(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))(args[0][0], args[1])
+    )
+    assert with_row_major(alone, "gpu")[0] is alone

@@ -46,7 +46,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.convolutions import match
 from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
-from vmem_jax.capture.primitives import Class, class_of, is_batched
+from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, is_batched
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.transposes import moves_rows
 from vmem_jax.core.convolution import Pass
@@ -60,6 +60,9 @@ _PART = 8
 an eighth of one pass over the whole."""
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+
+_PARTS = ("pad", "concatenate", "dynamic_update_slice")
+"""What makes parts of an array."""
 
 _SECTOR = 32
 """Bytes that a GPU reads at least, of which a read across rows uses one element."""
@@ -96,7 +99,7 @@ def with_row_major(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Sprea
     results = {a for a in opened.outvars if isinstance(a, Var)}  # whose layouts are given
     computed = _computed(opened.eqns)
     turned = _turned(opened.eqns, computed) | _written_transposed(opened.eqns)
-    stated = turned | _of_samples(opened.eqns)
+    stated = turned | _of_samples(opened.eqns) | _put_together(opened.eqns)
     for eqn in opened.eqns:
         is_gradient = _is_kernel_gradient(eqn) and eqn.outvars[0] not in results
         is_part = _is_small_part(eqn) and eqn.invars[0] in computed
@@ -175,6 +178,30 @@ def _of_samples(eqns: Sequence[JaxprEqn]) -> set[Var]:
             made_of |= dict.fromkeys(eqn.outvars, sources - spread)
     alone = {eqn.outvars[0] for eqn in eqns if len(eqn.outvars) == 1}
     return {v for v in found & alone if not is_typed(v)}
+
+
+def _put_together(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """Transposed products, as gradients to weights are written, that become parts of an array."""
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    read_by = readers(eqns)
+
+    def becomes_part(v: Var) -> bool:
+        for eqn in (eqns[i] for i in read_by.get(v, ())):
+            if eqn.primitive.name in _PARTS:
+                return True
+            [out, *_] = eqn.outvars
+            if class_of(eqn) in (Class.VIEW, Class.FUSIBLE) and _size(out) == _size(v):
+                return becomes_part(out)
+        return False
+
+    exchanged = (
+        eqn.outvars[0]
+        for eqn in eqns
+        if eqn.primitive.name == "transpose"
+        and eqn.invars[0] in maker
+        and exchanges_operands(maker[eqn.invars[0]], eqn)
+    )
+    return {v for v in exchanged if not is_typed(v) and becomes_part(v)}
 
 
 def _sums_rows(eqn: JaxprEqn) -> bool:

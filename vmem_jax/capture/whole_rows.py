@@ -54,8 +54,8 @@ Aligned ones take no longer."""
 
 
 def with_whole_rows(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
-    """`flat` whose batched products read and make whole rows of what is transposed. What stands in
-    loops is left alone: XLA lays out what these carry and stack row-major.
+    """`flat` whose batched products read and make whole rows of what is transposed, but for those in
+    the bodies of its loops.
 
     Args:
       platform: that it is compiled for; only on "gpu" something changes.
@@ -196,9 +196,10 @@ def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritt
 
 
 def with_layouts_in_loops(body: ClosedJaxpr, platform: str) -> ClosedJaxpr:
-    """The body of a loop of layers with what is computed of scores in the order of their rows, and
-    with counted masks. XLA lays out what loops carry and stack."""
-    return with_counted_masks(with_grouped_products(body, platform), platform)
+    """The body of a loop of layers with whole and padded rows, and counted masks. XLA lays out what
+    the loop itself carries and stacks row-major."""
+    whole = with_whole_rows(with_grouped_products(body, platform), platform)
+    return with_counted_masks(with_padded_rows(whole, platform)[0], platform)
 
 
 def _turned_nbytes(flat: ClosedJaxpr) -> int:
