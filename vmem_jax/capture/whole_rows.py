@@ -35,6 +35,7 @@ from vmem_jax.capture.padded_rows import Lengths, with_padded_rows
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.capture.row_major import Spread, with_row_major
 from vmem_jax.capture.shards import is_typed
+from vmem_jax.capture.softmax_gradients import with_softmax_gradients
 from vmem_jax.capture.transposed_convolutions import Spreading
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.costs import Costs
@@ -189,7 +190,7 @@ def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritt
     """`flat` with whole and padded rows, counted masks and row-major values."""
     if platform != "gpu":
         return flat, AsWritten()
-    grouped = with_grouped_products(flat, platform)
+    grouped = with_softmax_gradients(with_grouped_products(flat, platform), platform)
     whole, lengths = with_padded_rows(with_whole_rows(grouped, platform), platform)
     laid_out, spread = with_row_major(with_counted_masks(whole, platform), platform)
     return laid_out, AsWritten(spread, _turned_nbytes(flat) - _turned_nbytes(laid_out), lengths)
@@ -198,7 +199,8 @@ def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritt
 def with_layouts_in_loops(body: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     """The body of a loop of layers with whole and padded rows, and counted masks. XLA lays out what
     the loop itself carries and stacks row-major."""
-    whole = with_whole_rows(with_grouped_products(body, platform), platform)
+    grouped = with_softmax_gradients(with_grouped_products(body, platform), platform)
+    whole = with_whole_rows(grouped, platform)
     return with_counted_masks(with_padded_rows(whole, platform)[0], platform)
 
 
