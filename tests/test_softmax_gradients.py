@@ -11,6 +11,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture import capture
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.softmax_gradients import with_softmax_gradients
 
@@ -107,3 +108,24 @@ def test_it_overflows_no_sooner():
     flat = with_softmax_gradients(flatten(jax.make_jaxpr(step)(x)), "gpu")
     _, gradient = jaxpr_as_fun(flat)(x)
     np.testing.assert_array_equal(gradient[0, 0], jnp.zeros(T))
+
+
+def layers(ws, x):
+    """Sixteen layers of attention, whose weights products read rounded."""
+    x = x.astype(jnp.bfloat16)
+    for w in ws:
+        q = jnp.tanh(x @ w)
+        scores = (q @ x.mT).astype(jnp.float32)
+        x = x + causal(scores).astype(x.dtype) @ (x @ w.mT)
+    return x.astype(jnp.float32).sum()
+
+
+def test_weights_do_not_exist_in_float32():
+    ws, x = jnp.ones((16, T, T), jnp.bfloat16), jnp.ones((N, T, T))
+    closed = jax.make_jaxpr(jax.grad(layers))(list(ws), x)
+    captured = capture(closed, platform="gpu")
+    assert not squares(captured.flat)
+    rows = [v for v in captured.variables if v.aval.shape == (N, T, T)]
+    assert {
+        v.aval.dtype.name for v in rows if v not in compat.open_jaxpr(captured.flat).invars
+    } == {"bfloat16"}

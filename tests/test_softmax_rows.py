@@ -117,11 +117,11 @@ def reductions(function, length, platform="gpu"):
         (grouped, 256, 0),
         (attention, 197, 4),
         (masked, 197, 4),
-        (unevenly_masked, 256, 4),
+        (unevenly_masked, 256, 3),
         (attention, 2048, 0),
-        (masked, 2048, 4),
-        (biased, 256, 5),
-        (with_sums, 256, 7),
+        (masked, 2048, 3),
+        (biased, 256, 4),
+        (with_sums, 256, 6),
     ],
 )
 def test_reductions_are_where_rows_are_read(function, length, count):

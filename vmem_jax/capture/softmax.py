@@ -264,7 +264,8 @@ def as_summed_apart(
 ) -> Costs:
     """`costs` of `program`, which reduces rows where they are read, for the step by plain jit: the
     forward pass reads the rows of each softmax once more, for their sums, and rows share a mask that
-    is counted.
+    is counted. Of scores in more bytes than the weights have it keeps the exponentials in their
+    place: it writes these, too, and reads them.
 
     Args:
       eqns: those of the steps of `program`.
@@ -277,10 +278,11 @@ def as_summed_apart(
         if not any(e.primitive.name == "reduce_max" and reduces_rows(e) for e in inside):
             continue
         rows = max((program.buffers[b].nbytes for b in step.reads), default=0)
+        made = max((program.buffers[b].nbytes for b in step.writes), default=0)
         if any(eqn.primitive.name == "iota" for eqn in inside):
             seconds[s] *= _SHARED
         if step.phase is Phase.FORWARD:
-            seconds[s] += rows / machine.bandwidth
+            seconds[s] += (3 if rows > made else 1) * rows / machine.bandwidth
     return dataclasses.replace(costs, seconds=tuple(seconds))
 
 

@@ -20,7 +20,7 @@ from vmem_jax.capture.editor import is_view, spliced
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.shards import is_typed
 from vmem_jax.capture.softmax import fits, maxima, reduces_rows
-from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
 Makers = Mapping[Var, JaxprEqn]
 
@@ -32,21 +32,28 @@ def with_softmax_gradients(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     Args:
       platform: that it is compiled for; only on "gpu" something changes.
     """
+    if platform != "gpu":
+        return flat
     opened = compat.open_jaxpr(flat)
-    maker = {v: eqn for eqn in opened.eqns for v in eqn.outvars} if platform == "gpu" else {}
+    maker: dict[Var, JaxprEqn] = {}
+    weights: dict[tuple[Atom, ...], Var] = {}  # (exponentials, sums) -> quotients
     eqns: list[JaxprEqn] = []
     for eqn in opened.eqns:
-        found = _gradient(eqn, maker) if maker else None
-        eqns += [eqn] if found is None else spliced(_by_weights, found, eqn, eqn.outvars[0])[0]
+        maker |= dict.fromkeys(eqn.outvars, eqn)
+        found = _gradient(eqn, maker)
+        if eqn.primitive.name == "div" and not any(isinstance(a, Literal) for a in eqn.invars):
+            weights.setdefault(tuple(eqn.invars), eqn.outvars[0])
+        if found is not None and (y := weights.get(found[1:])) is not None:
+            eqns += spliced(_by_weights, [found[0], y], eqn, eqn.outvars[0])[0]
+        else:
+            eqns.append(eqn)
     if len(eqns) == len(opened.eqns):
         return flat
     parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
     return drop_dead(compat.close(*parts, like=flat))
 
 
-def _by_weights(dy: jax.Array, exponentials: jax.Array, total: jax.Array) -> jax.Array:
-    """All of one rank; `total` has one element a row."""
-    y = exponentials / total
+def _by_weights(dy: jax.Array, y: jax.Array) -> jax.Array:
     return y * (dy - (dy * y).sum(-1, keepdims=True))
 
 
