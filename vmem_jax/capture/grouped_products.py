@@ -28,6 +28,7 @@ from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import ELEMENTWISE, nbytes, shape_of
 from vmem_jax.capture.shards import is_typed
+from vmem_jax.capture.transposes import moves_elements
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 Order = tuple[int, ...]
@@ -36,8 +37,11 @@ Order = tuple[int, ...]
 _SAME_SHAPE = ELEMENTWISE - {"layout_constraint"}
 
 _MOST_VISITS = 64
-"""Equations that are followed from a product to what reduces its result, and from what is computed
-with it to numbers, at most."""
+"""Equations that are followed from a product to what reduces its result, at most."""
+
+_DEEPEST = 8
+"""Equations between a value that is made in another order and the numbers that it is made of, at
+most: a causal mask is six deep."""
 
 
 def with_grouped_products(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
@@ -107,18 +111,12 @@ def _moved_nbytes(flat: ClosedJaxpr) -> int:
     """Bytes of what is transposed, for products also without an equation that says so."""
     moved = 0
     for eqn in compat.open_jaxpr(flat).eqns:
-        if eqn.primitive.name == "transpose" and not _keeps_order(eqn):
+        if eqn.primitive.name == "transpose" and moves_elements(eqn):
             moved += nbytes(eqn.outvars[0].aval)
         elif _is_grouped(eqn):
             for a, side in zip(eqn.invars, _sides(eqn), strict=True):
                 moved += nbytes(a.aval) * (not _lies_as_matrices(side))
     return moved
-
-
-def _keeps_order(eqn: JaxprEqn) -> bool:
-    shape = shape_of(eqn.invars[0])
-    long = [d for d in eqn.params["permutation"] if shape[d] > 1]
-    return long == sorted(long)
 
 
 def _lies_as_matrices(side: _Side) -> bool:
@@ -234,7 +232,7 @@ class _Walk:
         turn = functools.partial(lax.transpose, permutation=permutation)
         return self._splice(turn, [lies.stored], like)
 
-    def _is_free(self, a: Atom, depth: int = 8) -> bool:
+    def _is_free(self, a: Atom, depth: int = _DEEPEST) -> bool:
         """Whether `a` is made of numbers, of what is repeated, or of smaller values."""
         if not isinstance(a, Var) or not shape_of(a):
             return True

@@ -48,7 +48,7 @@ from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, is_batched
 from vmem_jax.capture.shards import is_typed
-from vmem_jax.capture.transposes import moves_rows
+from vmem_jax.capture.transposes import moves_elements, moves_rows
 from vmem_jax.core.convolution import Pass
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
@@ -215,11 +215,8 @@ def _sums_rows(eqn: JaxprEqn) -> bool:
 
 def _turns(eqn: JaxprEqn) -> bool:
     """Whether `eqn` moves the elements of an array in memory."""
-    if eqn.primitive.name != "transpose" or is_typed(eqn.outvars[0]):
-        return False
-    shape = eqn.invars[0].aval.shape
-    moved = [d for d in eqn.params["permutation"] if shape[d] > 1]
-    return moved != sorted(moved)
+    is_plain = eqn.primitive.name == "transpose" and not is_typed(eqn.outvars[0])
+    return is_plain and moves_elements(eqn)
 
 
 def _written_transposed(eqns: Sequence[JaxprEqn]) -> set[Var]:

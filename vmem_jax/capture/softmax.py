@@ -23,6 +23,7 @@ from typing import Any
 from vmem_jax.capture.fused_reads import Values
 from vmem_jax.capture.primitives import ELEMENTWISE, Class, class_of
 from vmem_jax.capture.shards import Shards
+from vmem_jax.capture.transposes import moves_elements
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.program import Phase, Program
@@ -70,16 +71,16 @@ def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], may_choose: bool = Fals
       may_choose: also of rows less their maxima where these are finite, as `logsumexp` has them.
     """
     spreads = (*_SPREADS, "select_n") if may_choose else _SPREADS
-    less = _maker_of(eqn.invars[0], maker) if eqn.primitive.name == "exp" else None
+    less = maker_of(eqn.invars[0], maker) if eqn.primitive.name == "exp" else None
     if less is None or less.primitive.name != "sub":
         return None
     row, most = less.invars
-    made = _maker_of(most, maker)
+    made = maker_of(most, maker)
     while made is not None and class_of(made) is not Class.REDUCE:
         if class_of(made) is not Class.VIEW and made.primitive.name not in spreads:
             return None
         most = made.invars[-1]
-        made = _maker_of(most, maker)
+        made = maker_of(most, maker)
     if made is None or made.primitive.name != "reduce_max" or not reduces_rows(made):
         return None
     return most if _in_order(made.invars[0], maker) is _in_order(row, maker) else None
@@ -87,16 +88,17 @@ def maxima(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], may_choose: bool = Fals
 
 def _in_order(v: Atom, maker: Mapping[Var, JaxprEqn]) -> Atom:
     """What has the elements of `v` in the same order, and is no view of another value."""
-    made = _maker_of(v, maker)
+    made = maker_of(v, maker)
     while made is not None and class_of(made) is Class.VIEW and _keeps_order(made):
         [source, *_] = made.invars
         if math.prod(source.aval.shape) != math.prod(v.aval.shape):
             break
-        v, made = source, _maker_of(source, maker)
+        v, made = source, maker_of(source, maker)
     return v
 
 
-def _maker_of(a: Atom, maker: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+def maker_of(a: Atom, maker: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+    """The equation that makes `a`; None of a number, and of what `maker` does not have."""
     return maker.get(a) if isinstance(a, Var) else None
 
 
@@ -249,9 +251,7 @@ def _keeps_order(eqn: JaxprEqn) -> bool:
     transposed on the way."""
     if eqn.primitive.name != "transpose":
         return class_of(eqn) is Class.VIEW or eqn.primitive.name in ELEMENTWISE
-    shape, order = eqn.invars[0].aval.shape, eqn.params["permutation"]
-    long = [d for d in order if shape[d] > 1]
-    return long == sorted(long)
+    return not moves_elements(eqn)
 
 
 def _long(shape: Sequence[int]) -> list[int]:

@@ -82,6 +82,13 @@ def transposed(eqns: Sequence[JaxprEqn]) -> dict[Var, Passes]:
     return found
 
 
+def moves_elements(eqn: JaxprEqn) -> bool:
+    """Whether transpose `eqn` moves elements in memory: not if it moves dimensions of one alone."""
+    shape = getattr(eqn.invars[0].aval, "shape", ())
+    long = [d for d in eqn.params["permutation"] if shape[d] > 1]
+    return long != sorted(long)
+
+
 def moves_rows(eqn: JaxprEqn) -> bool:
     """Whether transpose `eqn` is more than that of a matrix, which a product reads as it lies: its
     operand's dimensions, those that stay neighbours as one, are three or more."""
