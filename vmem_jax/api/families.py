@@ -47,9 +47,9 @@ def groups_of(
     """The groups of families, in the order in which the search tries them.
 
     First the chosen policy, with the policies that may replace it where these are faster; then with
-    masks in bits, if bytes were expected to fit; then with transfers, if it had none, also where
-    these may be enough faster than what fits; then the policies that replace it only where nothing
-    else fits.
+    masks in bits, if bytes were expected to fit; then with transfers, if it had none; either also
+    where these may be enough faster than what fits; then the policies that replace it only where
+    nothing else fits.
     """
     settings = step.settings
     parts = parts_of(step)
@@ -109,12 +109,14 @@ def groups_of(
         gain = PARAMS.transfers_must_gain
         yield from (dataclasses.replace(family, must_gain=gain) for family in families)
 
+    bound = lambda: own.make(own.counts[0]).lower_bound()
+    gains = lambda share: lambda seconds: bound() < (1 - share) * seconds
     groups: list[Sequence[Family]] = [first]
-    groups += [MadeLater(lambda: map(_of_loops, spare(shrinks)))] if own_fits else []
+    if own_fits:
+        in_spare = lambda: map(_of_loops, spare(shrinks))
+        groups.append(MadeLater(in_spare, gains(PARAMS.time_tolerance)))
     if moves_at_last:
-        bound = lambda: own.make(own.counts[0]).lower_bound()
-        may_gain = lambda seconds: bound() < (1 - PARAMS.transfers_must_gain) * seconds
-        groups.append(MadeLater(last, may_gain))
+        groups.append(MadeLater(last, gains(PARAMS.transfers_must_gain)))
     searched = not settings.policy.spared(step.traced.captured.program)
     if searched and not step.immovable and "compress" not in settings.named:
         # where they are enough faster than what the bound of the policy's own plans leaves
