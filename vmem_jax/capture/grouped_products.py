@@ -74,8 +74,12 @@ class _Side:
     summed: Order
 
     @property
-    def is_grouped(self) -> bool:
-        return len(self.rows) > 1 or len(self.summed) > 1
+    def is_matrix(self) -> bool:
+        return len(self.rows) == 1 and len(self.summed) == 1
+
+    def is_grouped(self, shape: Sequence[int]) -> bool:
+        """Whether several dimensions are rows, or summed; one of a single element is none."""
+        return any(sum(shape[d] > 1 for d in dims) > 1 for dims in (self.rows, self.summed))
 
 
 def _sides(eqn: JaxprEqn) -> tuple[_Side, _Side]:
@@ -93,9 +97,10 @@ def _is_grouped(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a batch of products, in one of which several dimensions are rows or summed."""
     if eqn.primitive.name != "dot_general" or any(map(is_typed, (*eqn.invars, *eqn.outvars))):
         return False
-    left, right = _sides(eqn)
-    are_matrices = all((left.batch, left.rows, right.rows, left.summed))
-    return are_matrices and (left.is_grouped or right.is_grouped)
+    sides = left, right = _sides(eqn)
+    if not all((left.batch, left.rows, right.rows, left.summed)):
+        return False
+    return any(s.is_grouped(shape_of(a)) for s, a in zip(sides, eqn.invars, strict=True))
 
 
 def _makes_most(eqn: JaxprEqn) -> bool:
@@ -394,7 +399,7 @@ class _Walk:
     def _matrices(self, a: Atom, side: _Side, like: JaxprEqn) -> tuple[Atom, tuple[Order, Order]]:
         """`a` as a batch of matrices, and which of its dimensions are batches, and are summed."""
         lies = self._at(a)
-        if not side.is_grouped:
+        if side.is_matrix:
             at = lies.order.index
             return lies.stored, (tuple(map(at, side.batch)), tuple(map(at, side.summed)))
         rows_first = lies.order.index(side.rows[-1]) < lies.order.index(side.summed[0])
