@@ -169,7 +169,7 @@ class _Walk:
 
     def _carried(self, eqn: JaxprEqn) -> bool:
         """Whether `eqn` has been written for how its operands lie."""
-        if _is_grouped(eqn) or (eqn.primitive.name == "dot_general" and self._reads_turned(eqn)):
+        if _is_grouped(eqn):
             return self._product(eqn)
         name = eqn.primitive.name
         if name == "transpose" and (self._reads_turned(eqn) or self._is_for_grouped(eqn)):
@@ -314,8 +314,6 @@ class _Walk:
 
     def _product(self, eqn: JaxprEqn) -> bool:
         """A batch of matrices in place of `eqn`, whose result lies as they make it."""
-        if not _is_grouped(eqn):
-            return False
         [out] = eqn.outvars
         sides = [self._as_lying(a, s) for a, s in zip(eqn.invars, _sides(eqn), strict=True)]
         if _makes_most(eqn):

@@ -190,18 +190,22 @@ def with_layouts(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, AsWritt
     """`flat` with whole and padded rows, counted masks and row-major values."""
     if platform != "gpu":
         return flat, AsWritten()
-    grouped = with_softmax_gradients(with_grouped_products(flat, platform), platform)
-    whole, lengths = with_padded_rows(with_whole_rows(grouped, platform), platform)
-    laid_out, spread = with_row_major(with_counted_masks(whole, platform), platform)
+    rows, lengths = _with_rows(flat, platform)
+    laid_out, spread = with_row_major(rows, platform)
     return laid_out, AsWritten(spread, _turned_nbytes(flat) - _turned_nbytes(laid_out), lengths)
 
 
 def with_layouts_in_loops(body: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     """The body of a loop of layers with whole and padded rows, and counted masks. XLA lays out what
     the loop itself carries and stacks row-major."""
-    grouped = with_softmax_gradients(with_grouped_products(body, platform), platform)
-    whole = with_whole_rows(grouped, platform)
-    return with_counted_masks(with_padded_rows(whole, platform)[0], platform)
+    return _with_rows(body, platform)[0]
+
+
+def _with_rows(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, Lengths]:
+    """`flat` with whole and padded rows and counted masks, and the lengths that rows had."""
+    grouped = with_softmax_gradients(with_grouped_products(flat, platform), platform)
+    padded, lengths = with_padded_rows(with_whole_rows(grouped, platform), platform)
+    return with_counted_masks(padded, platform), lengths
 
 
 def _turned_nbytes(flat: ClosedJaxpr) -> int:
