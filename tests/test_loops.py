@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -27,6 +28,7 @@ from vmem_jax.core.simulate import simulate
 from vmem_jax.core.validate import check_program, violations
 from vmem_jax.errors import PlanError
 from vmem_jax.policy import Auto, Infeasible
+from vmem_jax.policy.order import lower_order
 from vmem_jax.rewrite.transfers import layout_of
 from vmem_jax.transfer.extension import describe
 
@@ -181,6 +183,25 @@ def test_auto_loops_what_it_must_and_the_largest_first():
         assert program.buffers[plan.looped[0]].nbytes == largest
         counts.append(len(plan.looped))
     assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+def test_auto_loops_nothing_that_takes_time_for_no_need():
+    """At every budget the plan takes what the fastest choice of all takes that is within it."""
+    program = program_of(training())
+    slow = analytic(program, dataclasses.replace(FAST, link_out=1e6, link_in=1e6))
+
+    def looped(some):
+        less, costs = with_looped(program, some), costs_with_looped(program, some, slow)
+        found = simulate(less, lower_order(less, costs), costs)
+        return found.peak, found.seconds
+
+    every = stacks(program)
+    choices = [looped(c) for n in range(len(every) + 1) for c in itertools.combinations(every, n)]
+    assert len({program.buffers[b].nbytes for b in every}) > 1
+    for budget in {peak for peak, _ in choices}:
+        plan = Auto(allow=("order", "offload")).plan(program, slow, budget)
+        fastest = min(seconds for peak, seconds in choices if peak <= budget)
+        assert plan.predicted_seconds == pytest.approx(fastest)
 
 
 def test_without_leave_or_link_nothing_is_looped():

@@ -131,7 +131,7 @@ class Auto(AbstractPolicy):
         best = self._timeline(program, costs, budget)
         looped: tuple[int, ...] = ()
         if budget is not None and "offload" in self.allow and costs.link is not None:
-            for some in _loopings(program, costs, self.least_move):
+            for some in _loopings(program, costs, budget, self.least_move):
                 less = with_looped(program, some)
                 found = self._timeline(less, costs_with_looped(program, some, costs), budget)
                 if self._is_worth_moving(found, best, budget):
@@ -286,8 +286,11 @@ def _moved(
     return without_idle_moves(program, timeline, costs, budget)
 
 
-def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, ...]]:
-    """The choices of stacks to loop: more and more of them, those hidden by their loops first."""
+def _loopings(
+    program: Program, costs: Costs, budget: int, share: float
+) -> Iterator[tuple[int, ...]]:
+    """The choices of stacks to loop: more and more of them, those hidden by their loops first; the
+    first few that are within `budget` and all of them also without what need not move."""
     nbytes = [
         0 if held else b.nbytes
         for held, b in zip(program.is_resident, program.buffers, strict=True)
@@ -302,7 +305,31 @@ def _loopings(program: Program, costs: Costs, share: float) -> list[tuple[int, .
     counts = {
         math.ceil(len(ranked) * n / PARAMS.loopings) for n in range(1, PARAMS.loopings + 1)
     } - {0}
-    return [ranked[:count] for count in sorted(counts)]
+    choices = [ranked[:count] for count in sorted(counts)]
+    yield from choices
+    enough = (some for some in choices if _with_looped(program, costs, some).peak <= budget)
+    first = next(enough, None)
+    for some in () if first is None else dict.fromkeys((first, ranked)):
+        if (fewer := _needed(program, costs, budget, some)) not in choices:
+            yield fewer
+
+
+def _needed(program: Program, costs: Costs, budget: int, some: tuple[int, ...]) -> tuple[int, ...]:
+    """The stacks `some`, within `budget`, without those that take time and that it is met without, the
+    largest first."""
+    taken = _with_looped(program, costs, some).seconds
+    for b in sorted(some, key=lambda b: -program.buffers[b].nbytes):
+        fewer = tuple(other for other in some if other != b)
+        found = _with_looped(program, costs, fewer)
+        if found.peak <= budget and found.seconds < taken:
+            some, taken = fewer, found.seconds
+    return some
+
+
+def _with_looped(program: Program, costs: Costs, some: Collection[int]) -> Timeline:
+    """`program` where nothing moves but the stacks `some`."""
+    less, slower = with_looped(program, some), costs_with_looped(program, some, costs)
+    return simulate(less, lower_order(less, slower), slower)
 
 
 def _every_choice(recomputation: Recomputation, costs: Costs) -> Iterator[Timeline]:
