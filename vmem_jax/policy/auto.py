@@ -315,8 +315,8 @@ def _loopings(
 
 
 def _needed(program: Program, costs: Costs, budget: int, some: tuple[int, ...]) -> tuple[int, ...]:
-    """The stacks `some`, within `budget`, without those that take time and that it is met without, the
-    largest first."""
+    """The stacks `some`, within `budget`, without those that take time and that it is met without:
+    the largest first."""
     taken = _with_looped(program, costs, some).seconds
     for b in sorted(some, key=lambda b: -program.buffers[b].nbytes):
         fewer = tuple(other for other in some if other != b)
