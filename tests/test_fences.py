@@ -140,6 +140,27 @@ def test_weight_gradient_is_tied_to_the_run_that_frees_its_inputs():
     )
 
 
+@pytest.mark.parametrize("freed_by", ["the spine", "a weight gradient"])
+def test_a_weight_gradient_is_tied_to_the_later_run_that_frees_its_inputs(freed_by):
+    """XLA would take it at the end, and keep the cotangent that it reads until then."""
+    b = Builder()
+    p, x = b.input(8), b.input(8)
+    y = b.step([b.step([x, p], 64)], 64)
+    cotangent = b.step([b.step([y], 64), y], 64, BACKWARD)
+    gradient = b.step([cotangent, x], 8, BACKWARD)
+    other = b.step([cotangent], 64, BACKWARD)
+    reads = [other, cotangent] if freed_by == "the spine" else [other]
+    second = b.step(reads, 64, BACKWARD)
+    late = b.step([cotangent, x], 8, BACKWARD) if freed_by != "the spine" else gradient
+    last = b.step([b.step([second], 64, BACKWARD)], 64, BACKWARD)
+    new = [b.step([p, g], 8, UPDATE, fusible=True) for g in {gradient, late}]
+    program = b.program([*new, last])
+    found = fences(program, range(len(program.steps)), small=8)
+    [fence] = [fence for fence in found if gradient in fence.buffers]
+    assert late in fence.buffers
+    assert max(program.readers[cotangent]) < fence.position <= program.producer[last]
+
+
 @pytest.mark.parametrize("op, ties", [("reduce_sum", True), ("mul", False)])
 @pytest.mark.parametrize("onward", [False, True])
 @pytest.mark.parametrize("split", [True, False])

@@ -8,8 +8,8 @@ it: one barrier cuts fewer fusions than one for each value. Behind it stand
 
 - what the run reads from before: kept residuals, and every input of what it recomputes. Without it
   the compiler merges the copy with the original and keeps what it likes;
-- what the last run made and nothing needs soon: a weight gradient, so that it is computed there,
-  where its inputs die, and not at the end.
+- what nothing needs soon of what the last run made or could free: a weight gradient, so that it is
+  computed there, where its inputs die, and not at the end.
 
 Where a recomputation could start sooner in its run than the plan has it, and take the memory that is
 not free there yet, a run of its own starts with it: what it reads waits for the spine again. So it
@@ -37,15 +37,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.early import held_back
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import BEGIN, Phase, Program
-from vmem_jax.core.runs import anew, before_loops, late
-from vmem_jax.core.simulate import Timeline, simulate
+from vmem_jax.core.runs import anew, before_loops, late, too_early
+from vmem_jax.core.simulate import simulate
 from vmem_jax.core.spines import is_read_from, uses_of
 
 
@@ -119,6 +119,7 @@ class _Fencer:
         fenced_in: dict[int, int] = {}
         ran_in: dict[int, int] = {}  # step -> the run in which it last ran
         loose: list[int] = []  # made in the last run, not needed on the spine
+        owed: list[int] = []  # positions of weight gradients whose inputs are there for longer
         for run, start in enumerate(starts):
             end = starts[run + 1] if run + 1 < len(starts) else len(order)
             spine = self.joins.get(start, self._spine(start))
@@ -160,7 +161,9 @@ class _Fencer:
                     phase_of[b] = step.phase
                     fenced_in.pop(b, None)
             waiting = [b for b in waiting if self._outlives(b, end)]
-            loose = [*waiting, *self._loose(start, end)]
+            owed += range(start, end)
+            loose = [*waiting, *self._loose(owed, end)]
+            owed = [position for position in owed if self._is_owed(position, end)]
         is_whole = self.anew or len(starts) == 1
         found += self._forward_ties(len(order) if is_whole else self._forward_end())
         return self._before_updates(sorted(found, key=lambda fence: fence.position))
@@ -216,28 +219,11 @@ class _Fencer:
         parts = self.program, timeline, self.again, self.uses, self.small
         self.joins = Merging(*parts).held(sorted(split))
         split |= self.joins.keys()
-        self.held = frozenset({*self.joins, *self._early(sorted(split), timeline)})
+        waiting = too_early(
+            self.program, self.order, sorted(split), timeline, self.again, self.small
+        )
+        self.held = frozenset({*self.joins, *waiting})
         return sorted(split | self.held)
-
-    def _early(self, starts: Sequence[int], timeline: Timeline) -> Iterator[int]:
-        """Recomputations that read nothing of their run, and would raise the peak at its start."""
-        live = timeline.live_nbytes
-        for start, end in itertools.pairwise([*starts, len(self.order)]):
-            roots, made = [], set[int]()
-            for position in range(start, end):
-                step = self.program.steps[self.order[position]]
-                if self.again[position] and step.is_heavy and made.isdisjoint(step.reads):
-                    roots.append(position)
-                made.update(step.writes)
-            for position, until in itertools.pairwise([*roots, end]):
-                if position == start:
-                    continue
-                step = self.program.steps[self.order[position]]
-                new = step.workspace + sum(self.program.buffers[b].nbytes for b in step.writes)
-                rise = max(live[position:until]) - live[position] + new
-                if max(live[start:position]) + rise > timeline.peak + self.small:
-                    yield position
-                    start = position
 
     def _can_be_spine(self, b: int) -> bool:
         """Large, temporary, and read later by the backward pass; in the body of a loop by the updates
@@ -381,8 +367,9 @@ class _Fencer:
         there = all(made_in.get(r, 0) < 0 for r in step.reads)
         return there and b == smallest and buffers[b].nbytes <= written
 
-    def _loose(self, start: int, end: int) -> list[int]:
-        """What the run makes for later than itself where large values are read last.
+    def _loose(self, positions: Iterable[int], end: int) -> list[int]:
+        """What the steps at `positions`, of the run that stops at `end` and of those before, make for
+        later than that run where large values are read last.
 
         That is the result of such a step, or of what goes on from it within the run: the updated
         weight, or a total of sub-batches, where the gradient is no longer there. However small it is,
@@ -391,7 +378,7 @@ class _Fencer:
         program = self.program
         loose: list[int] = []
         onward: set[int] = set()  # made from a large value that dies here, and off the spine
-        for position in range(start, end):
+        for position in positions:
             step = program.steps[self.order[position]]
             if self.again[position] or (step.phase is Phase.FORWARD and not self.anew):
                 continue
@@ -405,6 +392,19 @@ class _Fencer:
             if follows or heavy or self._is_for_a_total(self.order[position]):
                 onward.update(step.writes)
         return loose
+
+    def _is_owed(self, position: int, end: int) -> bool:
+        """Whether the step at `position` makes a weight gradient of large values that are read from
+        `end` on, too. XLA may make it behind all who read them, and keep them until then."""
+        program, step = self.program, self.program.steps[self.order[position]]
+        readers = [program.steps[r] for b in step.writes for r in program.readers[b]]
+        return (
+            step.is_heavy
+            and step.phase is Phase.BACKWARD
+            and not self.again[position]
+            and all(reader.phase is Phase.UPDATE for reader in readers)
+            and not self._frees(position, end)
+        )
 
     def _is_for_a_total(self, s: int) -> bool:
         """Whether step `s` sums what is added to a total of sub-batches and leads to no product, as

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from vmem_jax.core.program import Phase, Program
+from vmem_jax.core.simulate import Timeline
 
 
 def late(program: Program, order: Sequence[int]) -> list[bool]:
@@ -56,3 +58,37 @@ def before_loops(
             if any(program.steps[order[p]].is_heavy and frees(p, position) for p in before):
                 yield position
                 break
+
+
+def too_early(
+    program: Program,
+    order: Sequence[int],
+    starts: Sequence[int],
+    timeline: Timeline,
+    again: Sequence[bool],
+    small: int,
+) -> Iterator[int]:
+    """Positions of recomputations that read nothing of their run, and would raise the peak of
+    `timeline` by more than `small` bytes at its start.
+
+    Args:
+      starts: where runs start, in rising order.
+      again: for each position whether its step ran before.
+    """
+    live = timeline.live_nbytes
+    for start, end in itertools.pairwise([*starts, len(order)]):
+        roots, made = [], set[int]()
+        for position in range(start, end):
+            step = program.steps[order[position]]
+            if again[position] and step.is_heavy and made.isdisjoint(step.reads):
+                roots.append(position)
+            made.update(step.writes)
+        for position, until in itertools.pairwise([*roots, end]):
+            if position == start:
+                continue
+            step = program.steps[order[position]]
+            new = step.workspace + sum(program.buffers[b].nbytes for b in step.writes)
+            rise = max(live[position:until]) - live[position] + new
+            if max(live[start:position]) + rise > timeline.peak + small:
+                yield position
+                start = position

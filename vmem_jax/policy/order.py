@@ -2,8 +2,9 @@
 
 Two moves on the traced order, each taken only where it frees bytes:
 
-- sink: a step whose results are larger than what it would keep alive goes just before its first use
-  (residual-only work: an argmax, the cast of a weight);
+- sink: a step, or a chain of them, whose results are larger than what it would keep alive goes just
+  before its first use (residual-only work: an argmax, the cast of a weight; what the body of a
+  backward loop computes again);
 - hoist: a step in which more bytes die than it makes goes to where its last input is ready (a weight
   gradient as soon as its cotangent exists; an update as soon as its gradient exists), but an update
   never before the last read of the old value (a donated parameter is copied otherwise).
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vmem_jax.core.costs import Costs
@@ -87,25 +88,56 @@ def _sink(program: Program, order: list[int]) -> list[int]:
     """Moves steps down to their first use, last step first, so that whole chains move."""
     rank: dict[int, float] = {s: float(p) for p, s in enumerate(order)}
     for s in reversed(order):
-        step = program.steps[s]
-        uses = [rank[r] for w in step.writes for r in program.readers[w]]
-        resident_output = any(program.is_resident[w] for w in step.writes)
-        if not uses or not step.pure or resident_output:
-            continue
-        first = min(uses)
-        freed = sum(program.buffers[w].nbytes for w in step.writes)
-        held = sum(
-            program.buffers[b].nbytes
-            for b in _temporary(program, step.reads)
-            if max((rank[r] for r in program.readers[b] if r != s), default=-1.0) < first
-        )
-        overwritten = [
-            rank[by] for b in step.reads if (by := program.overwritten_by.get(b)) is not None
-        ]
+        uses = [rank[r] for w in program.steps[s].writes for r in program.readers[w]]
         # a step that is already next to its first use stays: moving it would change nothing
-        if freed > held and first - rank[s] > 1 and all(first <= at for at in overwritten):
-            rank[s] = first - 0.5
+        if uses and min(uses) - rank[s] > 1:
+            first = min(uses)
+            rank.update(dict.fromkeys(_sunk(program, rank, s, first), first - 0.5))
     return sorted(order, key=lambda s: (rank[s], s))
+
+
+def _sunk(program: Program, rank: Mapping[int, float], s: int, first: float) -> Collection[int]:
+    """Step `s`, or it and the makers of what it reads, where moving them to `first` in `rank` keeps
+    fewer bytes alive until then; nothing where it does not.
+
+    A chain may be of use where its last step is not: a rotation of queries is as large as they are,
+    but with their product it leaves nothing but what the product reads.
+    """
+    chain: set[int] = set()
+    follows: int | None = s
+    while follows is not None and _can_sink(program, rank, chain | {follows}, follows, first):
+        chain.add(follows)
+        inside = lambda b: all(r in chain for r in program.readers[b])
+        steps = [program.steps[each] for each in chain]
+        made = {b for step in steps for b in step.writes}
+        freed = sum(program.buffers[b].nbytes for b in made if not inside(b))
+        held = {
+            b: program.buffers[b].nbytes
+            for step in steps
+            for b in _temporary(program, step.reads)
+            if b not in made
+            and max((rank[r] for r in program.readers[b] if r not in chain), default=-1.0) < first
+        }
+        if freed > sum(held.values()):
+            return chain
+        # what the chain alone reads is not there before it if its maker moves, too
+        makers = (program.producer[b] for b in sorted(held, key=lambda b: -held[b]) if inside(b))
+        follows = next((maker for maker in makers if maker >= 0), None)
+    return ()
+
+
+def _can_sink(
+    program: Program, rank: Mapping[int, float], chain: Collection[int], s: int, first: float
+) -> bool:
+    """Whether step `s` of `chain` may run at `first`."""
+    step = program.steps[s]
+    if not step.pure or any(program.is_resident[w] for w in step.writes):
+        return False
+    overwritten = [program.overwritten_by.get(b) for b in step.reads]
+    if any(rank[by] < first for by in overwritten if by is not None):
+        return False
+    readers = {r for w in step.writes for r in program.readers[w]}
+    return all(rank[r] >= first for r in readers.difference(chain))
 
 
 def _hoist(program: Program, order: list[int]) -> list[int]:
