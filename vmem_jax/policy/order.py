@@ -101,7 +101,8 @@ def _sunk(program: Program, rank: Mapping[int, float], s: int, first: float) -> 
     fewer bytes alive until then; nothing where it does not.
 
     A chain may be of use where its last step is not: a rotation of queries is as large as they are,
-    but with their product it leaves nothing but what the product reads.
+    but with their product it leaves nothing but what the product reads. No value inside of a chain is
+    larger than what it leaves: there may be less memory for it at `first`.
     """
     chain: set[int] = set()
     follows: int | None = s
@@ -111,6 +112,7 @@ def _sunk(program: Program, rank: Mapping[int, float], s: int, first: float) -> 
         steps = [program.steps[each] for each in chain]
         made = {b for step in steps for b in step.writes}
         freed = sum(program.buffers[b].nbytes for b in made if not inside(b))
+        largest = max((program.buffers[b].nbytes for b in made if inside(b)), default=0)
         held = {
             b: program.buffers[b].nbytes
             for step in steps
@@ -118,7 +120,7 @@ def _sunk(program: Program, rank: Mapping[int, float], s: int, first: float) -> 
             if b not in made
             and max((rank[r] for r in program.readers[b] if r not in chain), default=-1.0) < first
         }
-        if freed > sum(held.values()):
+        if freed > sum(held.values()) and freed >= largest:
             return chain
         # what the chain alone reads is not there before it if its maker moves, too
         makers = (program.producer[b] for b in sorted(held, key=lambda b: -held[b]) if inside(b))
