@@ -98,7 +98,7 @@ def trained(name, batch, way="1.0", card="h200", scans=False, **options):
     """By the last row of that way."""
     given = MODELS[name]("plain", batch, **options)
     about = name, way, batch, options.get("scanned", scans)
-    others = ("layers", "tokens", "attention", "mesh")
+    others = ("layers", "stacked", "tokens", "attention", "mesh")
     *_, row = [
         r
         for r in rows(f"training_steps_{card}")
@@ -115,9 +115,11 @@ STEPS = {
     "resnet152": lambda: network("resnet152", 128),
     "vgg16": lambda: network("vgg16", 256),
     "vgg116": lambda: network("vgg116", 32),
-    "vit": lambda: trained("vit_dropout", 128, "exact", scanned=False, layers=6),
-    "vit in 64 images": lambda: trained("vit", 64, scanned=False),
-    "unet": lambda: trained("unet", 16),
+    "vit": lambda: trained("vit_dropout", 128, scanned=False, stacked=False),
+    "vit in 64 images": lambda: trained("vit", 64, scanned=False, stacked=False),
+    "gpt": lambda: trained("gpt", 8, scanned=False, stacked=False),
+    "dit": lambda: trained("dit", 128, "exact"),
+    "segmenter": lambda: trained("segmenter", 16, "exact"),
 }
 
 
