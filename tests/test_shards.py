@@ -184,6 +184,67 @@ def test_a_device_sends_its_shard_of_what_is_gathered_and_parts_of_what_is_summe
     ]
 
 
+def test_a_gradient_that_each_device_keeps_a_shard_of_is_a_sum_that_is_scattered():
+    """Both operands are split by the batch, and neither is gathered, however the result is split."""
+
+    def update(w, x, y):
+        return w - jnp.einsum("nv,nd->vd", y, x)
+
+    w, x, y = ((16, 8), ("data",)), ((64, 8), ("data",)), ((64, 16), ("data",))
+    jaxpr, shards = followed(update, w, x, y)
+    [product] = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    whole = 16 * 8 * 4
+    assert shards.gathered(product) == [] and shards.scattered_nbytes(product) == whole
+    assert sent(update, w, x, y) == [whole * 3 / 4]
+    assert shards.summed(product) == 4
+    out = in_subprocess(
+        """
+        import jax, jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        split = NamedSharding(mesh, P("data"))
+        update = lambda w, x, y: w - jnp.einsum("nv,nd->vd", y, x)
+        args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=split)
+                for s in [(16, 8), (64, 8), (64, 16)]]
+        text = jax.jit(update).lower(*args).compile().as_text()
+        print("all-gather" in text, "all-reduce" in text or "reduce-scatter" in text)
+        """,
+        4,
+    )
+    assert out.split() == ["False", "True"]
+
+
+def test_a_sharded_head_gathers_no_logits():
+    """A step whose head is split by the axis of the batch needs less than one with a whole head."""
+    out = in_subprocess(
+        """
+        import jax, jax.numpy as jnp, vmem_jax
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        put = lambda dtype, shape, *spec: jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+        def step(head, x, labels):
+            def loss(head):
+                logits = x @ head
+                picked = jnp.take_along_axis(logits, labels[..., None], -1)
+                return (jax.nn.logsumexp(logits, -1, keepdims=True) - picked).mean()
+            return head - 0.1 * jax.grad(loss)(head)
+
+        def predicted(*spec):
+            args = (put(jnp.float32, (32, 4000), *spec), put(jnp.float32, (16, 64, 32), "data"),
+                    put(jnp.int32, (16, 64), "data"))
+            made = vmem_jax.jit(step, budget="1GiB", donate_argnums=0).lower(*args).compile()
+            return made.attempts[-1].predicted_need
+
+        print(predicted(), predicted(None, "data"))
+        """,
+        4,
+    )
+    whole, split = map(int, out.split())
+    assert split < whole
+
+
 def test_a_step_may_split_what_it_is_given_whole():
     split = NamedSharding(MESH, P("data"))
     fun = lambda x: jnp.tanh(lax.with_sharding_constraint(x + 1, split))

@@ -41,10 +41,10 @@ class Collectives:
                 found += nbytes(v.aval) - nbytes(v.aval) // shards.count(v)
         parts = shards.summed(eqn)
         if parts > 1:
-            [out] = eqn.outvars
-            own = nbytes(out.aval) // shards.count(out)
+            [out], scattered = eqn.outvars, shards.scattered_nbytes(eqn)
+            own = scattered or nbytes(out.aval) // shards.count(out)
             # the gradient of a weight that is gathered is scattered
-            found += (own - own // parts) * (1 if _shape(out) in self.weights else 2)
+            found += (own - own // parts) * (1 if scattered or _shape(out) in self.weights else 2)
         return found
 
 

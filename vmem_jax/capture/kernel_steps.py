@@ -160,6 +160,7 @@ class StepMaker:
         values, written = (*kernel.reads, *kernel.writes), {*kernel.writes}
         sizes = {index[v]: size(v) for v in values}
         gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
+        gathered += shards.scattered_nbytes(root)
         carried = compat.scan_counts(root)[1] if root.primitive.name == "scan" else None
         stacks = () if carried is None else root.outvars[carried:]
         if body is None:

@@ -79,11 +79,11 @@ class Shards:
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             return []
         result, places = self._of(eqn.outvars[0]), origins(eqn)
-        used = {a for axes in result for a in axes}
+        used, partial = {a for axes in result for a in axes}, self._partial(eqn)
         found = []
         for side, (atom, dims) in enumerate(zip(eqn.invars, contracted_dims(eqn), strict=False)):
             split = self._of(atom)
-            summed = {a for d in dims for a in axes_at(split, d)}
+            summed = {a for d in dims for a in axes_at(split, d)} - partial
             here = {d: axes_at(result, r) for r, (own, d) in enumerate(places) if own == side}
             lost = {a for d, axes in here.items() for a in axes_at(split, d) if a not in axes}
             if isinstance(atom, Var) and (summed | lost) & used:
@@ -94,7 +94,23 @@ class Shards:
         """Over how many devices the partial sums of a product are spread."""
         used = {a for axes in self._of(eqn.outvars[0]) for a in axes}
         each = zip(map(self._of, eqn.invars), contracted_dims(eqn), strict=False)
-        return self._parts({a for s, dims in each for d in dims for a in axes_at(s, d)} - used)
+        axes = {a for s, dims in each for d in dims for a in axes_at(s, d)}
+        return self._parts(axes - (used - self._partial(eqn)))
+
+    def scattered_nbytes(self, eqn: JaxprEqn) -> int:
+        """Bytes that a device has of a product before the devices' sums are added and each keeps its
+        shard; 0 of a product whose sums are not scattered."""
+        if not self.splits or eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+            return 0
+        [out], partial = eqn.outvars, self._partial(eqn)
+        used = {a for axes in self._of(out) for a in axes}
+        return nbytes(out.aval) // self._parts(used - partial) if partial & used else 0
+
+    def _partial(self, eqn: JaxprEqn) -> set[str]:
+        """The axes that split both operands of a product along what it sums."""
+        each = zip(map(self._of, eqn.invars), contracted_dims(eqn), strict=False)
+        axes = [{a for d in dims for a in axes_at(split, d)} for split, dims in each]
+        return axes[0].intersection(*axes[1:]) if axes else set()
 
     def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
         """How `v` is split over `mesh`; None where that is uncertain, or shards are not equal."""

@@ -45,12 +45,17 @@ def _stated(flat: ClosedJaxpr, shards: Shards) -> ClosedJaxpr:
     for eqn in opened.eqns:
         if eqn.primitive.name == "scan" and not eqn.effects:
             eqns.append(_stated_scan(eqn, shards))
-        elif shards.gathered(eqn) and (spec := shards.stated(eqn.outvars[0])) is not None:
+        elif _moves(eqn, shards) and (spec := shards.stated(eqn.outvars[0])) is not None:
             eqns += _constrained(eqn, jax.NamedSharding(shards.mesh, spec))
         else:
             eqns.append(eqn)
     parts = opened.constvars, compat.constants(flat), opened.invars, opened.outvars, eqns
     return compat.close(*parts, like=flat)
+
+
+def _moves(eqn: JaxprEqn, shards: Shards) -> bool:
+    """Whether devices have to send operands of a product, or sums of it, to have its shards."""
+    return bool(shards.gathered(eqn) or shards.scattered_nbytes(eqn))
 
 
 def _constrained(eqn: JaxprEqn, sharding: jax.NamedSharding) -> list[JaxprEqn]:
