@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from processes import in_subprocess
 
 import vmem_jax
 from vmem_jax import BudgetError
@@ -48,6 +49,31 @@ def test_a_technique_that_is_left_out_comes_first_where_it_is_enough():
     assert third.startswith("Donate the state") and "`weights`: about 24.00 KiB less" in third
     vmem_jax.jit(train_step, budget="700KiB").plan(WEIGHTS, BATCH)  # it is enough
     assert len(str(error).splitlines()) <= 12
+
+
+def test_what_no_step_on_several_devices_can_use_is_advised_only_where_it_was_asked_for():
+    out = in_subprocess(
+        """
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from test_helps import BATCH, WEIGHTS, train_step
+        import vmem_jax
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        put = lambda a, *spec: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(mesh, P(*spec)))
+        args = jax.tree.map(put, WEIGHTS), put(BATCH, "data")
+        for options in ({}, {"allow": ("order", "sub_batches")}):
+            try:
+                vmem_jax.jit(train_step, budget="100KiB", **options).plan(*args)
+            except vmem_jax.BudgetError as error:
+                lines = str(error).splitlines()
+                print([line[5:] for line in lines if '"sub_batches" is not used' in line])
+        """,
+        4,
+    )
+    default, named = out.splitlines()
+    assert default == "[]"
+    assert "it runs on several devices" in named and "enough" not in named
 
 
 def test_donation_is_advised_once():

@@ -18,6 +18,9 @@ from vmem_jax.techniques import TECHNIQUES, StepContext
 NOT_ADVISED = frozenset({"compress"})
 """Techniques whose effect depends on the values of a batch, so that nothing predicts it."""
 
+ONE_DEVICE = frozenset({"sub_batches", "logits", "carry"})
+"""Techniques that no step on several devices uses."""
+
 
 def helps_of(
     step: StepContext, log: SearchLog, lowest: int, predict: Callable[[StepContext], int | None]
@@ -42,11 +45,14 @@ def helps_of(
         found.append(Help(text, None if reached is None else max(lowest - reached, 0)))
     halved = (lowest - arguments) // 2
     for name, why in log.skipped.items():
-        needs_gpu = name == "offload" and name not in settings.named and step.platform == "cpu"
-        if needs_gpu or (name == "sub_batches" and settings.policy.name != "auto"):
-            continue  # nothing that a user of this step can do, or what another policy does
+        needs_gpu = name == "offload" and step.platform == "cpu"
+        needs_one = name in ONE_DEVICE and step.traced.captured.shards.device_count > 1
+        if (needs_gpu or needs_one) and name not in settings.named:
+            continue  # nothing that a user of this step can do
+        if name == "sub_batches" and settings.policy.name != "auto":
+            continue  # what another policy does
         text = f'"{name}" is not used: {why.removesuffix(".")}'
-        gain = halved if name == "sub_batches" else None
+        gain = halved if name == "sub_batches" and not needs_one else None
         found.append(Help(text, gain, asked=name in settings.named))
     for line in log.of(What.DROPPED)[:1]:
         found.append(Help(f"{line.variant} was dropped: {line.why.removesuffix('.')}"))
