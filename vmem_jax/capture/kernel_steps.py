@@ -159,8 +159,8 @@ class StepMaker:
         writes = tuple(index[v] for v in kernel.writes)
         values, written = (*kernel.reads, *kernel.writes), {*kernel.writes}
         sizes = {index[v]: size(v) for v in values}
-        gathered = sum(nbytes(v.aval) for v in shards.gathered(root))
-        gathered += shards.scattered_nbytes(root)
+        whole = [nbytes(v.aval) for v in shards.gathered(root)]
+        received = sum(whole, shards.scattered_nbytes(root))
         carried = compat.scan_counts(root)[1] if root.primitive.name == "scan" else None
         stacks = () if carried is None else root.outvars[carried:]
         if body is None:
@@ -221,7 +221,7 @@ class StepMaker:
             nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
             copies=copied.copies if self.is_gpu else 0,
             fetches=copied.fetches if self.is_gpu else 0,
-            workspace=inside if fusible else own_nbytes + gathered + padded + inside,
+            workspace=inside if fusible else own_nbytes + received + padded + inside,
             pure=not boundary and not any(eqns[i].effects for i in kernel.equations),
             in_place=tuple(in_place),
             layer=layer_of(root) or _layer_of_loop(body),

@@ -62,28 +62,23 @@ class Shards:
         """Over how many devices `v` is split."""
         if not self.splits:
             return 1
-        return self._parts(a for axes in self._of(v) for a in axes)
+        return self._parts(self._axes(v))
 
     def work(self, eqn: JaxprEqn) -> int:
         """Over how many devices the arithmetic of `eqn` is split, contracted dimensions included."""
         if not self.splits:
             return 1
-        axes = {a for v in eqn.outvars[:1] for axes in self._of(v) for a in axes}
-        for atom, dims in zip(eqn.invars, contracted_dims(eqn), strict=False):
-            split = self._of(atom)
-            axes |= {a for d in dims if d < len(split) for a in split[d]}
-        return self._parts(axes)
+        return self._parts(set().union(*map(self._axes, eqn.outvars[:1]), *self._summing(eqn)))
 
     def gathered(self, eqn: JaxprEqn) -> list[Var]:
         """Operands of a product that its devices have to hold whole for it."""
-        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        if not (summing := self._summing(eqn)):
             return []
         result, places = self._of(eqn.outvars[0]), origins(eqn)
-        used, partial = {a for axes in result for a in axes}, self._partial(eqn)
-        found = []
-        for side, (atom, dims) in enumerate(zip(eqn.invars, contracted_dims(eqn), strict=False)):
-            split = self._of(atom)
-            summed = {a for d in dims for a in axes_at(split, d)} - partial
+        used, found = self._axes(eqn.outvars[0]), []
+        partial = summing[0].intersection(*summing)
+        for side, (atom, axes) in enumerate(zip(eqn.invars, summing, strict=False)):
+            split, summed = self._of(atom), axes - partial
             here = {d: axes_at(result, r) for r, (own, d) in enumerate(places) if own == side}
             lost = {a for d, axes in here.items() for a in axes_at(split, d) if a not in axes}
             if isinstance(atom, Var) and (summed | lost) & used:
@@ -92,25 +87,26 @@ class Shards:
 
     def summed(self, eqn: JaxprEqn) -> int:
         """Over how many devices the partial sums of a product are spread."""
-        used = {a for axes in self._of(eqn.outvars[0]) for a in axes}
-        each = zip(map(self._of, eqn.invars), contracted_dims(eqn), strict=False)
-        axes = {a for s, dims in each for d in dims for a in axes_at(s, d)}
-        return self._parts(axes - (used - self._partial(eqn)))
+        if not (summing := self._summing(eqn)):
+            return 1
+        elsewhere = self._axes(eqn.outvars[0]) - summing[0].intersection(*summing)
+        return self._parts(set().union(*summing) - elsewhere)
 
     def scattered_nbytes(self, eqn: JaxprEqn) -> int:
         """Bytes that a device has of a product before the devices' sums are added and each keeps its
         shard; 0 of a product whose sums are not scattered."""
-        if not self.splits or eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        if not (summing := self._summing(eqn)):
             return 0
-        [out], partial = eqn.outvars, self._partial(eqn)
-        used = {a for axes in self._of(out) for a in axes}
+        [out], partial = eqn.outvars, summing[0].intersection(*summing)
+        used = self._axes(out)
         return nbytes(out.aval) // self._parts(used - partial) if partial & used else 0
 
-    def _partial(self, eqn: JaxprEqn) -> set[str]:
-        """The axes that split both operands of a product along what it sums."""
+    def _summing(self, eqn: JaxprEqn) -> list[set[str]]:
+        """For each operand of a product the axes that split what is summed. Along those of both the
+        devices have partial sums. [] of another equation, and on one device."""
         each = zip(map(self._of, eqn.invars), contracted_dims(eqn), strict=False)
-        axes = [{a for d in dims for a in axes_at(split, d)} for split, dims in each]
-        return axes[0].intersection(*axes[1:]) if axes else set()
+        in_parts = each if self.splits else ()
+        return [{a for d in dims for a in axes_at(split, d)} for split, dims in in_parts]
 
     def spec(self, v: Var) -> jax.sharding.PartitionSpec | None:
         """How `v` is split over `mesh`; None where that is uncertain, or shards are not equal."""
@@ -159,6 +155,9 @@ class Shards:
 
     def _of(self, atom: Atom) -> Split:
         return self.splits.get(atom, WHOLE) if isinstance(atom, Var) else WHOLE
+
+    def _axes(self, atom: Atom) -> set[str]:
+        return {a for axes in self._of(atom) for a in axes}
 
     def _parts(self, axes: Any) -> int:
         return math.prod(self.sizes[a] for a in set(axes))
