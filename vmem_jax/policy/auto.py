@@ -132,13 +132,11 @@ class Auto(AbstractPolicy):
         looped: tuple[int, ...] = ()
         if budget is not None and "offload" in self.allow and costs.link is not None:
             for some in _loopings(program, costs, budget, self.least_move):
-                less = with_looped(program, some)
-                found = self._timeline(less, costs_with_looped(program, some, costs), budget)
+                found = self._timeline(*_looped(program, costs, some), budget)
                 if self._is_worth_moving(found, best, budget):
                     best, looped = found, some
         if budget is not None and best.peak > budget:
-            less, slower = with_looped(program, looped), costs_with_looped(program, looped, costs)
-            for timeline in self._lowest(less, slower):
+            for timeline in self._lowest(*_looped(program, costs, looped)):
                 best = _better(best, timeline, budget)
         if looped:
             return finish(self.name, program, best, budget, looped=looped)
@@ -307,7 +305,7 @@ def _loopings(
     } - {0}
     choices = [ranked[:count] for count in sorted(counts)]
     yield from choices
-    enough = (some for some in choices if _with_looped(program, costs, some).peak <= budget)
+    enough = (some for some in choices if _moving(program, costs, some).peak <= budget)
     first = next(enough, None)
     for some in () if first is None else dict.fromkeys((first, ranked)):
         if (fewer := _needed(program, costs, budget, some)) not in choices:
@@ -317,19 +315,23 @@ def _loopings(
 def _needed(program: Program, costs: Costs, budget: int, some: tuple[int, ...]) -> tuple[int, ...]:
     """The stacks `some`, within `budget`, without those that take time and that it is met without:
     the largest first."""
-    taken = _with_looped(program, costs, some).seconds
+    taken = _moving(program, costs, some).seconds
     for b in sorted(some, key=lambda b: -program.buffers[b].nbytes):
         fewer = tuple(other for other in some if other != b)
-        found = _with_looped(program, costs, fewer)
+        found = _moving(program, costs, fewer)
         if found.peak <= budget and found.seconds < taken:
             some, taken = fewer, found.seconds
     return some
 
 
-def _with_looped(program: Program, costs: Costs, some: Collection[int]) -> Timeline:
+def _moving(program: Program, costs: Costs, some: Collection[int]) -> Timeline:
     """`program` where nothing moves but the stacks `some`."""
-    less, slower = with_looped(program, some), costs_with_looped(program, some, costs)
+    less, slower = _looped(program, costs, some)
     return simulate(less, lower_order(less, slower), slower)
+
+
+def _looped(program: Program, costs: Costs, some: Collection[int]) -> tuple[Program, Costs]:
+    return with_looped(program, some), costs_with_looped(program, some, costs)
 
 
 def _every_choice(recomputation: Recomputation, costs: Costs) -> Iterator[Timeline]:

@@ -105,9 +105,9 @@ def _sunk(program: Program, rank: Mapping[int, float], s: int, first: float) -> 
     larger than what it leaves: there may be less memory for it at `first`.
     """
     chain: set[int] = set()
-    follows: int | None = s
-    while follows is not None and _can_sink(program, rank, chain | {follows}, follows, first):
-        chain.add(follows)
+    maker: int | None = s
+    while maker is not None and _can_sink(program, rank, chain, maker, first):
+        chain.add(maker)
         inside = lambda b: all(r in chain for r in program.readers[b])
         steps = [program.steps[each] for each in chain]
         made = {b for step in steps for b in step.writes}
@@ -124,14 +124,14 @@ def _sunk(program: Program, rank: Mapping[int, float], s: int, first: float) -> 
             return chain
         # what the chain alone reads is not there before it if its maker moves, too
         makers = (program.producer[b] for b in sorted(held, key=lambda b: -held[b]) if inside(b))
-        follows = next((maker for maker in makers if maker >= 0), None)
+        maker = next((m for m in makers if m >= 0), None)
     return ()
 
 
 def _can_sink(
     program: Program, rank: Mapping[int, float], chain: Collection[int], s: int, first: float
 ) -> bool:
-    """Whether step `s` of `chain` may run at `first`."""
+    """Whether step `s` may run at `first`, with `chain` behind it."""
     step = program.steps[s]
     if not step.pure or any(program.is_resident[w] for w in step.writes):
         return False
