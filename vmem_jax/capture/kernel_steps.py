@@ -37,6 +37,7 @@ from vmem_jax.capture.ties import COMPARISONS
 from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.body import body_nbytes
+from vmem_jax.core.machine import WRITTEN
 from vmem_jax.core.program import BEGIN, END, Phase, Program, Step
 from vmem_jax.core.slowdown import slowdown
 from vmem_jax.jax_compat import Var
@@ -198,11 +199,15 @@ class StepMaker:
         fetched, returned = _over_the_link(root, body)
         in_tile = lambda eqn: self.is_gpu and written.isdisjoint(eqn.outvars)
         computed = sum(flops(eqn, in_tile(eqn)) // shards.work(eqn) for eqn in timed)
+        touched = 0 if boundary else touched_nbytes(kernel, eqns, size)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
         reduced = 0
         if self.is_gpu:
             reduced = columns.operations(own, elements)
             reduced = max(reduced, odd_rows.operations(own, elements, shards))
+            if fusible and touched and not any(map(columns.is_reduction, own)):
+                places = max((size(v) // _itemsize(v.aval) for v in kernel.writes), default=0)
+                reduced = max(reduced, WRITTEN * places)
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)
         recopied = self._is_recopied(kernel, phase)
@@ -218,7 +223,7 @@ class StepMaker:
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
             efficiency=self._efficiency(kernel),
-            nbytes=0 if boundary else touched_nbytes(kernel, eqns, size) + copied_nbytes,
+            nbytes=touched + copied_nbytes,
             copies=copied.copies if self.is_gpu else 0,
             fetches=copied.fetches if self.is_gpu else 0,
             workspace=inside if fusible else own_nbytes + received + padded + inside,

@@ -32,6 +32,12 @@ _UNALIGNED_PASS = 1.35
 """How much longer passes over unaligned rows take. In a ViT of 197 tokens and in the loss of GPT-2's
 50,257 words they run at 2.4 to 3.5 TB/s on an H200, where others reach 3.9 to 4.3 (bf16)."""
 
+WRITTEN = 62
+"""Operations that take as long as an element that a pass writes, beside its bytes: XLA:GPU (0.11.2)
+computes a place for each. What reads one array of bfloat16 and writes one, as a transpose or a cast
+does, runs at 3.1 TB/s in the steps of a ViT-L and a decoder on an H200, where float32 reaches 4.0. What
+only writes runs at 3.4 (float32), 1.7 (bfloat16) and 0.85 TB/s (booleans)."""
+
 _CACHED = 2**24
 """Bytes up to which what a product touches stays in a GPU's cache, of 40 MB and more. Products of up
 to 8.8 MB in recurrent layers take as long on an H100 as on an H200, whose memory is 1.4 times as
@@ -156,6 +162,8 @@ class Machine:
             once += self._more(step.convolution)
         behind = step.behind / self.bandwidth
         behind *= 1.0 if step.behind_aligned else _UNALIGNED_PASS
+        written = step.behind / (2 * _itemsize(step))
+        behind = max(behind, written * WRITTEN / self.flops[""])
         return step.times * (once + behind + step.sent / self.between)
 
     def _bandwidth(self, step: Step) -> float:
@@ -169,8 +177,7 @@ class Machine:
         Of sides M, N and K and elements of b bytes it has 2 M N K operations and touches at least
         b (MN + NK + KM) bytes: `rows` is 1 / (1/M + 1/N + 1/K), nearly the least of the three.
         """
-        itemsize = 2 if step.dtype in _HALVES else 4
-        rows = step.flops * itemsize / (2 * step.nbytes) if step.nbytes else _ROWS
+        rows = step.flops * _itemsize(step) / (2 * step.nbytes) if step.nbytes else _ROWS
         return self.product * (_NO_ROWS + (1.0 - _NO_ROWS) * min(1.0, rows / _ROWS))
 
     def link_seconds(self, fetched: int, returned: int) -> float:
@@ -199,6 +206,11 @@ class Machine:
         if c.dtype not in self.convolutions:
             return self.flops.get(c.dtype, self.flops[""])
         return self.convolutions[c.dtype] * share_of_rate(c)
+
+
+def _itemsize(step: Step) -> int:
+    """Bytes of an element of what `step` makes."""
+    return 2 if step.dtype in _HALVES else 4
 
 
 def _together(computing: float, moving: float, c: Convolution | None) -> float:
