@@ -1,5 +1,5 @@
-"""What passes take for each element that they write, beside kernels of a ViT-L(128) and a decoder on an
-H200 (JAX 0.11.2)."""
+"""What passes take for each element that they write, beside kernels of a ViT-L(128) and a decoder
+on an H200 (JAX 0.11.2)."""
 
 from __future__ import annotations
 

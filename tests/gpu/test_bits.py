@@ -18,8 +18,8 @@ SHAPE = 64, 512, 512
     ("drop", "scanned", "budget"), [(masks.leaky, False, 0.7), (masks.dropped, True, 0.65)]
 )
 def test_a_step_has_the_values_of_plain(drop, scanned, budget):
-    """In less than it needs with masks in bytes, whether they are kept or made again in time. The loss
-    sums more than 2^24 whole numbers, of which float32 does not have each."""
+    """In less than it needs with masks in bytes, whether they are kept or made again in time. The
+    loss sums more than 2^24 whole numbers, of which float32 does not have each."""
     step, args = masks.step_of(drop, scanned), masks.arguments(*SHAPE)
     packed = vmem_jax.jit(step, budget=budget, allow=("order", "recompute", "bits"))
     (bias, loss), (plain_bias, plain_loss) = packed(*args), jax.jit(step)(*args)

@@ -35,8 +35,8 @@ _UNALIGNED_PASS = 1.35
 WRITTEN = 62
 """Operations that take as long as an element that a pass writes, beside its bytes: XLA:GPU (0.11.2)
 computes a place for each. What reads one array of bfloat16 and writes one, as a transpose or a cast
-does, runs at 3.1 TB/s in the steps of a ViT-L and a decoder on an H200, where float32 reaches 4.0. What
-only writes runs at 3.4 (float32), 1.7 (bfloat16) and 0.85 TB/s (booleans)."""
+does, runs at 3.1 TB/s in the steps of a ViT-L and a decoder on an H200, where float32 reaches 4.0.
+What only writes runs at 3.4 (float32), 1.7 (bfloat16) and 0.85 TB/s (booleans)."""
 
 _CACHED = 2**24
 """Bytes up to which what a product touches stays in a GPU's cache, of 40 MB and more. Products of up
