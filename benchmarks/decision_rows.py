@@ -37,6 +37,8 @@ class Decision:
         `jax.stages.Lowered.compile`, of all threads.
       device: the card that it was compiled for.
       machine, versions, commit: as `records.origin` has them.
+      seconds_commit: of the run that the CPU seconds are from, if it is another: those of a slower
+        machine would hide that planning takes longer.
     """
 
     case: str
@@ -61,6 +63,7 @@ class Decision:
     machine: str = ""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     commit: str = ""
+    seconds_commit: str = ""
 
     @property
     def fits(self) -> bool:
