@@ -183,6 +183,26 @@ def test_the_total_of_a_bias_is_tied_to_the_run_that_frees_what_is_summed(op, ti
     assert found == ([program.producer[other] + 1] if ties and split and not onward else [])
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_sum_of_several_devices_is_tied_to_the_run_that_frees_what_is_summed(devices):
+    """Of one device it is in the kernel of what else is made there, the cotangent of a norm. What
+    devices add up is one collective at the end, and XLA would take the sum in front of that."""
+    b = Builder()
+    w, x = b.input(64), b.input(64)
+    y = b.step([x, w], 64)
+    cotangent = b.step([y], 64, BACKWARD)
+    onward, parts = b.step([cotangent], (64, 2), BACKWARD, op="reduce_sum", fusible=True)
+    gradient = b.step([parts], 1, BACKWARD, op="reduce_sum", fusible=True)
+    other = b.step([onward, w], 64, BACKWARD)
+    last = b.step([b.step([other], 64, BACKWARD)], 64, BACKWARD)
+    program = b.program([last, b.step([gradient], 1, UPDATE, fusible=True)])
+    steps = [dataclasses.replace(s, sent=devices - 1) for s in program.steps]
+    program = dataclasses.replace(program, steps=tuple(steps))
+    found = fences(program, range(len(steps)), small=4)
+    at = [fence.position for fence in found if gradient in fence.buffers]
+    assert at == ([program.producer[other] + 1] if devices > 1 else [])
+
+
 @pytest.mark.parametrize("is_loop", [True, False])
 def test_a_weight_gradient_is_made_before_the_loop_behind_it(is_loop):
     """What it is made of, the gradient of the logits, is not there throughout the loop. And no stack

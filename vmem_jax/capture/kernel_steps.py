@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from vmem_jax.capture.primitives import (
     flops,
     is_batched,
     nbytes,
+    shape_of,
     workspace,
 )
 from vmem_jax.capture.product_workspaces import Size
@@ -206,7 +208,7 @@ class StepMaker:
             reduced = columns.operations(own, elements)
             reduced = max(reduced, odd_rows.operations(own, elements, shards))
             if fusible and touched and not any(map(columns.is_reduction, own)):
-                places = max((size(v) // _itemsize(v.aval) for v in kernel.writes), default=0)
+                places = max(math.prod(shape_of(v)) for v in kernel.writes) // shards.work(root)
                 reduced = max(reduced, WRITTEN * places)
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)

@@ -91,6 +91,7 @@ class _Fencer:
     ) -> None:
         self.program, self.order, self.small, self.body = program, order, small, body
         self.early = early
+        self.sends = any(step.sent for step in program.steps)
         seen: set[int] = set()
         self.again = []  # for each position: whether its step ran before
         for s in order:
@@ -160,9 +161,8 @@ class _Fencer:
                     made_in[b] = run
                     phase_of[b] = step.phase
                     fenced_in.pop(b, None)
-            waiting = [b for b in waiting if self._outlives(b, end)]
             owed += range(start, end)
-            loose = [*waiting, *self._loose(owed, end)]
+            loose = [*(b for b in waiting if self._outlives(b, end)), *self._loose(owed, end)]
             owed = [position for position in owed if self._is_owed(position, end)]
         is_whole = self.anew or len(starts) == 1
         found += self._forward_ties(len(order) if is_whole else self._forward_end())
@@ -391,6 +391,9 @@ class _Fencer:
             heavy = step.is_heavy and not any(self._can_be_spine(b) for b in step.writes)
             if follows or heavy or self._is_for_a_total(self.order[position]):
                 onward.update(step.writes)
+            elif self.sends:  # what devices add up XLA adds up at the end, many in one
+                leads = lambda b: any(map(self._products.get, program.readers[b]))
+                onward.update(b for b in step.writes if not leads(b))
         return loose
 
     def _is_owed(self, position: int, end: int) -> bool:
@@ -415,9 +418,8 @@ class _Fencer:
         return step.is_reduction and is_added and not self._products[s]
 
     def _forward_end(self) -> int:
-        """The position of the first backward step of something large. A number that the gradient is
-        multiplied with, the share of one token, may stand at the very start of the order, and so may
-        a scatter of ones to the labels."""
+        """The position of the first backward step of something large. The share of one token in the
+        loss may stand at the very start of the order, and so may a scatter of ones to the labels."""
         program = self.program
         for position, s in enumerate(self.order):
             step = program.steps[s]
@@ -452,9 +454,8 @@ class _Fencer:
         return found
 
     def _waiting_for_nothing(self, position: int) -> tuple[int, ...]:
-        """What holds back a step that takes a large workspace, but reads small values alone, as the
-        random bits of dropout do of their key: without it XLA begins all such steps at once, with
-        the first. () for other steps, and where nothing large is there yet."""
+        """What holds back a step that takes a large workspace, but reads small values alone, such as
+        random bits: without it XLA begins all of them at once. () where nothing large is there."""
         program, step = self.program, self.program.steps[self.order[position]]
         is_large = lambda nbytes: nbytes > self.small
         if not is_large(step.workspace) or any(
