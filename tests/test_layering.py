@@ -274,6 +274,7 @@ NO_PARAMETERS = {
         "_UNALIGNED_BYTE",
         "_UNALIGNED_PASS",
         "LEAST_BUSY",
+        "WRITTEN",
     },
     "core/packing.py": {"ALIGNMENT"},
     "core/cuda_cores.py": {"_DIRECT", "_TRANSFORMED", "_PASSES", "_LEAST_CHANNELS"},

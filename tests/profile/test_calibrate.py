@@ -7,7 +7,7 @@ from helpers import FORWARD, Builder
 
 from vmem_jax.core.cards import CARDS, machine_for
 from vmem_jax.core.costs import Source, analytic
-from vmem_jax.core.machine import Machine
+from vmem_jax.core.machine import WRITTEN, Machine
 from vmem_jax.profile.calibrate import StepClass, Timing, calibrate, class_of, costs_from
 
 CONV, FUSED, PRODUCT = StepClass.CONVOLUTION, StepClass.FUSED, StepClass.PRODUCT
@@ -58,7 +58,9 @@ def test_too_little_to_tell_an_error(samples):
 def test_what_is_timed_alone_is_transposed_besides():
     p = program([("dot_general", False)] * 2)
     steps = tuple(dataclasses.replace(step, behind=4000) for step in p.steps)
-    roofline, behind = analytic(p, MACHINE).seconds, 4000 / MACHINE.bandwidth
+    roofline = analytic(p, MACHINE).seconds
+    elements = 500  # of float32, each read and written
+    behind = max(4000 / MACHINE.bandwidth, elements * WRITTEN / MACHINE.flops[""])
     timings = {"a": Timing(3 * roofline[0], Source.MEASURED)}
     costs = costs_from(dataclasses.replace(p, steps=steps), MACHINE, ("a", ""), [], timings)
     assert costs.seconds == pytest.approx([3 * seconds + behind for seconds in roofline])
