@@ -8,13 +8,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from test_columns import micros, of
 
 from vmem_jax.capture import capture
 from vmem_jax.core.cards import CARDS
-
-
-def of(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def padded(x):
@@ -34,9 +31,7 @@ TRACED = {
 @pytest.mark.parametrize("name", TRACED)
 def test_passes_take_what_the_card_took(name):
     taken, call, *shapes = TRACED[name]
-    found = capture(jax.jit(call).trace(*shapes).jaxpr, platform="gpu").program
-    predicted = 1e6 * sum(map(CARDS["h200"].machine.seconds, found.steps))
-    assert predicted == pytest.approx(taken, rel=0.1)
+    assert micros(call, *shapes) == pytest.approx(taken, rel=0.1)
 
 
 def test_what_is_transposed_behind_a_product_takes_as_long():

@@ -208,8 +208,8 @@ class StepMaker:
             reduced = columns.operations(own, elements)
             reduced = max(reduced, odd_rows.operations(own, elements, shards))
             if fusible and touched and not any(map(columns.is_reduction, own)):
-                places = max(math.prod(shape_of(v)) for v in kernel.writes) // shards.work(root)
-                reduced = max(reduced, WRITTEN * places)
+                places = max((math.prod(shape_of(v)) for v in kernel.writes), default=0)
+                reduced = max(reduced, WRITTEN * places // shards.work(root))
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)
         recopied = self._is_recopied(kernel, phase)
