@@ -39,7 +39,6 @@ from vmem_jax.capture.ties import COMPARISONS
 from vmem_jax.capture.traffic import touched_nbytes
 from vmem_jax.capture.transposes import transposed
 from vmem_jax.core.body import body_nbytes
-from vmem_jax.core.machine import WRITTEN
 from vmem_jax.core.program import BEGIN, END, Phase, Program, Step
 from vmem_jax.core.slowdown import slowdown
 from vmem_jax.jax_compat import Var
@@ -203,13 +202,12 @@ class StepMaker:
         computed = sum(flops(eqn, in_tile(eqn)) // shards.work(eqn) for eqn in timed)
         touched = 0 if boundary else touched_nbytes(kernel, eqns, size)
         elements = sum(size(v) // _itemsize(v.aval) for v in values)
-        reduced = 0
+        reduced = places = 0
         if self.is_gpu:
-            reduced = columns.operations(own, elements)
-            reduced = max(reduced, odd_rows.operations(own, elements, shards))
             if fusible and touched and not any(map(columns.is_reduction, own)):
                 places = max((math.prod(shape_of(v)) for v in kernel.writes), default=0)
-                reduced = max(reduced, WRITTEN * places // shards.work(root))
+            reduced = columns.operations(own, elements)
+            reduced = max(reduced, odd_rows.operations(own, elements, shards))
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)
         recopied = self._is_recopied(kernel, phase)
@@ -222,6 +220,7 @@ class StepMaker:
             phase=phase,
             fusible=fusible,
             flops=max(computed, reduced),
+            written=places // shards.work(root),
             dtype="" if fusible else computed_in(root),
             aligned=aligned(root),
             efficiency=self._efficiency(kernel),

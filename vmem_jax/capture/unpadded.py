@@ -75,7 +75,12 @@ def _passes(
     """
     nbytes = lambda buffers: sum(int(program.buffers[b].nbytes * shares.get(b, 1)) for b in buffers)
     reads, share = nbytes(step.reads), min(shares.values())
-    made = dataclasses.replace(step, nbytes=reads + nbytes(step.writes), aligned=False)
+    made = dataclasses.replace(
+        step,
+        nbytes=reads + nbytes(step.writes),
+        written=int(share * step.written),
+        aligned=False,
+    )
     if not step.fusible:
         return [dataclasses.replace(made, flops=int(share * step.flops))]
     inside = [eqn for eqn in eqns[:-1] if is_reduction(eqn) and _is_of(rows[0], eqn)]

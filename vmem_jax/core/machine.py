@@ -156,7 +156,8 @@ class Machine:
         is_kernel = step.launched and step.op != "optimization_barrier"
         if step.op == "dot_general":
             moving += self._along(step) * (1.0 if step.launched else _PART_OF_PRODUCT)
-        once = _together(step.flops / rate, moving, step.convolution)
+        operations = max(step.flops, WRITTEN * step.written)
+        once = _together(operations / rate, moving, step.convolution)
         once += self.launch if is_kernel else 0.0
         if step.convolution is not None:
             once += self._more(step.convolution)

@@ -81,6 +81,8 @@ class Step:
       dtype: the dtype of the products in `flops`, "bfloat16"; "" for no products, and for float32
         without tensor cores.
       nbytes: memory traffic in bytes, reads and writes.
+      written: of a pass on a GPU, the elements of the largest array that it writes; 0 of others, and
+        of those that reduce.
       workspace: bytes that are live only while the step runs.
       pure: whether it may run again with the same result and no effect.
       in_place: pairs (read, write) of buffers: the write may reuse the memory of the read, which
@@ -134,6 +136,7 @@ class Step:
     layer: str
     source: str
     aligned: bool = True
+    written: int = 0
     efficiency: float = 1.0
     convolution: Convolution | None = None
     epilogue_nbytes: int = 0

@@ -232,9 +232,9 @@ def _with_a_smaller_one(
     for step, each in zip(program.steps, costs.seconds, strict=True):
         if step.times > 1:
             once = dataclasses.replace(step, times=1)
-            less = dataclasses.replace(
-                once, flops=int(share * step.flops), nbytes=int(share * step.nbytes), body=()
-            )
+            part = lambda whole: int(share * whole)
+            flops, nbytes, written = map(part, (step.flops, step.nbytes, step.written))
+            less = dataclasses.replace(once, flops=flops, nbytes=nbytes, written=written, body=())
             full = machine.seconds(dataclasses.replace(once, body=()))
             each *= (division.count - 1 + machine.seconds(less) / full) / division.count
         seconds.append(each)
