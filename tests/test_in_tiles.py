@@ -10,7 +10,7 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.tiles import IN_TILES
-from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.summed import in_tiles, tiling_of
 
 ROWS, CHANNELS = 512, 64

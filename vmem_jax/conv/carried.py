@@ -15,123 +15,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jexc
 
 from vmem_jax.capture.convolutions import Matched
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.products import Around, Made, Operands, Tiling, by_passes, in_tiles
 from vmem_jax.conv.triton import register
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import Pass
-from vmem_jax.jax_compat import JaxprEqn, Literal
 
 carried_p = jexc.Primitive("carried_product")
 carried_p.multiple_results = True
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Elementwise:
-    """Elementwise equations, on arrays (n, channels) in place of images.
-
-    Attributes:
-      equations: in order.
-      rows, vectors: the values that they read, of rows × channels and of one value a channel.
-      made: what they are wanted for.
-      given: a value that stands before all others; None for none.
-    """
-
-    equations: tuple[JaxprEqn, ...]
-    rows: tuple[Any, ...]  # JAX types variables too loosely for a checker
-    vectors: tuple[Any, ...]
-    made: tuple[Any, ...]
-    given: Any = None
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Elementwise) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    @functools.cached_property
-    def _text(self) -> str:
-        """Equal where they compute the same, in every process: measured times are kept by it."""
-        numbers: dict[Any, int] = {}
-        name = lambda a: (
-            repr(a.val) if isinstance(a, Literal) else numbers.setdefault(a, len(numbers))
-        )
-        named = lambda atoms: [f"{name(a)}:{a.aval}" for a in atoms]
-        inputs = [named(group) for group in (self.rows, self.vectors)]
-        given = [] if self.given is None else named([self.given])
-        text = [
-            f"{named(e.outvars)} = {e.primitive.name}{sorted(e.params.items())} {named(e.invars)}"
-            for e in self.equations
-        ]
-        return f"Elementwise({inputs}, {given}, {text}, {named(self.made)})"
-
-    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        """`made` of arrays (n, channels) and (1, channels), the given value in float32 first."""
-        inputs = (*(() if self.given is None else (self.given,)), *self.rows, *self.vectors)
-        values = dict(zip(inputs, arrays, strict=True))
-        if self.given is not None:
-            values[self.given] = arrays[0].astype(self.given.aval.dtype)
-        shape = arrays[0].shape
-
-        def read(a: Any) -> Any:
-            if isinstance(a, Literal):
-                aval: Any = a.aval
-                return jnp.full(shape, a.val, aval.dtype)
-            return jnp.broadcast_to(values[a], shape)
-
-        for eqn in self.equations:
-            [out] = eqn.outvars
-            operands = [read(a) for a in eqn.invars]
-            if eqn.primitive.name == "broadcast_in_dim":
-                values[out] = operands[0]
-            elif eqn.primitive.name == "add_any":
-                values[out] = operands[0] + operands[1]
-            elif eqn.primitive.name in _WITH_NAN:
-                values[out] = _WITH_NAN[eqn.primitive.name](*operands)
-            elif eqn.primitive.name in _IN_FLOAT32 and out.aval.dtype.name in _HALVES:
-                wide = (x.astype(jnp.float32) for x in operands)
-                values[out] = eqn.primitive.bind(*wide, **eqn.params).astype(out.aval.dtype)
-            else:
-                values[out] = eqn.primitive.bind(*operands, **eqn.params)
-        return [read(v) for v in self.made]
-
-
-_HALVES = ("bfloat16", "float16")
-
-_IN_FLOAT32 = frozenset(
-    """
-cos div exp exp2 expm1 integer_pow log log1p logistic one_minus_square pow rsqrt sin sqrt tanh
-""".split()
-)
-"""What is computed in float32 and rounded to a half, as XLA does: Pallas for Triton has no division
-of these (JAX 0.10.2 to 0.12)."""
-
-
-def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.where((a <= b) | (b != b), b, a)
-
-
-def _smaller(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.where((a >= b) | (b != b), b, a)
-
-
-_WITH_NAN: dict[str, Callable[..., jax.Array]] = {
-    "max": _larger,
-    "min": _smaller,
-    "clamp": lambda low, x, high: _smaller(_larger(x, low), high),
-}
-"""What a NaN goes through: Pallas for Triton returns the other operand for one, so that a ReLU would
-hide it (JAX 0.10.2 to 0.12)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

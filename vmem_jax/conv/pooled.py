@@ -22,7 +22,7 @@ from jax.extend import core as jexc
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import overlap
-from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.triton import register, tiles_of
 
 pooled_p = jexc.Primitive("pooled_windows")

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core as jexc
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.triton import divided, register
 
 summed_p = jexc.Primitive("summed_rows")

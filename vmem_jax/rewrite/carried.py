@@ -11,7 +11,8 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.carried import Carrying
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.tiles import Tile
-from vmem_jax.conv.carried import Carried, Elementwise, carried_p
+from vmem_jax.conv.carried import Carried, carried_p
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
 

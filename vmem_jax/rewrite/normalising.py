@@ -13,7 +13,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
 from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.normalising import Normalising, Prologue
-from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.prologue import normalising_convolution
 from vmem_jax.core.convolution import Configuration
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var

@@ -7,7 +7,7 @@ from typing import Any
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.pooling import Pooling
-from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.pooled import Pooled, pooled_p, spread_p, windows_of
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 from vmem_jax.rewrite.carried import with_equations

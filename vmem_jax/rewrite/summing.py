@@ -8,7 +8,7 @@ import jax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.summing import Summing
-from vmem_jax.conv.carried import Elementwise
+from vmem_jax.conv.elementwise import Elementwise
 from vmem_jax.conv.summed import Summed, summed_p
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 from vmem_jax.rewrite.carried import with_equations
