@@ -13,9 +13,9 @@ than predicted, and the candidate returns to the queue with a lower goal. Plans 
 compiled to the budget are in the queue from the start.
 
 Families are tried in groups; a group is tried only if no variant of the groups before it fits, or
-if it may be enough faster than the incumbent. If nothing fits at all, the plans with the lowest
-predicted peaks are compiled: the compiler may need less than predicted, and it shows the true minimum
-peak.
+if it may be enough faster than the incumbent, or than the plan that would be compiled first. If
+nothing fits at all, the plans with the lowest predicted peaks are compiled: the compiler may need
+less than predicted, and it shows the true minimum peak.
 
 This is best-first branch and bound: Land and Doig, "An automatic method of solving discrete
 programming problems", Econometrica 28 (1960).
@@ -65,16 +65,17 @@ class Search(State):
         self.earlier = Record(self.record.all())
         if self.budget is not None:
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
-        for group, later in itertools.zip_longest(groups, groups[1:]):
-            if self.best is not None and not self._may_gain(group, self.best):
-                continue
-            for family in group:
-                self.open(family, family.counts[0], 0.0)
-            self._work_off()
-            self._try_between()
-            fastest = min((one.seconds for one in self.over), default=None)
-            if later is not None and not (fastest is not None and _gains(later, fastest)):
-                self._compile_lowest(1, self.params.near * self.limit)
+        self.groups = [*groups]
+        while self.groups:
+            if self.best is None or self._may_gain(self.groups[0], self.best):
+                self._open_group()
+                self._work_off()
+                self._try_between()
+                fastest = min((one.seconds for one in self.over), default=None)
+                if self.groups and not (fastest is not None and _gains(self.groups[0], fastest)):
+                    self._compile_lowest(1, self.params.near * self.limit)
+            else:
+                self.groups.pop(0)
         if self.best is not None:
             return self.found(self.best)
         if not self.lacks and self.reasons and isinstance(self.reasons[0], LayersError):
@@ -90,11 +91,22 @@ class Search(State):
             self._compile_untouched(self.least)
         return self.found(self.best) if self.best is not None else self._none_fits()
 
+    def _open_group(self) -> None:
+        """Queues the next group."""
+        for family in self.groups.pop(0):
+            self.open(family, family.counts[0], 0.0)
+
     def _may_gain(self, group: Sequence[Family], best: Attempt) -> bool:
         """Whether a later group is tried though `best` fits."""
         if self.spare <= 0 or self.compiles is not Compiles.ALL:
             return False
         return _gains(group, best.plan.predicted_seconds)
+
+    def _goes_on(self, seconds: float) -> bool:
+        """Whether the next group will be tried where a plan of so many seconds fits: then its plans
+        are made first, and the fastest of all is compiled."""
+        more = bool(self.groups) and self.compiles is Compiles.ALL
+        return more and _gains(self.groups[0], seconds)
 
     def _none_fits(self) -> Found:
         """The lowest peak that is known, or why there is none."""
@@ -202,6 +214,9 @@ class Search(State):
             self._give_up(candidate)
         elif known is None and one.need + excess > self.limit:
             self.push(candidate, estimate=None, goal=int(self.limit) - excess)
+        elif self.best is None and self._goes_on(one.seconds):
+            self._open_group()
+            self.push(candidate)
         else:
             attempt = known or self._attempt(candidate, variant, one)
             if attempt is not None and not self.fits(attempt):

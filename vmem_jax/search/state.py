@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vmem_jax.errors import VmemError
@@ -31,6 +31,7 @@ class State:
       record: plans of this program whose need is known; those that are compiled are added.
       compiles: which plans are compiled.
       earlier: what the record had before.
+      groups: those that are not queued yet.
       queue: (rank, order of arrival, candidate).
       over: candidates with the lowest plan that is known, which does not fit.
       waiting: candidates whose variants are not made, since none of their plans can fit.
@@ -51,6 +52,7 @@ class State:
     record: Record = dataclasses.field(default_factory=Record)
     compiles: Compiles = Compiles.ALL
     earlier: Record = dataclasses.field(default_factory=Record)
+    groups: list[Sequence[Family]] = dataclasses.field(default_factory=list)
     queue: list[tuple[tuple[float, int], int, Candidate]] = dataclasses.field(default_factory=list)
     over: list[Candidate] = dataclasses.field(default_factory=list)
     waiting: list[Candidate] = dataclasses.field(default_factory=list)
