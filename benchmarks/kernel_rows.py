@@ -1,4 +1,4 @@
-"""The tables of docs/rows/benchmarks.md of `kernel_table.py`, `sums.py` and `pools.py`."""
+"""The tables of docs/rows/benchmarks.md of `kernel_table.py` and of kernels of ours."""
 
 from __future__ import annotations
 
@@ -74,6 +74,29 @@ def pools_tables(folder: Path = RESULTS) -> str:
         ]
         header = ["images", "XLA", "one kernel", "TB/s", "the same values"]
         parts.append(f"\n## {path.name}\n\n{POOLS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+SOFTMAXES = """Microseconds of a softmax with dropout in bits, and of the gradient to its scores, by what
+XLA makes of it alone and by one kernel, by `python benchmarks/softmaxes.py`: one of six in a program,
+with a sixth of what its start takes, some 55 µs.
+"""
+
+
+def softmaxes_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file, without other tilings."""
+    parts = []
+    for path in sorted(folder.glob("softmaxes_*.jsonl")):
+        lines = [
+            [
+                "×".join(map(str, row["scores"])) + f", {row['kind']}",
+                *(f"{row[name]:.0f}" for name in ("xla_us", "us")),
+                f"{row['difference']:.4f}",
+            ]
+            for row in records.lines(path)
+        ]
+        header = ["samples×heads×tokens", "XLA", "one kernel", "largest difference"]
+        parts.append(f"\n## {path.name}\n\n{SOFTMAXES}\n" + grid(header, lines))
     return "".join(parts)
 
 

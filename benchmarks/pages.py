@@ -25,7 +25,7 @@ from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
 from convergence_rows import convergence
 from endurance_rows import endurance
-from kernel_rows import kernel_tables, pools_tables, sums_tables
+from kernel_rows import kernel_tables, pools_tables, softmaxes_tables, sums_tables
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
@@ -242,7 +242,8 @@ def pages() -> dict[str, str]:
     order = [match[1] for match in BLOCK.findall(prose["papers.md"])]
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
     of_cards = "".join(map(card_page, cards()))
-    of_kernels = kernel_tables() + sums_tables() + pools_tables() + step_tables()
+    of_kernels = kernel_tables() + sums_tables() + pools_tables() + softmaxes_tables()
+    of_kernels += step_tables()
     runs = endurance() + convergence()
     texts["rows/benchmarks.md"] = (
         OF_BENCHMARKS + of_cards + measured.every_row() + of_kernels + runs

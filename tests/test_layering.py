@@ -66,6 +66,7 @@ SAME_IDEA = {
     "machine.py",
     "normalising.py",
     "order.py",
+    "row_kernels.py",
     "params.py",  # the constants of the room
     "plan.py",
     "profile.py",

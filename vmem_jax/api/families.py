@@ -323,6 +323,8 @@ def _new_variant(
         name += f", {program.summed} passes for several sums each"
     if program.pooled:
         name += f", {program.pooled} max-pools with their index"
+    if program.row_kernels:
+        name += f", {program.row_kernels} kernels of rows"
     learn = learner(program, step.devices[0], step.target, step.settings.profile)
     compiles = functools.partial(step.compile, traced)
     costs = corrected(step, program, form.costs)

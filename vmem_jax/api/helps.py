@@ -18,7 +18,7 @@ from vmem_jax.techniques import TECHNIQUES, StepContext
 NOT_ADVISED = frozenset({"compress"})
 """Techniques whose effect depends on the values of a batch, so that nothing predicts it."""
 
-ONE_DEVICE = frozenset({"sub_batches", "logits", "carry"})
+ONE_DEVICE = frozenset({"sub_batches", "logits", "carry", "row_kernels"})
 """Techniques that no step on several devices uses."""
 
 

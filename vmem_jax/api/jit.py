@@ -91,9 +91,11 @@ def jit(
         some tokens at a time (policy "auto"). "bits": masks wait for the backward pass as bits, eight
         in a byte (policy "auto"). "carry": convolutions in 16 bits compute the
         normalisations and sums around them (on an H100 or H200, policies "auto" and "exact";
-        elsewhere where it is named). "compress": values wait without their zeros. By default all but
-        the last one; "offload" and "workspace" need a GPU with measured times (`profile`), and
-        "offload" without them is used only where nothing else fits, or takes far longer.
+        elsewhere where it is named). "row_kernels": softmaxes that XLA would read several times
+        are one kernel (the same cards and policies). "compress": values wait without
+        their zeros. By default all but the last one; "offload" and "workspace" need a GPU with
+        measured times (`profile`), and "offload" without them is used only where nothing else fits,
+        or takes far longer.
       host_budget: the most pinned host memory that the step may use: bytes or `"64GiB"`.
       transport: how bytes move: "ffi" (the native extension, with an arena and counters),
         "memory_kinds" (XLA's own copies; no effect on a CPU), or "auto": the extension if it was

@@ -193,6 +193,26 @@ class Captured:
         program = dataclasses.replace(other.program, compressed=compressed)
         return dataclasses.replace(other, program=program, stacked=self.stacked, whole=self.whole)
 
+    def with_row_kernels(
+        self, flat: ClosedJaxpr, smaller: ClosedJaxpr | None, count: int
+    ) -> Captured:
+        """The same step with the equations of `flat`, and of `smaller` for a smaller sub-batch, in
+        which `count` kernels make something of rows."""
+        parts, ours = self.sub_batches, self.program
+        if parts is not None:
+            parts = dataclasses.replace(parts, smaller=smaller)
+        other = _captured(flat, self.separate, self.applied, self.inputs, parts)
+        other = other._keeping(ours.kept, ours.segments, ours)
+        program = dataclasses.replace(other.program, row_kernels=count, opened=ours.opened)
+        return dataclasses.replace(
+            self,
+            flat=flat,
+            program=program,
+            variables=other.variables,
+            shards=other.shards,
+            sub_batches=parts,
+        )
+
     def of(self, flat: ClosedJaxpr) -> Captured:
         """The same for `flat`, which has the same equations on other shapes."""
         twin = twins(self.flat, flat)

@@ -49,6 +49,7 @@ _ON_GPU = _ON_CPU | {
     "dot_general",
     "normalising_convolution",
     "pooled_windows",
+    "reduced_rows",
     "spread_windows",
     "summed_rows",
     BACKWARD,

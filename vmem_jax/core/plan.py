@@ -12,7 +12,7 @@ from vmem_jax.core.convolution import Configuration, Epilogue, Micro
 from vmem_jax.core.program import LoopSegments, Program
 from vmem_jax.errors import PlanError, show_nbytes
 
-FORMAT = 19
+FORMAT = 20
 """Version of the saved form. Plans of other versions are refused."""
 
 
@@ -89,8 +89,8 @@ class Plan:
       sub_batches: how often the steps on samples run, each time for a part of the batch.
       opened: whether these are the iterations of a loop, as `Program` has it.
       options: the compiler's options beside those of every step, as pairs (name, whether it is on).
-      compressed, kept, segments, logit_chunks, carried, summed, pooled, bits, sub_batch_size: the
-        same fields of the program that it was made for.
+      compressed, kept, segments, logit_chunks, carried, summed, pooled, row_kernels, bits,
+        sub_batch_size: the same fields of the program that it was made for.
     """
 
     program: str
@@ -112,6 +112,7 @@ class Plan:
     carried: tuple[int, ...] = ()
     summed: int = 0
     pooled: int = 0
+    row_kernels: int = 0
     bits: bool = False
     sub_batch_size: int | None = None
     options: tuple[tuple[str, bool], ...] = ()
@@ -164,6 +165,7 @@ class Plan:
         moved += f", {count} convolutions with what stands around them" if count else ""
         moved += f", {self.summed} passes for several sums each" if self.summed else ""
         moved += f", {self.pooled} max-pools with their index" if self.pooled else ""
+        moved += f", {self.row_kernels} kernels of rows" if self.row_kernels else ""
         return (
             f"Plan({self.policy}, {budget}: predicted {show_nbytes(self.predicted_peak)}, "
             f"{self.predicted_seconds * 1e3:.2f} ms, {len(self.order)} steps, "
@@ -239,6 +241,7 @@ class Plan:
             "carried": isinstance(values["carried"], list) and all(map(_is_int, values["carried"])),
             "summed": _is_int(values["summed"]) and values["summed"] >= 0,
             "pooled": _is_int(values["pooled"]) and values["pooled"] >= 0,
+            "row_kernels": _is_int(values["row_kernels"]) and values["row_kernels"] >= 0,
             "bits": isinstance(values["bits"], bool),
             "opened": isinstance(values["opened"], bool),
             "sub_batch_size": values["sub_batch_size"] is None
@@ -344,6 +347,7 @@ def keep_plan(program: Program, budget: int | None, peak: int, seconds: float) -
         carried=program.carried,
         summed=program.summed,
         pooled=program.pooled,
+        row_kernels=program.row_kernels,
         bits=program.bits,
         sub_batch_size=program.sub_batch_size,
     )

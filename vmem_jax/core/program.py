@@ -224,6 +224,7 @@ class Program:
         of those that do.
       summed: how many passes compute several sums each.
       pooled: how many max-pools compute their index, too.
+      row_kernels: how many kernels make something of the rows of softmaxes.
       bits: whether masks wait for the backward pass in bits.
       opened: whether what runs several times are the iterations of a loop of the user's
         (`capture.opened_loops`), not sub-batches.
@@ -243,6 +244,7 @@ class Program:
     carried: tuple[int, ...] = ()
     summed: int = 0
     pooled: int = 0
+    row_kernels: int = 0
     bits: bool = False
     sub_batch_size: int | None = None
     smaller_nbytes: tuple[int, ...] = ()

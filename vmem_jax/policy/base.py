@@ -150,6 +150,7 @@ def finish(
         carried=program.carried,
         summed=program.summed,
         pooled=program.pooled,
+        row_kernels=program.row_kernels,
         bits=program.bits,
         sub_batch_size=program.sub_batch_size,
     )

@@ -11,6 +11,7 @@ from vmem_jax.techniques.logits import Logits
 from vmem_jax.techniques.offload import Offload
 from vmem_jax.techniques.order import Order
 from vmem_jax.techniques.recompute import Recompute
+from vmem_jax.techniques.row_kernels import RowKernels
 from vmem_jax.techniques.stream import Stream
 from vmem_jax.techniques.sub_batches import SubBatches
 from vmem_jax.techniques.workspace import Workspace
@@ -20,6 +21,7 @@ TECHNIQUES: dict[str, AbstractTechnique] = {
     for technique in (
         Order(),
         Recompute(),
+        RowKernels(),
         SubBatches(),
         Logits(),
         Bits(),

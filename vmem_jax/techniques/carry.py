@@ -34,7 +34,7 @@ from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.sub_batches import parts_of
 
-_POLICIES = ("auto", "exact")
+POLICIES = ("auto", "exact")
 """Those that use it unasked: the published systems have their own convolutions."""
 
 
@@ -48,9 +48,9 @@ class Carry(AbstractTechnique):
         policy, is_named = step.settings.policy.name, self.name in step.settings.named
         if policy == "keep":
             return "policy `keep` leaves the step as it is"
-        if not is_named and policy not in _POLICIES:
+        if not is_named and policy not in POLICIES:
             return f"policy `{policy}` plans with the convolutions that there are"
-        if not is_named and not _is_timed_on(step.target or step.devices[0].device_kind):
+        if not is_named and not is_timed_on(step.target or step.devices[0].device_kind):
             return (
                 "its kernels were timed on an H100 and an H200: elsewhere it is used only where "
                 "`allow` names it"
@@ -78,7 +78,7 @@ def _must_divide(step: StepContext) -> bool:
     return (step.settings.sub_batches or 1) > 1
 
 
-def _is_timed_on(card: str) -> bool:
+def is_timed_on(card: str) -> bool:
     """Whether steps were timed with it on cards of that name, or `device_kind`."""
     return any(name in card.lower() for name in ("h100", "h200"))
 

@@ -18,6 +18,7 @@ TECHNIQUES = (
     "logits",
     "bits",
     "carry",
+    "row_kernels",
     "compress",
 )
 """What a plan may use. By default all but the last two are used."""
