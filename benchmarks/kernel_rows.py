@@ -77,9 +77,9 @@ def pools_tables(folder: Path = RESULTS) -> str:
     return "".join(parts)
 
 
-SOFTMAXES = """Microseconds of a softmax with dropout in bits, and of the gradient to its scores, by what
-XLA makes of it alone and by one kernel, by `python benchmarks/softmaxes.py`: one of six in a program,
-with a sixth of what its start takes, some 55 µs.
+SOFTMAXES = """Microseconds of a softmax with dropout in bits, and of the gradient to its scores, by
+what XLA makes of it alone and by one kernel, by `python benchmarks/softmaxes.py`: one of six in a
+program, with a sixth of what its start takes, some 55 µs.
 """
 
 

@@ -68,6 +68,22 @@ def test_a_depthwise_convolution_has_its_own_rate():
     assert MACHINE.convolution_seconds(found) == pytest.approx(both)
 
 
+CONVNEXT_B = [(56, 128)] * 3 + [(28, 256)] * 3 + [(14, 512)] * 27 + [(7, 1024)] * 3
+"""Height and width, and channels, of its depthwise convolutions."""
+
+
+@pytest.mark.parametrize(("which", "micros"), [(Pass.FORWARD, 41.7), (Pass.BACKWARD_FILTER, 38.3)])
+def test_depthwise_convolutions_of_32_images_take_as_long_as_on_an_h200(which, micros):
+    """In a traced step of ConvNeXt-B(128) in four sub-batches."""
+    layers = [layer(7, c, c, side, groups=c) for side, c in CONVNEXT_B]
+    found = [
+        dataclasses.replace(c, batch=32, dtype="bfloat16", strict=False, which=which)
+        for c in layers
+    ]
+    seconds = [CARDS["h200"].machine.convolution_seconds(c) for c in found]
+    assert sum(seconds) / len(seconds) == pytest.approx(1e-6 * micros, rel=0.1)
+
+
 def test_a_cpu_computes_all_at_the_rate_of_products():
     found, machine = layer(3, 64, 64, 56), CARDS["cpu"].machine
     expected = max(found.flops / machine.flops[""], found.nbytes / machine.bandwidth)

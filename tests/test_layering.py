@@ -269,6 +269,7 @@ NO_PARAMETERS = {
     "core/machine.py": {
         "_CACHED",
         "_DEPTHWISE",
+        "_DEPTHWISE_START",
         "_PART_OF_PRODUCT",
         "_UNALIGNED",
         "_UNALIGNED_PRODUCT",
