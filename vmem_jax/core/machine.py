@@ -25,9 +25,9 @@ They do not move while they compute: those of ConvNeXt-B (7 x 7, bf16) reach 9 t
 H100, most 11 to 14, and those of a MobileNetV2(128) (3 x 3) 5.8 and 1.95 TB/s on an H200."""
 
 _DEPTHWISE_START = 8e-6
-"""Seconds that a depthwise convolution takes on tensor-core cards beside what its size takes: those of
-ConvNeXt-B, in sub-batches of 32 images on an H200, take 42 us in the mean forwards and to inputs, and 38
-to kernels; by rate and bytes 32 (JAX 0.11.2, cuDNN 9.19)."""
+"""Seconds that a depthwise convolution takes on tensor-core cards beside what its size takes: those
+of ConvNeXt-B, in sub-batches of 32 images on an H200, take 42 us in the mean forwards and to inputs,
+and 38 to kernels; by rate and bytes 32 (JAX 0.11.2, cuDNN 9.19)."""
 
 _UNALIGNED_BYTE = 25
 """Operations a byte that unaligned products read or write. Those of an attention of 197 tokens (bf16,
