@@ -275,6 +275,18 @@ def test_a_plan_has_the_kernels(options):
     text = made.as_text()
     assert len(re.findall(r'custom_call_target="__gpu\$xla.gpu.triton"', text)) == 2
     assert not re.search(r"f32\[\d+,8,197\]\S* fusion", text)  # maxima or sums
+    again = vmem_jax.jit(step_of(dropped), plan=made.plan, batch_argnums=1, **options)
+    assert again.lower(*args).compile(target="h200").plan == made.plan
+
+
+@pytest.mark.gpu_compile
+def test_a_smaller_sub_batch_has_them_too():
+    args = arguments(tokens=197, samples=32, width=64, size=64)
+    made = vmem_jax.jit(step_of(dropped), budget=0.95, batch_argnums=1, sub_batches=3)
+    made = made.lower(*args).compile(target="h200")
+    assert made.plan.row_kernels == 2 and made.plan.sub_batches == 3
+    sizes = re.findall(r"bf16\[(\d+)\]\S* custom-call\(.*gpu.triton", made.as_text())
+    assert sorted(int(n) // (H * 197 * 200) for n in sizes) == [10, 10, 11, 11]
 
 
 @pytest.mark.parametrize("options", [{"policy": "keep"}, {"allow": ("order", "recompute")}])

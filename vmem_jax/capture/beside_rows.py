@@ -12,6 +12,9 @@ from vmem_jax.jax_compat import JaxprEqn
 REDUCTIONS = ("reduce_max", "reduce_sum")
 """What rows are reduced by, in such a kernel."""
 
+FLOATING = ("bfloat16", "float16", "float32")
+"""Types that it reduces, and divides by numbers: in float32."""
+
 
 class Kind(enum.Enum):
     """What a value is beside rows: an element for each of theirs, one a row, a number, or anything

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.beside_rows import REDUCTIONS, Kind, keeps, kind_of, spreads
+from vmem_jax.capture.beside_rows import FLOATING, REDUCTIONS, Kind, keeps, kind_of, spreads
 from vmem_jax.capture.bits import BITS
 from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.primitives import Class, class_of, shape_of
@@ -129,7 +129,8 @@ class _Finder:
         if keeps(eqn):
             return kinds == [kind]
         if name in REDUCTIONS:
-            return kinds == [Kind.ROWS] and reduces_rows(eqn) and _is_floating(eqn)
+            reduces = kinds == [Kind.ROWS] and reduces_rows(eqn)
+            return reduces and eqn.invars[0].aval.dtype.name in FLOATING
         return name in IN_TILES and (kind is Kind.ROWS or Kind.ROWS not in kinds)
 
     def _kernel(self, made: Var, size: tuple[int, int]) -> RowKernel | None:
@@ -166,7 +167,3 @@ class _Finder:
                 operands[a] = None
             else:
                 yield a
-
-
-def _is_floating(eqn: JaxprEqn) -> bool:
-    return eqn.invars[0].aval.dtype.name in ("float32", "bfloat16", "float16")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core as jexc
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.beside_rows import Kind, dimensions, keeps, kind_of, spreads
+from vmem_jax.capture.beside_rows import FLOATING, Kind, dimensions, keeps, kind_of, spreads
 from vmem_jax.capture.bits import BITS
 from vmem_jax.capture.primitives import shape_of
 from vmem_jax.conv.elementwise import computed, text_of
@@ -202,15 +202,8 @@ class _Tile:
         operands = [*map(spread, eqn.invars)]
         if keeps(eqn):
             return operands[0]
-        if (
-            name == "div"
-            and operands[1].shape[1] == 1
-            and jnp.issubdtype(out.aval.dtype, jnp.floating)
-        ):
+        if name == "div" and operands[1].shape[1] == 1 and out.aval.dtype.name in FLOATING:
             return self._divided(eqn, *operands)
-        return self._elementwise(eqn, operands)
-
-    def _elementwise(self, eqn: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
         shape = self.shape[0], max(x.shape[1] for x in operands)
         return computed(eqn, [jnp.broadcast_to(x, shape) for x in operands])
 

@@ -12,6 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from vmem_jax.capture.row_kernels import find_row_kernels
+from vmem_jax.core.costs import analytic
 from vmem_jax.policy import Keep
 from vmem_jax.rewrite.row_kernels import with_row_kernels
 from vmem_jax.techniques.base import AbstractTechnique, Form
@@ -39,13 +40,16 @@ class RowKernels(AbstractTechnique):
         if step.platform != "gpu":
             return "its kernels are for GPUs"
         if not is_named and not is_timed_on(step.target or step.devices[0].device_kind):
-            return "its kernels were timed on an H200; elsewhere it is used where `allow` names it"
+            return (
+                "it was timed on an H200, whose cores an H100 has; elsewhere `allow` must name it"
+            )
         if step.traced.captured.shards.device_count > 1:
             return "it runs on several devices"
         return ""
 
     def adapt(self, step: StepContext, form: Form) -> Form:
-        """Replaces the equations, and the costs of the whole step by those of what runs then."""
+        """Replaces the equations where that is predicted to be faster, and the costs of the whole
+        step by those of what runs then."""
         plan, is_kept = step.settings.plan, isinstance(form.chosen, Keep)
         if self.name not in step.settings.allowed or is_kept or self._not_here(step):
             return form
@@ -57,7 +61,10 @@ class RowKernels(AbstractTechnique):
         (flat, *others), count = with_row_kernels([captured.flat, *([smaller] if smaller else [])])
         if not count:
             return form
-        captured = captured.with_row_kernels(flat, others[0] if others else None, count)
-        traced = dataclasses.replace(form.traced, captured=captured)
+        replaced = captured.with_row_kernels(flat, others[0] if others else None, count)
+        takes = lambda program: sum(analytic(program, step.machine).seconds)
+        if plan is None and takes(replaced.program) >= takes(captured.program):
+            return form
+        traced = dataclasses.replace(form.traced, captured=replaced)
         costs = step.of(traced).costs if form.count == 1 else form.costs
         return dataclasses.replace(form, traced=traced, costs=costs)
