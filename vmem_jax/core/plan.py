@@ -89,8 +89,9 @@ class Plan:
       sub_batches: how often the steps on samples run, each time for a part of the batch.
       opened: whether these are the iterations of a loop, as `Program` has it.
       options: the compiler's options beside those of every step, as pairs (name, whether it is on).
-      compressed, kept, segments, logit_chunks, carried, summed, pooled, row_kernels, bits,
-        sub_batch_size: the same fields of the program that it was made for.
+      compressed, kept, segments, logit_chunks, sub_batch_size: the same fields of the program that it
+        was made for.
+      carried, summed, pooled, row_kernels, bits: the same.
     """
 
     program: str

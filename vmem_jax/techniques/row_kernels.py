@@ -34,7 +34,8 @@ class RowKernels(AbstractTechnique):
         return "no large softmax outside of loops has rows that XLA reads more than once"
 
     def _not_here(self, step: StepContext) -> str:
-        policy, is_named = step.settings.policy.name, self.name in step.settings.named
+        policy, plan = step.settings.policy.name, step.settings.plan
+        is_named = self.name in step.settings.named or (plan is not None and plan.row_kernels > 0)
         if not is_named and policy not in POLICIES:
             return f"policy `{policy}` plans with the kernels that there are"
         if step.platform != "gpu":
@@ -51,9 +52,8 @@ class RowKernels(AbstractTechnique):
         """Replaces the equations where that is predicted to be faster, and the costs of the whole
         step by those of what runs then."""
         plan, is_kept = step.settings.plan, isinstance(form.chosen, Keep)
-        if self.name not in step.settings.allowed or is_kept or self._not_here(step):
-            return form
-        if plan is not None and not plan.row_kernels:
+        is_wanted = self.name in step.settings.allowed if plan is None else plan.row_kernels > 0
+        if not is_wanted or is_kept or self._not_here(step):
             return form
         captured = form.traced.captured
         parts = captured.sub_batches
