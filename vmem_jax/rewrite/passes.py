@@ -24,12 +24,12 @@ def with_passes(
       on_gpu: whether only those are replaced that have a kernel; where another of `flats` has none,
         XLA's passes do it.
     """
-    flats, pooled = _replaced(flats, _pools(flats[0], on_gpu), pooling.with_pooling)
-    flats, summed = _replaced(flats, _sums(flats[0], on_gpu), summing.with_summing)
+    flats, pooled = replaced(flats, _pools(flats[0], on_gpu), pooling.with_pooling)
+    flats, summed = replaced(flats, _sums(flats[0], on_gpu), summing.with_summing)
     return flats, {"pooled": pooled, "summed": summed}
 
 
-def _replaced(
+def replaced(
     flats: Sequence[ClosedJaxpr],
     found: Sequence[Any],
     replace: Callable[[ClosedJaxpr, Sequence[Any]], ClosedJaxpr],

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.row_kernels import RowKernel, find_row_kernels
-from vmem_jax.capture.sub_batches import twins
 from vmem_jax.conv.reduced_rows import ReducedRows, reduced_rows_p
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 from vmem_jax.rewrite.carried import with_equations
+from vmem_jax.rewrite.passes import replaced
 
 
 def with_row_kernels(flats: Sequence[ClosedJaxpr]) -> tuple[Sequence[ClosedJaxpr], int]:
@@ -17,17 +17,10 @@ def with_row_kernels(flats: Sequence[ClosedJaxpr]) -> tuple[Sequence[ClosedJaxpr
     can have, and how many these are."""
     eqns = compat.open_jaxpr(flats[0]).eqns
     found = [each for each in find_row_kernels(flats[0]) if _describe(each, eqns).tiling]
-    if not found:
-        return flats, 0
-    every = (twins(flats[0], flat) for flat in flats)
-    replaced = [
-        _replaced(flat, [each.of(twin) for each in found])
-        for flat, twin in zip(flats, every, strict=True)
-    ]
-    return replaced, len(found)
+    return replaced(flats, found, _replacing)
 
 
-def _replaced(flat: ClosedJaxpr, found: Sequence[RowKernel]) -> ClosedJaxpr:
+def _replacing(flat: ClosedJaxpr, found: Sequence[RowKernel]) -> ClosedJaxpr:
     eqns = compat.open_jaxpr(flat).eqns
     return with_equations(flat, [(each.equations[-1], _equation(each, eqns)) for each in found])
 
