@@ -12,8 +12,6 @@ by bits; gradient: that to the scores, by the gradient to the weights.
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import records
 from absl import app, flags
+from chained import timed
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.bits import unpack_p
@@ -78,27 +77,6 @@ def described(kind: str, samples: int, heads: int, tokens: int) -> ReducedRows:
     return ReducedRows(tuple(opened.eqns), tuple(opened.invars), opened.outvars[0])
 
 
-def timed(call: Callable[..., jax.Array], given: Sequence[Any]) -> tuple[float, np.ndarray]:
-    """Microseconds of a call, of as many in one program as there are arrays; and the first result."""
-
-    def run(given: Any) -> list[jax.Array]:
-        found: list[jax.Array] = []
-        for operands in given:
-            if found:  # one behind the other
-                operands, _ = jax.lax.optimization_barrier((operands, found[-1]))
-            found.append(call(*operands))
-        return found
-
-    compiled = jax.jit(run).lower(given).compile()
-    first = np.asarray(compiled(given)[0], np.float32)
-    seconds = []
-    for _ in range(FLAGS.rounds):
-        begun = time.perf_counter()
-        jax.block_until_ready(compiled(given))
-        seconds.append(time.perf_counter() - begun)
-    return 1e6 * statistics.median(seconds) / len(given), first
-
-
 def arrays(reduced: ReducedRows) -> list[list[jax.Array]]:
     """Random ones for each call."""
 
@@ -127,14 +105,16 @@ def compared(kind: str, scores: Sequence[int]) -> dict[str, Any]:
     assert tiling is not None, "rows are short"
     row: dict[str, Any] = {"kind": kind, "scores": [*scores], "dtype": FLAGS.dtype}
     row |= {"rows": reduced.size[0], "length": reduced.size[1], "tiling": str(tiling)}
-    row["xla_us"], expected = timed(lambda *x: by_passes(*x, reduced=reduced)[0], given)
+    by_xla = lambda *x: by_passes(*x, reduced=reduced)[0]
+    row["xla_us"], expected = timed(by_xla, given, FLAGS.rounds)
     by = lambda tiling: functools.partial(in_tiles, reduced, tiling)
-    row["us"], found = timed(by(tiling), given)
-    row["nbytes"] = sum(x.nbytes for x in given[0]) + found.nbytes * given[0][0].itemsize // 4
+    row["us"], found = timed(by(tiling), given, FLAGS.rounds)
+    row["nbytes"] = sum(x.nbytes for x in given[0]) + found.nbytes
+    found, expected = (x.astype(np.float32) for x in (found, expected))
     row["difference"] = float(np.abs(found - expected).max() / np.abs(expected).max())
     if FLAGS.tilings:
         others = [t for t in tilings(tiling) if reduced.size[0] % t.rows == 0]
-        row["tilings_us"] = {str(t): timed(by(t), given)[0] for t in others}
+        row["tilings_us"] = {str(t): timed(by(t), given, FLAGS.rounds)[0] for t in others}
     return row
 
 

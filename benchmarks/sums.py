@@ -13,12 +13,11 @@ block's input gets it, too. own: the mask is made again of what is normalised, a
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import chained
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,24 +86,8 @@ def summing(kind: str, tiling: Tiling | None, goes_on: bool) -> Callable[[Arrays
 
 
 def timed(call: Callable[[Arrays, Arrays], Arrays], given: Any) -> tuple[float, list[np.ndarray]]:
-    """Microseconds of a call, of as many in one program as there are arrays; and the first's sums."""
-
-    def run(given: Any) -> list[Arrays]:
-        found: list[Arrays] = []
-        for rows, vectors in given:
-            if found:  # one behind the other
-                (rows, vectors), _ = jax.lax.optimization_barrier(((rows, vectors), found[-1][-3:]))
-            found.append(call(rows, vectors))
-        return found
-
-    compiled = jax.jit(run).lower(given).compile()
-    sums = [*map(np.asarray, compiled(given)[0][-3:])]
-    seconds = []
-    for _ in range(FLAGS.rounds):
-        begun = time.perf_counter()
-        jax.block_until_ready(compiled(given))
-        seconds.append(time.perf_counter() - begun)
-    return 1e6 * statistics.median(seconds) / len(given), sums
+    """Microseconds of a call, and the first's sums."""
+    return chained.timed(call, given, FLAGS.rounds, lambda made: made[-3:])
 
 
 def arrays(kind: str, rows: int, channels: int) -> Any:
