@@ -67,7 +67,7 @@ class Search(State):
             self._recall_others(itertools.chain.from_iterable(groups[1:]))
         self.groups = [*groups]
         while self.groups:
-            if self.best is None or self._may_gain(self.groups[0], self.best):
+            if self.best is None or self._may_gain(self.best.plan.predicted_seconds):
                 self._open_group()
                 self._work_off()
                 self._try_between()
@@ -96,17 +96,11 @@ class Search(State):
         for family in self.groups.pop(0):
             self.open(family, family.counts[0], 0.0)
 
-    def _may_gain(self, group: Sequence[Family], best: Attempt) -> bool:
-        """Whether a later group is tried though `best` fits."""
-        if self.spare <= 0 or self.compiles is not Compiles.ALL:
-            return False
-        return _gains(group, best.plan.predicted_seconds)
-
-    def _goes_on(self, seconds: float) -> bool:
-        """Whether the next group will be tried where a plan of so many seconds fits: then its plans
-        are made first, and the fastest of all is compiled."""
-        more = bool(self.groups) and self.compiles is Compiles.ALL
-        return more and _gains(self.groups[0], seconds)
+    def _may_gain(self, seconds: float) -> bool:
+        """Whether the next group is tried though a plan of so many seconds fits. If it will be, its
+        plans are made before that one is compiled, and the fastest of all is compiled."""
+        is_open = bool(self.groups) and self.spare > 0 and self.compiles is Compiles.ALL
+        return is_open and _gains(self.groups[0], seconds)
 
     def _none_fits(self) -> Found:
         """The lowest peak that is known, or why there is none."""
@@ -214,7 +208,7 @@ class Search(State):
             self._give_up(candidate)
         elif known is None and one.need + excess > self.limit:
             self.push(candidate, estimate=None, goal=int(self.limit) - excess)
-        elif self.best is None and self._goes_on(one.seconds):
+        elif self.best is None and self._may_gain(one.seconds):
             self._open_group()
             self.push(candidate)
         else:
