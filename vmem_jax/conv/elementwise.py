@@ -13,18 +13,39 @@ import jax.numpy as jnp
 from vmem_jax.jax_compat import JaxprEqn, Literal
 
 
-def text_of(equations: Sequence[JaxprEqn], *groups: Sequence[Any]) -> str:
-    """Equal where equations compute the same of `groups` of values, in every process: measured times
-    are kept by it."""
-    numbers: dict[Any, int] = {}
-    name = lambda a: repr(a.val) if isinstance(a, Literal) else numbers.setdefault(a, len(numbers))
-    named = lambda atoms: [f"{name(a)}:{a.aval}" for a in atoms]
-    given = [named(group) for group in groups]
-    text = [
-        f"{named(e.outvars)} = {e.primitive.name}{sorted(e.params.items())} {named(e.invars)}"
-        for e in equations
-    ]
-    return f"{given}, {text}"
+class ByText:
+    """Something with equations, equal to what computes the same, in every process: measured times are
+    kept by its text."""
+
+    equations: tuple[JaxprEqn, ...]
+
+    @property
+    def groups(self) -> Sequence[Sequence[Any]]:
+        """The values that it reads and makes."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    @functools.cached_property
+    def _text(self) -> str:
+        numbers: dict[Any, int] = {}
+        name = lambda a: (
+            repr(a.val) if isinstance(a, Literal) else numbers.setdefault(a, len(numbers))
+        )
+        named = lambda atoms: [f"{name(a)}:{a.aval}" for a in atoms]
+        given = [named(group) for group in self.groups]
+        text = [
+            f"{named(e.outvars)} = {e.primitive.name}{sorted(e.params.items())} {named(e.invars)}"
+            for e in self.equations
+        ]
+        return f"{type(self).__name__}({given}, {text})"
 
 
 def computed(eqn: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
@@ -42,7 +63,7 @@ def computed(eqn: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Elementwise:
+class Elementwise(ByText):
     """Elementwise equations, on arrays (n, channels) in place of images.
 
     Attributes:
@@ -58,19 +79,10 @@ class Elementwise:
     made: tuple[Any, ...]
     given: Any = None
 
-    def __repr__(self) -> str:
-        return self._text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Elementwise) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    @functools.cached_property
-    def _text(self) -> str:
+    @property
+    def groups(self) -> Sequence[Sequence[Any]]:
         given = () if self.given is None else (self.given,)
-        return f"Elementwise({text_of(self.equations, self.rows, self.vectors, given, self.made)})"
+        return self.rows, self.vectors, given, self.made
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """`made` of arrays (n, channels) and (1, channels), the given value in float32 first."""

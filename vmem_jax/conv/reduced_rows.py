@@ -22,7 +22,7 @@ from vmem_jax import jax_compat as compat
 from vmem_jax.capture.beside_rows import FLOATING, Kind, dimensions, keeps, kind_of, spreads
 from vmem_jax.capture.bits import BITS
 from vmem_jax.capture.primitives import shape_of
-from vmem_jax.conv.elementwise import computed, text_of
+from vmem_jax.conv.elementwise import ByText, computed
 from vmem_jax.conv.triton import register
 from vmem_jax.jax_compat import JaxprEqn, Literal, Var
 
@@ -70,7 +70,7 @@ def tiling_of(rows: int, length: int) -> Tiling | None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ReducedRows:
+class ReducedRows(ByText):
     """What the primitive computes.
 
     Attributes:
@@ -83,18 +83,9 @@ class ReducedRows:
     operands: tuple[Any, ...]
     made: Any
 
-    def __repr__(self) -> str:
-        return self._text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ReducedRows) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    @functools.cached_property
-    def _text(self) -> str:
-        return f"ReducedRows({text_of(self.equations, self.operands, [self.made])})"
+    @property
+    def groups(self) -> Sequence[Sequence[Any]]:
+        return self.operands, [self.made]
 
     @property
     def size(self) -> tuple[int, int]:
