@@ -303,3 +303,10 @@ def test_a_step_says_why_it_has_none():
     step = vmem_jax.jit(step_of(softmax), budget=0.9, allow="row_kernels")
     with pytest.raises(vmem_jax.TechniqueError, match="its kernels are for GPUs"):
         step.lower(*args).compile()
+
+
+@pytest.mark.gpu_compile
+def test_policy_keep_refuses_it_where_it_is_named():
+    step = vmem_jax.jit(step_of(softmax), budget=1.0, policy="keep", allow="row_kernels")
+    with pytest.raises(vmem_jax.TechniqueError, match="policy `keep` leaves the step as it is"):
+        step.lower(*arguments()).compile(target="h200")

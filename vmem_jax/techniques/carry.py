@@ -30,12 +30,10 @@ from vmem_jax.jax_compat import ClosedJaxpr
 from vmem_jax.rewrite import passes
 from vmem_jax.rewrite.carried import describe, with_carried
 from vmem_jax.rewrite.normalising import with_normalising
+from vmem_jax.techniques import own_kernels
 from vmem_jax.techniques.base import AbstractTechnique
 from vmem_jax.techniques.context import StepContext
 from vmem_jax.techniques.sub_batches import parts_of
-
-POLICIES = ("auto", "exact")
-"""Those that use it unasked: the published systems have their own convolutions."""
 
 
 class Carry(AbstractTechnique):
@@ -45,18 +43,8 @@ class Carry(AbstractTechnique):
     verb: ClassVar[str] = "compute what stands around convolutions in their kernels"
 
     def unusable(self, step: StepContext) -> str:
-        policy, is_named = step.settings.policy.name, self.name in step.settings.named
-        if policy == "keep":
-            return "policy `keep` leaves the step as it is"
-        if not is_named and policy not in POLICIES:
-            return f"policy `{policy}` plans with the convolutions that there are"
-        if not is_named and not is_timed_on(step.target or step.devices[0].device_kind):
-            return (
-                "its kernels were timed on an H100 and an H200: elsewhere it is used only where "
-                "`allow` names it"
-            )
-        if step.traced.captured.shards.device_count > 1:
-            return "it runs on several devices"
+        if why := own_kernels.why_not(step, is_named=self.name in step.settings.named):
+            return why
         if with_passes(step) is not step:
             return ""
         found = _found(step)
@@ -76,11 +64,6 @@ class Carry(AbstractTechnique):
 def _must_divide(step: StepContext) -> bool:
     """Whether `sub_batches` says that the batch runs in parts."""
     return (step.settings.sub_batches or 1) > 1
-
-
-def is_timed_on(card: str) -> bool:
-    """Whether steps were timed with it on cards of that name, or `device_kind`."""
-    return any(name in card.lower() for name in ("h100", "h200"))
 
 
 def carry_contexts(step: StepContext) -> list[StepContext]:

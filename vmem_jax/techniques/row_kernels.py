@@ -15,8 +15,8 @@ from vmem_jax.capture.row_kernels import find_row_kernels
 from vmem_jax.core.costs import analytic
 from vmem_jax.policy import Keep
 from vmem_jax.rewrite.row_kernels import with_row_kernels
+from vmem_jax.techniques import own_kernels
 from vmem_jax.techniques.base import AbstractTechnique, Form
-from vmem_jax.techniques.carry import POLICIES, is_timed_on
 from vmem_jax.techniques.context import StepContext
 
 
@@ -34,19 +34,11 @@ class RowKernels(AbstractTechnique):
         return "no large softmax outside of loops has rows that XLA reads more than once"
 
     def _not_here(self, step: StepContext) -> str:
-        policy, plan = step.settings.policy.name, step.settings.plan
-        is_named = self.name in step.settings.named or (plan is not None and plan.row_kernels > 0)
-        if not is_named and policy not in POLICIES:
-            return f"policy `{policy}` plans with the kernels that there are"
         if step.platform != "gpu":
             return "its kernels are for GPUs"
-        if not is_named and not is_timed_on(step.target or step.devices[0].device_kind):
-            return (
-                "it was timed on an H200, whose cores an H100 has; elsewhere `allow` must name it"
-            )
-        if step.traced.captured.shards.device_count > 1:
-            return "it runs on several devices"
-        return ""
+        plan = step.settings.plan
+        is_planned = plan is not None and plan.row_kernels > 0
+        return own_kernels.why_not(step, is_planned or self.name in step.settings.named)
 
     def adapt(self, step: StepContext, form: Form) -> Form:
         """Replaces the equations where that is predicted to be faster, and the costs of the whole
