@@ -20,13 +20,13 @@ from vmem_jax.capture.hosted_updates import with_state_in_loops
 from vmem_jax.capture.inputs import UNKNOWN, Inputs
 from vmem_jax.capture.kernel_gradients import with_known_kernel_gradients
 from vmem_jax.capture.kernel_steps import StepMaker, libraries_of
-from vmem_jax.capture.kernels import Kernel
+from vmem_jax.capture.kernels import Kernel, read_by_others
 from vmem_jax.capture.kinds import kinds_of, phases_of
 from vmem_jax.capture.locations import layer_of
 from vmem_jax.capture.loop_constants import with_constants_in_loops
 from vmem_jax.capture.loop_pairs import Pair
 from vmem_jax.capture.loop_segments import Segments, segmented
-from vmem_jax.capture.loops import stacks
+from vmem_jax.capture.loops import stacked_alone, stacks
 from vmem_jax.capture.padding import with_padding_apart
 from vmem_jax.capture.primitives import hosted_nbytes, is_array, nbytes
 from vmem_jax.capture.product_workspaces import UNKNOWN_PRODUCTS, Products
@@ -317,7 +317,7 @@ def capture_pair(
     captured = _captured(
         *(pair.body, pair.body, (), step.inside, None, pair.boundary, shards),
         is_body=True,
-        stacked=_stacked_alone([a for a, _ in made.carried], [a for a, _ in made.stacked]),
+        stacked=stacked_alone([a for a, _ in made.carried], [a for a, _ in made.stacked]),
     )
     index = {v: b for b, v in enumerate(captured.variables)}
     buffers = lambda atoms: frozenset(index[a] for a in atoms if isinstance(a, Var))
@@ -416,7 +416,7 @@ def _captured(
     if given.platform == "cpu":
         looped = is_body or sub_batches is not None
         beside = [cpu_workspace(eqns[kernel.root], size, looped=looped) for kernel in kernels]
-        stays = _read_by_others(kernels, inputs, opened.outvars)
+        stays = read_by_others(kernels, inputs, opened.outvars)
         for k, (body, _) in enumerate(bodies):
             if body is not None:
                 beside[k] += casts_nbytes(eqns[kernels[k].root], size, stays)
@@ -476,25 +476,8 @@ def capture_body(
     return _captured(
         *(body, body, (), step.inside, None, None, shards),
         is_body=True,
-        stacked=_stacked_alone(results[:carry], results[carry:]),
+        stacked=stacked_alone(results[:carry], results[carry:]),
     )
-
-
-def _stacked_alone(carried: Sequence[Any], stacked: Sequence[Any]) -> frozenset[Var]:
-    """Those of `stacked` that no next iteration has."""
-    values = lambda atoms: frozenset(a for a in atoms if isinstance(a, Var))
-    return values(stacked) - values(carried)
-
-
-def _read_by_others(
-    kernels: Sequence[Kernel], inputs: Sequence[Var], outputs: Sequence[Any]
-) -> Callable[[Any], bool]:
-    """Whether a value is there after a kernel that reads it."""
-    count: dict[Any, int] = dict.fromkeys(inputs, 1)
-    for a in (*(v for kernel in kernels for v in kernel.reads), *outputs):
-        if isinstance(a, Var):
-            count[a] = count.get(a, 0) + 1
-    return lambda a: count.get(a, 0) > 1
 
 
 def _body(eqn: compat.JaxprEqn, shards: Shards, step: Inputs) -> tuple[Captured | None, Traffic]:

@@ -7,7 +7,8 @@ kernel, and what makes a mask is one with the reduction that reads it first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from vmem_jax.capture.primitives import Class, class_of, nbytes
 from vmem_jax.jax_compat import JaxprEqn, Var
@@ -98,6 +99,17 @@ def made_before_read(kernels: list[Kernel], eqns: list[JaxprEqn]) -> Iterator[Ke
             waiting.remove(ready)
             yield ready
     assert not waiting, "no kernel reads what is made behind it"
+
+
+def read_by_others(
+    kernels: Sequence[Kernel], inputs: Sequence[Var], outputs: Sequence[Any]
+) -> Callable[[Any], bool]:
+    """Whether a value is there after a kernel that reads it."""
+    count: dict[Any, int] = dict.fromkeys(inputs, 1)
+    for a in (*(v for kernel in kernels for v in kernel.reads), *outputs):
+        if isinstance(a, Var):
+            count[a] = count.get(a, 0) + 1
+    return lambda a: count.get(a, 0) > 1
 
 
 def _first_ready(waiting: list[Kernel], missing: set[Var], eqns: list[JaxprEqn]) -> Kernel | None:

@@ -8,6 +8,9 @@ no plan can split. But slice by slice a stack needs not exist on the device at a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import is_array
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
@@ -38,6 +41,12 @@ def stacks(flat: ClosedJaxpr) -> dict[Var, int]:
                 if _reads_in_reverse(reader[0], v, eqn):
                     found[v] = eqn.params["length"]
     return found
+
+
+def stacked_alone(carried: Sequence[Any], stacked: Sequence[Any]) -> frozenset[Var]:
+    """Those of `stacked` that no next iteration has."""
+    values = lambda atoms: frozenset(a for a in atoms if isinstance(a, Var))
+    return values(stacked) - values(carried)
 
 
 def _reads_in_reverse(reader: JaxprEqn | None, v: Var, writer: JaxprEqn) -> bool:
