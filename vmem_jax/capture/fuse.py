@@ -22,7 +22,7 @@ from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.def_use import makers, readers
 from vmem_jax.capture.draws import draws
 from vmem_jax.capture.few_rows import is_elementwise
-from vmem_jax.capture.fused_reads import Walk
+from vmem_jax.capture.fused_reads import Walk, narrowed, uses_in_wide
 from vmem_jax.capture.kernels import Kernel, join_masks, join_siblings, made_before_read
 from vmem_jax.capture.masks import masked_cotangents
 from vmem_jax.capture.overlap import is_made_apart
@@ -126,6 +126,8 @@ class _Fuser:
         self.epilogue = {i: self._epilogue(i) for i in reversed(range(len(self.eqns)))}
         for j in self.absorbed:
             self.classes[j] = Class.HEAVY
+        self.narrow = narrowed(self.eqns, self.classes, self.nbytes)
+        self.wide_uses = uses_in_wide(self.uses, self.narrow)
         self.exists: set[Var] = set()  # fusible values that some kernel must write
         self.until: dict[Var, int] = {}  # the last epoch that reads an existing value
 

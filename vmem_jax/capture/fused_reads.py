@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from vmem_jax.capture.primitives import Class
@@ -44,6 +44,9 @@ class Values(Protocol):
       exists: fusible values that some kernel must write.
       until: of an existing value the last epoch that reads it.
       at_once: reductions that are computed in every kernel which reads their rows (`softmax`).
+      narrow: of a value what it is converted from, where that has fewer bytes and may be read in its
+        place.
+      wide_uses: `uses`, where what reads a value in a wider type counts, and the conversion does not.
     """
 
     eqns: list[JaxprEqn]
@@ -57,9 +60,32 @@ class Values(Protocol):
     exists: set[Var]
     until: dict[Var, int]
     at_once: set[int]
+    narrow: dict[Var, Var]
+    wide_uses: dict[Var, int]
 
     def must_exist(self, v: Var) -> bool:
         """Whether `v` is in memory whatever is decided."""
+
+
+def narrowed(
+    eqns: Sequence[JaxprEqn], classes: Sequence[Class], nbytes: Mapping[Var, int]
+) -> dict[Var, Var]:
+    """`Values.narrow` of these equations, in their order."""
+    found = {}
+    for eqn, kind in zip(eqns, classes, strict=True):
+        if kind is Class.FUSIBLE and eqn.primitive.name == "convert_element_type":
+            [operand], [result] = eqn.invars, eqn.outvars
+            if isinstance(operand, Var) and nbytes[operand] < nbytes[result]:
+                found[result] = operand
+    return found
+
+
+def uses_in_wide(uses: Mapping[Var, int], narrow: dict[Var, Var]) -> dict[Var, int]:
+    """`Values.wide_uses`."""
+    found = dict(uses)
+    for wide, source in reversed(narrow.items()):  # the last conversion of several first
+        found[source] += found.get(wide, 0) - 1
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +185,8 @@ class Walk:
     def _reads(self, v: Var, depth: int) -> bool:
         """Whether to read `v` here, or to compute it."""
         if v not in self.is_read and not self._is_given(v, depth):
-            if v not in self.values.exists and (self._uses(v) < 2 or self._narrow(v)):
+            is_alone = self.values.wide_uses.get(v, 0) < 2 or v in self.values.narrow
+            if v not in self.values.exists and is_alone:
                 self.is_read[v] = False  # who writes it would be its only reader, or it is widened
             else:
                 self.weighs = True
@@ -170,7 +197,7 @@ class Walk:
         """The price in bytes of needing `v` here; infinite where it exceeds `most`."""
         if v not in self.prices and not self._is_given(v, depth):
             above = self.above.get(v, 0.0)
-            if v not in self.values.exists and (narrow := self._narrow(v)):
+            if v not in self.values.exists and (narrow := self.values.narrow.get(v)):
                 return self._price(narrow, depth + 1, most)
             if above < most or not above:
                 # a value that is asked for again goes twice as far, so that this is not often
@@ -233,7 +260,7 @@ class Walk:
     def _readings(self, v: Var) -> list[_Reading]:
         """What reading `v` takes; where it may be a stream both readings, that of a stream first."""
         values, i = self.values, self.values.maker[v]
-        read, nbytes, uses = self._read_nbytes(v, i), values.nbytes[v], self._uses(v)
+        read, nbytes, uses = self._read_nbytes(v, i), values.nbytes[v], values.wide_uses.get(v, 0)
         if v in values.exists:
             return [_Reading(read, exists=True)]
         # somebody has to compute and write it first
@@ -260,26 +287,6 @@ class Walk:
             if total > most:
                 return math.inf
         return total
-
-    def _uses(self, v: Var) -> int:
-        """How often `v` is read; what reads it in a wider type counts, the conversion does not."""
-        count = self.values.uses.get(v, 0)
-        for i in self.values.readers.get(v, ()):
-            eqn = self.values.eqns[i]
-            if eqn.outvars and self._narrow(eqn.outvars[0]) is v:
-                count += self._uses(eqn.outvars[0]) - 1
-        return count
-
-    def _narrow(self, v: Var) -> Var | None:
-        """What `v` is converted from, where that has fewer bytes and may be read in its place."""
-        i = self.values.maker.get(v)
-        if i is None or self.values.classes[i] is not Class.FUSIBLE:
-            return None
-        eqn = self.values.eqns[i]
-        if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
-            return None
-        [narrow] = eqn.invars
-        return narrow if self.values.nbytes[narrow] < self.values.nbytes[v] else None
 
     def _stack(self, eqn: JaxprEqn) -> Atom | None:
         """What `eqn` reads an iteration's slice of, if that exists whatever is decided."""
