@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
 from vmem_jax import jax_compat as compat
+from vmem_jax.api import planner
 from vmem_jax.capture import capture
 from vmem_jax.capture.batch import Batch, follow_batch
 from vmem_jax.capture.bits import pack_p, packed_aval, unpack_p
@@ -258,6 +259,20 @@ def test_why_masks_stay_in_bytes():
     with pytest.raises(vmem_jax.TechniqueError, match="divides by eight"):
         vmem_jax.jit(step, budget=0.9, allow="bits")(*odd)
     assert not vmem_jax.jit(step, budget=1.0).plan(*odd).bits
+
+
+def test_what_bits_take_too_much_is_taken_off_for_bytes(monkeypatch):
+    """A form that compiles to more than was predicted lowers what the other is planned for."""
+    found, groups_of = [], planner.groups_of
+    seen = lambda *given: found.append(groups_of(*given)) or found[-1]
+    monkeypatch.setattr(planner, "groups_of", seen)
+    step, args = step_of(leaky), arguments(12, 64, 128)
+    budget = vmem_jax.lowest(step, *args, allow=("order", "recompute")).nbytes
+    found.clear()
+    allow = "order", "recompute", "bits"
+    vmem_jax.jit(step, budget=int(0.95 * budget), allow=allow).plan(*args)
+    [[first, *_]] = found
+    assert len(first) == 2 and all(family.alike for family in first)
 
 
 @pytest.mark.gpu_compile

@@ -55,7 +55,7 @@ def groups_of(
     parts = parts_of(step)
     make = lambda context, count: variant_of(context, settings.policy, count)
     made = functools.partial(make, step)  # the others are bounded by it, too
-    own = Family(parts.counts, made, settings.splitting, **_in_parts(step))
+    own = Family(parts.counts, made, settings.splitting, alike=True, **_in_parts(step))
     if settings.splitting is Splitting.FEWEST:
         own = _by_size(step, own, settings.policy, budget)
     first = [own]
