@@ -39,14 +39,14 @@ class Values(Protocol):
       operands: of an equation the values that it reads, inputs first and then the latest first: what
         was made long ago is what most stands behind.
       readers: of a value the equations that read it, in order.
-      uses: of a value how often they read it.
       nbytes: of a value.
       exists: fusible values that some kernel must write.
       until: of an existing value the last epoch that reads it.
       at_once: reductions that are computed in every kernel which reads their rows (`softmax`).
       narrow: of a value what it is converted from, where that has fewer bytes and may be read in its
         place.
-      wide_uses: `uses`, where what reads a value in a wider type counts, and the conversion does not.
+      wide_uses: of a value how often it is read; what reads it in a wider type counts, the conversion
+        does not.
     """
 
     eqns: list[JaxprEqn]
@@ -55,7 +55,6 @@ class Values(Protocol):
     maker: dict[Var, int]
     operands: list[list[Var]]
     readers: dict[Var, list[int]]
-    uses: dict[Var, int]
     nbytes: dict[Var, int]
     exists: set[Var]
     until: dict[Var, int]
@@ -81,7 +80,7 @@ def narrowed(
 
 
 def uses_in_wide(uses: Mapping[Var, int], narrow: dict[Var, Var]) -> dict[Var, int]:
-    """`Values.wide_uses`."""
+    """`Values.wide_uses`, where values are read `uses` times, conversions included."""
     found = dict(uses)
     for wide, source in reversed(narrow.items()):  # the last conversion of several first
         found[source] += found.get(wide, 0) - 1
@@ -185,9 +184,10 @@ class Walk:
     def _reads(self, v: Var, depth: int) -> bool:
         """Whether to read `v` here, or to compute it."""
         if v not in self.is_read and not self._is_given(v, depth):
-            is_alone = self.values.wide_uses.get(v, 0) < 2 or v in self.values.narrow
-            if v not in self.values.exists and is_alone:
-                self.is_read[v] = False  # who writes it would be its only reader, or it is widened
+            # who writes it would be its only reader, or it is widened
+            stays = self.values.wide_uses.get(v, 0) < 2 or v in self.values.narrow
+            if stays and v not in self.values.exists:
+                self.is_read[v] = False
             else:
                 self.weighs = True
                 self._choose(v, depth, None)
