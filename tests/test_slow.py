@@ -24,9 +24,9 @@ def test_every_test_is_drawn_by_some_commit():
 
 def test_the_seconds_of_a_test_and_its_setup_count_together():
     log = [
-        "0.30s call     a.py::b",
-        "0.40s setup    a.py::b",
-        "0.50s call     a.py::c",
+        "0.20s call     a.py::b",
+        "0.20s setup    a.py::b",
+        "0.30s call     a.py::c",
         "9.00s call     a.py::d[x y]",
         "3 passed in 9.00s",
     ]
