@@ -48,6 +48,7 @@ CUTS = {
     "split": lambda y: [a.reshape(N, T, H, D) for a in jnp.split(y, 3, -1)],
     "by head": lambda y: jnp.moveaxis(y.reshape(N, T, H, 3, D), 3, 0),
     "by position": lambda y: jnp.stack([y.reshape(N, T, 3, H, D)[:, :, i] for i in range(3)]),
+    "with biases": lambda y: [a.reshape(N, T, H, D) + 0.1 for a in jnp.split(y, 3, -1)],
 }
 
 
@@ -123,6 +124,22 @@ def test_a_gpu_copies_each_of_queries_keys_and_values_once():
     text = step.lower(*given).compile(target="h200").as_text()
     entry = text[text.index("ENTRY") :]
     assert f"bf16[3,{n}" not in entry and f"{d},{t}]" not in entry
+
+
+@pytest.mark.gpu_compile
+def test_products_of_heads_with_biases_read_no_transposed_keys():
+    """As Flax makes them: each of a product and a bias of its own, and 197 tokens are padded."""
+    n, t, h, d = 8, 197, 4, 64
+
+    def loss(ws, biases, x):
+        made = (jnp.einsum("ntc,chd->nthd", x, w) + b for w, b in zip(ws, biases, strict=True))
+        return jnp.sin(by_einsum(*made).astype(jnp.float32)).sum()
+
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    given = [shape(h * d, h, d)] * 3, [shape(h, d)] * 3, shape(n, t, h * d)
+    step = vmem_jax.jit(jax.grad(loss, (0, 1)), budget="1GiB", policy="exact")
+    text = step.lower(*given).compile(target="h200").as_text()
+    assert f"bf16[{n * h},200,{d}]" in text and f"bf16[{n * h},{d},200]" not in text
 
 
 @pytest.mark.parametrize("attention", ["by_einsum", "heads_first"])
