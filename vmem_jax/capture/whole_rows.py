@@ -13,9 +13,9 @@ sums over any dimension of what it reads.
 Queries, keys and values are cut out of one array before they are transposed, and transposed for
 products where they are cut out, so that their layout can be stated (`row_major`): XLA transposes the
 whole, and copies each out of that (ViT-L, 64 images: 90 us for 38). Others are a product and a bias
-each, as Flax makes them, and are transposed behind that, where they are not aligned: XLA lays the keys
-out as [size, tokens] for the scores, and two products of the backward pass transpose what they read.
-Four layers of Flax's ViT-L(128) take 19.9 ms so, and 19.6 where tokens come before sizes.
+each, as Flax makes them. Where rows are not aligned, they are transposed behind that: XLA lays the
+keys out as [size, tokens] for the scores, and two products of the backward pass transpose what they
+read. Four layers of Flax's ViT-L(128) take 19.9 ms so, and 19.6 where tokens come before sizes.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _batches_first(flat: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _is_written(a: Var, batch: Sequence[int], maker: Mapping[Var, JaxprEqn]) -> bool:
-    """Whether `a` is a part of an array, unaligned matrices that a chain makes, or a view of these."""
+    """Whether `a` is a part of an array, what a chain makes of unaligned rows, or a view of these."""
     eqn = maker.get(a)
     while eqn is not None and class_of(eqn) is Class.VIEW and isinstance(eqn.invars[0], Var):
         eqn = maker.get(eqn.invars[0])
