@@ -126,6 +126,16 @@ def test_a_gpu_copies_each_of_queries_keys_and_values_once():
     assert f"bf16[3,{n}" not in entry and f"{d},{t}]" not in entry
 
 
+@pytest.mark.parametrize("tokens", [T, 16])
+def test_heads_that_a_chain_makes_are_transposed_for_products_where_rows_are_not_aligned(tokens):
+    scores = lambda q, k: jnp.einsum("nqhd,nkhd->nhqk", q + 1, k + 1)
+    given = [jax.ShapeDtypeStruct((N, tokens, H, D), jnp.float32)] * 2
+    flat = with_whole_rows(jax.jit(scores).trace(*given).jaxpr, "gpu")
+    [product] = [e for e in compat.open_jaxpr(flat).eqns if e.primitive.name == "dot_general"]
+    batch = (0, 1) if tokens % 8 else (0, 2)
+    assert product.params["dimension_numbers"][1] == (batch, batch)
+
+
 @pytest.mark.gpu_compile
 def test_products_of_heads_with_biases_read_no_transposed_keys():
     """As Flax makes them: each of a product and a bias of its own, and 197 tokens are padded."""
