@@ -2,17 +2,15 @@
 # The GPU tests under NVIDIA's compute-sanitizer: memcheck and initcheck of all kernels, racecheck of
 # ours alone. Needs a GPU, and JAX with CUDA in PYTHON.
 #
-#   bash scripts/sanitize_gpu.sh LOGS                    all tests/gpu/test_*.py but two
+#   bash scripts/sanitize_gpu.sh LOGS                    all tests/gpu/test_*.py
 #   bash scripts/sanitize_gpu.sh LOGS compression conv   only tests/gpu/test_{compression,conv}.py
 #
 # JOBS (3) run at once, and behind them one by one those that fill the card; each has LIMIT (500)
 # seconds. TOOLS names fewer tools than memcheck, racecheck and initcheck. The summary has a line for
 # each tool and file: what pytest and the sanitizer said at the end. Exits with a failure if a sanitizer
 # reported anything or did not come to its end. Tests that look at a clock may fail, since kernels run
-# many times slower. The two of profiles did not end in 500 s: one runs JAX's profiler, which the tool
-# excludes, and the other measures until times are steady.
+# many times slower.
 set -uo pipefail
-shopt -s extglob # before a line that has such a pattern is read
 cd "$(dirname "$0")/.."
 logs=$1
 shift
@@ -45,7 +43,7 @@ export -f one options_of
 
 names=("$@")
 if ((!${#names[@]})); then
-    for path in tests/gpu/test_!(compare_gpu|profile_gpu).py; do
+    for path in tests/gpu/test_*.py; do
         path=${path##*/test_}
         names+=("${path%.py}")
     done
