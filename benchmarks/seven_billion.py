@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pathlib
 import statistics
 import time
 from typing import Any
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import records
+import traces
 from absl import app, flags
 from jax.sharding import SingleDeviceSharding
 
@@ -74,7 +76,8 @@ def main(_: Any) -> None:
         begun = time.perf_counter()
         state = jax.block_until_ready(_state(shapes))
         row["seconds_to_start"] = time.perf_counter() - begun
-        row |= _run(step, state)
+        state, ran = _run(step, state)
+        row |= ran
         if memory := device.memory_stats():
             row["allocator_gib"] = memory["peak_bytes_in_use"] / GIB
     with open(FLAGS.out, "a") as out:
@@ -214,8 +217,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-def _run(step: Any, state: Any) -> dict[str, Any]:
-    """Steps on other random tokens each, and what the row says about them."""
+def _run(step: Any, state: Any) -> tuple[Any, dict[str, Any]]:
+    """Steps on other random tokens each: the state after them, and what the row says."""
     key = jax.random.key(FLAGS.seed + 1)
     size = FLAGS.batch, FLAGS.tokens + 1
     draw = jax.jit(
@@ -231,7 +234,10 @@ def _run(step: Any, state: Any) -> dict[str, Any]:
         print(f"step {i}: loss {losses[-1]:.6f}, {ms[-1]:,.0f} ms", flush=True)
     timed = ms[FLAGS.warm_up :] or ms
     median = statistics.median(timed)
-    return {
+    if FLAGS.trace:
+        run = lambda state: step(state, tokens)
+        state = traces.traced(pathlib.Path(FLAGS.trace), step, run, state)
+    return state, {
         "losses": losses,
         "ms": median,
         "ms_least": min(timed),
@@ -260,6 +266,9 @@ if __name__ == "__main__":
     flags.DEFINE_integer("batch", 16, "sequences in a step")
     flags.DEFINE_integer("tokens", 2048, "in a sequence")
     flags.DEFINE_integer("steps", 20, "that are run")
+    flags.DEFINE_string(
+        "trace", None, "a path; where its kernels are written to, as traces.py says"
+    )
     flags.DEFINE_integer("warm_up", 3, "steps that are not timed")
     flags.DEFINE_integer("seed", 0, "of weights and tokens")
     app.run(main)
