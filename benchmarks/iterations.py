@@ -6,8 +6,8 @@
 A row is one `lax.scan`, microseconds an iteration by prediction and, where a card is there, as
 measured. Its body has `products` in a row, [rows, width] times [width, width], each followed by a
 tanh; `written` stacks, each of another function of a product's result; `read` stacks whose slices
-are added before the first product; and `totals` of products' results that the carry adds up, as
-gradients to weights are.
+are added before the first product; `totals` of products' results that the carry adds up, as
+gradients to weights are; and `sums` of rows that it adds up, as gradients to biases are.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from vmem_jax.profile.timing import seconds_a_call
 
 FLAGS = flags.FLAGS
 
-# products, written, read, totals
+NUMBERS = ("products", "written", "read", "totals", "sums")
 BODIES = (
-    *((products, 0, 0, 0) for products in (1, 2, 3, 4, 6, 8)),
-    *((products, written, 0, 0) for products in (1, 4) for written in (1, 2, 4, 8)),
-    *((products, 0, read, 0) for products in (1, 4) for read in (1, 2, 4)),
-    *((products, 0, 0, totals) for products in (1, 4) for totals in (1, 2, 4)),
-    (1, 2, 1, 0),
-    (4, 4, 4, 0),
-    (4, 0, 4, 4),
+    *((products, 0, 0, 0, 0) for products in (1, 2, 3, 4, 6, 8)),
+    *((products, written, 0, 0, 0) for products in (1, 4) for written in (1, 2, 4, 8)),
+    *((products, 0, read, 0, 0) for products in (1, 4) for read in (1, 2, 4)),
+    *((products, 0, 0, totals, 0) for products in (1, 4) for totals in (1, 2, 4)),
+    *((products, 0, 0, 0, sums) for products in (2, 4) for sums in (1, 2, 4)),
+    (1, 2, 1, 0, 0),
+    (4, 4, 4, 0, 0),
+    (4, 0, 4, 4, 4),
 )
 
 
 def loop(
-    products: int, written: int, read: int, totals: int
+    products: int, written: int, read: int, totals: int, sums: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The loop of a row and the shapes of its arguments."""
     rows, width, length = FLAGS.rows, FLAGS.width, FLAGS.iterations
 
     def step(weights: list[jax.Array], ys: jax.Array, xs: list[jax.Array]) -> Any:
         def body(carry: Any, x: list[jax.Array]) -> Any:
-            y, added = carry
+            y, added, summed = carry
             made = []
             for i in range(read):
                 y = y + x[i] if i else y * x[i]
@@ -58,10 +59,11 @@ def loop(
             added = [
                 total + jnp.dot(made[i % products].T, made[-1]) for i, total in enumerate(added)
             ]
+            summed = [total + made[i % products].sum(0) for i, total in enumerate(summed)]
             kept = [jnp.sin((i + 2) * made[i % products]) for i in range(written)]
-            return (y, added), kept
+            return (y, added, summed), kept
 
-        start = ys, [jnp.zeros((width, width))] * totals
+        start = ys, [jnp.zeros((width, width))] * totals, [jnp.zeros(width)] * sums
         return jax.lax.scan(body, start, xs, length)
 
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -84,9 +86,7 @@ def predicted(step: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 def main(_: Any) -> None:
     for numbers in BODIES:
-        row: dict[str, Any] = dict(
-            zip(("products", "written", "read", "totals"), numbers, strict=True)
-        )
+        row: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
         row |= {"kind": "iterations", "iterations": FLAGS.iterations}
         row |= {"rows": FLAGS.rows, "width": FLAGS.width}
         step, args = loop(*numbers)
