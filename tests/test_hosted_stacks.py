@@ -15,6 +15,7 @@ from test_updates import EXACT, MODELS, OPTIMISERS, PLAIN, W, X, same, scanned, 
 
 import vmem_jax
 from vmem_jax import jax_compat as compat
+from vmem_jax.core.cards import CARDS
 from vmem_jax.core.machine import Machine
 from vmem_jax.core.planned import techniques_of
 from vmem_jax.core.validate import violations
@@ -142,6 +143,21 @@ def test_what_moves_is_counted():
     # on a CPU host memory counts as the device's, once for each donated stack
     compiled = budgeted.lower(placed(state, moments), X).compile()
     assert compiled.attempts[-1].predicted_need == pytest.approx(compiled.need_nbytes, rel=0.1)
+
+
+def test_where_a_slice_lies_in_host_memory_is_said_to_its_copy():
+    """What cuts a slice there, and what puts one there, takes no time of its own."""
+    step, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
+    compiled = vmem_jax.jit(step, budget="1GiB", donate_argnums=0).lower(placed(state, moments), X)
+    program = compiled.compile(target="h200")._entry.traced.captured.program
+    machine = CARDS["h200"].machine
+    [loop] = [s for s in program.steps if s.returned]
+    there = {b for s in loop.body if s.fetched for b in s.reads}
+    put = {b for s in loop.body if s.returned for b in s.writes}
+    copied = [s for s in loop.body if there & {*s.writes} or put & {*s.reads}]
+    assert {s.op for s in copied} == {"dynamic_slice", "dynamic_update_slice"}
+    assert len(copied) == 2 * len(there) == 2 * len(PLAIN)
+    assert not any(map(machine.seconds, copied))
 
 
 def test_a_slow_link_takes_its_time():

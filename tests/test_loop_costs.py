@@ -92,14 +92,22 @@ def test_slices_from_host_memory_and_back_take_the_link_while_the_loop_computes(
     layer = lambda y, w: (jnp.tanh(y @ w), None)
     found = program_of(lambda w, x: lax.scan(layer, x, w)[0], (LAYERS, 64, 64), (256, 64))
     loop = loop_of(found)
-    moving = lambda fetched, returned: MACHINE.seconds(
-        dataclasses.replace(loop, fetched=fetched, returned=returned)
-    )
+    product = next(step for step in loop.body if step.op == "dot_general")
+
+    def moving(fetched, returned):
+        """Seconds of the loop with a slice that comes, and one that leaves, each iteration."""
+        copy = lambda **link: dataclasses.replace(product, reads=(), writes=(), **link)
+        copies = [copy(fetched=fetched // LAYERS), copy(returned=returned // LAYERS)]
+        copies = [step for step in copies if step.fetched + step.returned]
+        body = (*copies, *loop.body)
+        moved = dataclasses.replace(loop, body=body, fetched=fetched, returned=returned)
+        return MACHINE.seconds(moved)
+
     assert moving(1024, 1024) == MACHINE.seconds(loop)
     much = 1024 * MIB
-    assert moving(much, 0) == pytest.approx(much / MACHINE.link_in)
-    assert moving(0, much) == pytest.approx(much / MACHINE.link_out)
-    assert moving(much, much) == pytest.approx(2 * much / MACHINE.link_both)
+    assert moving(much, 0) == pytest.approx(much / MACHINE.link_in, rel=0.01)
+    assert moving(0, much) == pytest.approx(much / MACHINE.link_out, rel=0.01)
+    assert moving(much, much) == pytest.approx(2 * much / MACHINE.link_both, rel=0.01)
 
 
 def test_updates_in_a_loop_take_what_those_of_unrolled_layers_take():

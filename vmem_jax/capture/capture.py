@@ -429,9 +429,9 @@ def _captured(
     else:
         saved = saved_by_merging(kernels, phases, eqns, size, is_body, boundary, as_one, stacked)
         steps = [
-            dataclasses.replace(step, nbytes=step.nbytes - less, launched=not with_another)
-            if less or with_another
-            else step
+            dataclasses.replace(
+                step, nbytes=step.nbytes - less, launched=step.launched and not with_another
+            )
             for step, (less, with_another) in zip(steps, saved, strict=True)
         ]
     if sub_batches is not None:

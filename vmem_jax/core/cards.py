@@ -176,7 +176,8 @@ _MEASURED = Machine(
     # 3.1 for 4.6 MB and 3.9 to 4.3 for 8.8 MB (bfloat16)
     product=0.9e-6,
     # kernels and copies that read 64 to 131 KB from stacks take 1.6 to 2.3 us in the backward loops
-    # of recurrent layers, others 1.1 to 1.5
+    # of recurrent layers, others 1.1 to 1.5; each product in a row takes 0.5 to 0.6 us longer than
+    # it and its tanh do apart (`benchmarks/iterations.py`)
     latency=0.6e-6,
     cached=4.1e12,  # of those products, on an H100, too
     between=300e9,  # two thirds of NVLink's data sheet, each way: not measured

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from vmem_jax.core.convolution import Convolution
 from vmem_jax.core.cuda_cores import share_of_strict_rate, transform_nbytes
+from vmem_jax.core.hosted_slices import iteration_seconds
 from vmem_jax.core.program import Step
 from vmem_jax.core.tensor_cores import more_seconds, share_of_rate
 
@@ -100,8 +101,8 @@ class Machine:
       product: seconds that a matrix product takes beside moving what it touches: each of its
         programs goes along the summed dimension step by step, however few there are. Less for few
         rows.
-      latency: seconds that a kernel of an iteration starts later that waits for device memory, where
-        others read what the one before them left in the cache.
+      latency: seconds that a kernel takes longer which reads more than what the one before it left in
+        the cache: of an iteration a slice of a stack, and behind a product the parts of its sum.
       cached: the rate of a product that touches no more than stays in the cache from one iteration
         to the next, bytes a second, where it is more than `bandwidth`.
     """
@@ -133,14 +134,13 @@ class Machine:
 
         What is merged with another kernel is not launched, and a barrier is none. A loop takes the
         seconds of its body's steps in all iterations, of a kernel an iteration that counts them, and
-        of its own traffic, copies to stacks and from them, each a kernel, and of waiting for slices;
-        or those of the link, if slices come from host memory and leave for it for longer than that.
+        of its own traffic, copies to stacks and from them, each a kernel, and of waiting for slices,
+        those from host memory as well (`core.hosted_slices`).
         """
         if step.body:
-            computed = sum(self.seconds(s) for s in step.body if not s.fetched + s.returned)
-            computed += (1 + step.copies) * self.launch + step.fetches * self.latency
-            computed = step.length * computed + step.nbytes / self.bandwidth
-            return step.times * max(computed, self.link_seconds(step.fetched, step.returned))
+            once = self._iteration(step)
+            once += (1 + step.copies) * self.launch + step.fetches * self.latency
+            return step.times * (step.length * once + step.nbytes / self.bandwidth)
         rate = self.flops.get(step.dtype, self.flops[""]) * step.efficiency
         if step.convolution is not None:
             rate = self._convolution_rate(step.convolution)
@@ -160,7 +160,8 @@ class Machine:
             rate /= _UNALIGNED
         is_kernel = step.launched and step.op != "optimization_barrier"
         if step.op == "dot_general":
-            moving += self._along(step) * (1.0 if step.launched else _PART_OF_PRODUCT)
+            along = self._along(step) + self.latency
+            moving += along * (1.0 if step.launched else _PART_OF_PRODUCT)
         operations = max(step.flops, WRITTEN * step.written)
         once = _together(operations / rate, moving, step.convolution)
         once += self.launch if is_kernel else 0.0
@@ -186,10 +187,13 @@ class Machine:
         rows = step.flops * _itemsize(step) / (2 * step.nbytes) if step.nbytes else _ROWS
         return self.product * (_NO_ROWS + (1.0 - _NO_ROWS) * min(1.0, rows / _ROWS))
 
-    def link_seconds(self, fetched: int, returned: int) -> float:
-        """Of so many bytes from pinned host memory and to it, both ways at once."""
-        both = (fetched + returned) / self.link_both
-        return max(fetched / self.link_in, returned / self.link_out, both)
+    def _iteration(self, loop: Step) -> float:
+        """Seconds of the body of `loop`, with its copies from host memory and to it."""
+        if not loop.fetched + loop.returned:
+            return sum(map(self.seconds, loop.body))
+        most = self.link_both / 2 if loop.fetched and loop.returned else math.inf
+        rates = min(self.link_in, most), min(self.link_out, most)
+        return iteration_seconds(loop.body, self.seconds, *rates)
 
     def convolution_seconds(self, convolution: Convolution) -> float:
         """The same roofline for one convolution."""
