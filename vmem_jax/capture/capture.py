@@ -159,8 +159,8 @@ class Captured:
         if count == 1:
             return self
         # a partitioner may make a whole of what stands under a statement
-        stated = self.inputs.platform == "gpu" and self.shards.device_count == 1
-        flat, sub_batches = divided(self.divisible, batch, count, size, stated)
+        one_gpu = self.inputs.platform == "gpu" and self.shards.device_count == 1
+        flat, sub_batches = divided(self.divisible, batch, count, size, one_gpu)
         ours = self.program
         if self.replaced is not None:
             flat, sub_batches, counts = self.replaced.within(flat, sub_batches)

@@ -227,8 +227,9 @@ class _Fuser:
         A transpose of a product is the product with its operands exchanged. cuDNN's forward
         convolutions, and products, take a bias, a tensor to add (a total of weight gradients, say)
         and a ReLU; XLA uses that where nothing else reads what is in between. XLA:GPU has a product
-        add arguments alone, and what is made, such as a residual, in a pass behind it (0.11.2); a
-        bias that is made, of a cast for instance, is added by what reads the sum.
+        add arguments alone, and totals that a loop carries; what is made, such as a residual, in a
+        pass behind it (0.11.2); a bias that is made, of a cast for instance, is added by what reads
+        the sum.
         """
         eqn = self.eqns[i]
         chain: list[int] = []
@@ -253,10 +254,13 @@ class _Fuser:
             if name not in ("add", "add_any", "max") or not same or j in self.absorbed:
                 break
             maker, is_spread = self._addend(j, out)
-            if j in self.tied or (is_product and maker == BEGIN) or (name == "max" and biases):
+            if j in self.tied or (name == "max" and biases):
+                break
+            is_total = maker == BEGIN
+            if is_product and is_total and self.platform == "cpu":
                 break
             out = after
-            if is_product and is_spread and maker and self.platform != "cpu":
+            if is_product and is_spread and maker and not is_total and self.platform != "cpu":
                 biases.append(j)
                 continue
             chain += [*biases, j]

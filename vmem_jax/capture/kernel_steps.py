@@ -198,9 +198,9 @@ class StepMaker:
         elif root.primitive.name == "dynamic_update_slice" or root.primitive.name in SCATTERS:
             over = [index[a] for a in root.invars[:1] if isinstance(a, Var) and a in kernel.reads]
             in_place = [(r, w) for w in writes[:1] for r in over if sizes[r] == sizes[w]]
-        elif self.is_body and self.is_gpu and root.primitive.name == "dot_general":
+        elif self.is_gpu and root.primitive.name == "dot_general":
             # it adds to what is carried
-            added = [v for v in kernel.reads if v not in maker and v not in root.invars]
+            added = [v for v in kernel.reads if self._is_carried(v) and v not in root.invars]
             in_place = [(index[v], w) for w in writes for v in added if sizes[index[v]] == sizes[w]]
         length = root.params["length"] if root.primitive.name == "scan" else 1
         copied_nbytes = 2 * length * copied.moved  # each is read and written
@@ -303,12 +303,21 @@ class StepMaker:
         own = [self.eqns[i] for i in kernel.equations]
         within = {v for eqn in own for v in eqn.outvars}
         added = (a for eqn in own if eqn.primitive.name in ("add", "add_any") for a in eqn.invars)
-        made = {a for a in added if isinstance(a, Var) and self._stored(a) in self.maker}
+        others = (a for a in added if isinstance(a, Var) and not self._is_carried(a))
+        made = {a for a in others if self._stored(a) in self.maker}
         moved = sum(map(self.size, made - within))
         [out] = kernel.writes
         chains = [class_of(eqn) is not Class.HEAVY for eqn in self._readers(out)]
         passes = 2 if not any(chains) else 0 if chains == [True] else 1
         return moved + passes * self.size(out) if moved else 0
+
+    def _is_carried(self, v: Var) -> bool:
+        """Whether `v` is carried into an iteration, or is a total so far of sub-batches."""
+        made = self.maker.get(v)
+        if made is None or made.primitive.name != BEGIN:
+            return self.is_body and made is None
+        entered = len(made.invars) - made.params["started"]
+        return v in made.outvars[1 + entered :]
 
     def _readers(self, v: Var) -> Iterator[compat.JaxprEqn]:
         """What reads `v` and views of it."""

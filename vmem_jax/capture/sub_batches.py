@@ -34,6 +34,7 @@ from vmem_jax.capture.flatten import drop_dead
 from vmem_jax.capture.primitives import Class, class_of, exchanges_operands, nbytes
 from vmem_jax.capture.sliced import Slicer, opened, put
 from vmem_jax.capture.updates import updated_in_loops
+from vmem_jax.capture.wide_sums import with_wide_sums
 from vmem_jax.core.program import BEGIN, END, Buffer, Step
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -79,19 +80,21 @@ def divided(
     batch: Batch,
     count: int,
     size: int | None = None,
-    stated: bool = False,
+    one_gpu: bool = False,
 ) -> tuple[ClosedJaxpr, SubBatches]:
     """`flat` for one of at most `count` sub-batches, and their division.
 
     All are equal, except a smaller one if `count` does not divide the batch, or where `size` says how
-    many samples the others have. `stated` is as `Slicer` has it.
+    many samples the others have. For `one_gpu` layouts are stated (`Slicer`), and 16-bit products are
+    added up in float32 (`wide_sums`): XLA:CPU lacks such products, and several devices would exchange
+    the wide ones.
     """
     size = size or -(-batch.size // count)
     whole, left = divmod(batch.size, size)
-    most = _Divider(flat, batch, size, stated).run()
+    most = _Divider(flat, batch, size, one_gpu).run()
     if not left:
         return most, SubBatches(whole, size)
-    smaller = _Divider(flat, batch, left, stated).run()
+    smaller = _Divider(flat, batch, left, one_gpu).run()
     names = lambda closed: [eqn.primitive for eqn in compat.open_jaxpr(closed).eqns]
     assert names(most) == names(smaller), "the smaller sub-batch differs in size alone"
     return most, SubBatches(whole + 1, size, smaller, left)
@@ -169,8 +172,8 @@ def in_parts(
 
 
 class _Divider:
-    def __init__(self, flat: ClosedJaxpr, batch: Batch, size: int, stated: bool = False) -> None:
-        self.flat, self.batch, self.size, self.stated = flat, batch, size, stated
+    def __init__(self, flat: ClosedJaxpr, batch: Batch, size: int, one_gpu: bool = False) -> None:
+        self.flat, self.batch, self.size, self.one_gpu = flat, batch, size, one_gpu
         self.opened = compat.open_jaxpr(flat)
         self.eqns: Sequence[JaxprEqn] = self.opened.eqns
         self.maker = makers(self.eqns)
@@ -186,7 +189,7 @@ class _Divider:
         needed, after = self._needed()
         live = self._live({*needed})
         offset = compat.new_var(jax.typeof(np.int32(0)))
-        emitter = Slicer(self.eqns, batch, self.size, offset, self.calls, self._whole, self.stated)
+        emitter = Slicer(self.eqns, batch, self.size, offset, self.calls, self._whole, self.one_gpu)
         before: dict[Var, Var] = {}  # totals so far
         now: dict[Var, Atom] = {}
         for i in live:
@@ -198,6 +201,8 @@ class _Divider:
         first, last = self.eqns[live[0]], self.eqns[live[-1]]
         begins = [offset, *self.entered.values(), *before.values()]
         self._add_in_loops(begins, before, now)
+        if self.one_gpu:
+            self.inside = with_wide_sums(self.inside, {*before.values()}, [*now.values()])
         begin = compat.new_equation(
             begin_p,
             [*self.entered],
