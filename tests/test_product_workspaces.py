@@ -158,9 +158,10 @@ def test_parts_lie_beside_what_is_read_in_the_type_of_sums():
 
 
 def test_programs_without_triton_have_none():
-    known = lambda large, is_there: products_on("9.0", 132, is_there=is_there, large=large).cores
-    assert known(large=True, is_there=False) == 0
-    assert known(large=True, is_there=True) == known(large=False, is_there=False)
+    size = Size(1, 512, 512, 4096, 4, 4, 4, 4)
+    parts = lambda **card: products_on("9.0", 132, **card).parts(size)
+    assert parts(large=True, is_there=False) == 1
+    assert parts(large=True, is_there=True) == parts(large=False, is_there=False) > 1
 
 
 @pytest.mark.gpu_compile

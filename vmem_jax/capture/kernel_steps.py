@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture import columns, odd_rows
+from vmem_jax.capture import columns, odd_rows, product_waves
 from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.body_traffic import Traffic
 from vmem_jax.capture.collectives import Collectives
@@ -216,7 +216,7 @@ class StepMaker:
         if self.is_gpu:
             if fusible and touched and not any(map(columns.is_reduction, own)):
                 places = max((math.prod(shape_of(v)) for v in kernel.writes), default=0)
-            reduced = columns.operations(own, elements)
+            reduced = columns.operations(own, elements, in_parts=shards.device_count == 1)
             reduced = max(reduced, odd_rows.operations(own, elements, shards))
         turned = [v for v in kernel.writes if v in self.transposed]
         copies = self._copies(kernel)
@@ -334,6 +334,8 @@ class StepMaker:
         described = _OF_OURS.get(root.primitive.name)
         if described is not None and self.is_gpu:
             return float(root.params[described].efficiency)
+        if root.primitive.name == "dot_general" and self.is_gpu and self.shards.device_count == 1:
+            return product_waves.share(Size.of(root), self.products.cores)
         return efficiency(root)
 
 

@@ -101,13 +101,15 @@ class Products:
 
     Attributes:
       most: the bytes that XLA gives a product of cuBLAS; 0 where cuBLAS computes none.
-      cores: its streaming multiprocessors; 0 where no product is made in parts.
+      cores: its streaming multiprocessors; 0 where they are not known.
       major: the major part of its compute capability.
+      splits: whether products are made in parts.
     """
 
     most: int = 0
     cores: int = 0
     major: int = 0
+    splits: bool = True
 
     def workspace(self, flops: float, size: Size | None) -> int:
         """Bytes that are live beside operands and result while a product runs.
@@ -129,7 +131,8 @@ class Products:
         That of least cost by `EstimateGemmCostAfterSplitK` and `ChooseSplitK` of XLA's
         splitk_rewriter.cc: the longer of computing and memory, and what it takes to add up.
         """
-        if not self.cores or not size.batch * size.rows * size.columns * size.inner:
+        is_empty = not size.batch * size.rows * size.columns * size.inner
+        if is_empty or not (self.splits and self.cores):
             return 1
         weights = next(w for major, w in _WEIGHTS.items() if self.major >= major)
         return min(_PARTS, key=lambda parts: self._cost(size, parts, weights))
@@ -170,4 +173,4 @@ def products_on(capability: str, cores: int, is_there: bool, large: bool) -> Pro
         return UNKNOWN_PRODUCTS
     workspace = (32 if int(major) >= _HOPPER else 4) << 20
     splits = SPLITS_PRODUCTS and (is_there or not large)
-    return Products(workspace if is_there else 0, cores if splits else 0, int(major))
+    return Products(workspace if is_there else 0, cores, int(major), splits)

@@ -179,6 +179,8 @@ _MEASURED = Machine(
     # of recurrent layers, others 1.1 to 1.5; each product in a row takes 0.5 to 0.6 us longer than
     # it and its tanh do apart (`benchmarks/iterations.py`)
     latency=0.6e-6,
+    # ViT-L's step in 4 and 8 sub-batches, of 7,300 and 14,300 kernels: 3.8 and 9.0 ms
+    gap=0.5e-6,
     cached=4.1e12,  # of those products, on an H100, too
     between=300e9,  # two thirds of NVLink's data sheet, each way: not measured
 )

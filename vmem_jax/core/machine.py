@@ -103,6 +103,7 @@ class Machine:
         rows.
       latency: seconds that a kernel takes longer which reads more than what the one before it left in
         the cache: of an iteration a slice of a stack, and behind a product the parts of its sum.
+      gap: seconds in which nothing runs behind a kernel of a sub-batch.
       cached: the rate of a product that touches no more than stays in the cache from one iteration
         to the next, bytes a second, where it is more than `bandwidth`.
     """
@@ -122,6 +123,7 @@ class Machine:
     between: float = 300e9
     product: float = 0.0
     latency: float = 0.0
+    gap: float = 0.0
     cached: float = 0.0
 
     def most_parts(self, busy: float) -> float:
@@ -164,7 +166,7 @@ class Machine:
             moving += along * (1.0 if step.launched else _PART_OF_PRODUCT)
         operations = max(step.flops, WRITTEN * step.written)
         once = _together(operations / rate, moving, step.convolution)
-        once += self.launch if is_kernel else 0.0
+        once += self.launch + (self.gap if step.times > 1 else 0.0) if is_kernel else 0.0
         if step.convolution is not None:
             once += self._more(step.convolution)
         behind = step.behind / self.bandwidth

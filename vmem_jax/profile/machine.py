@@ -101,6 +101,7 @@ def measure(
         pinning=rates.pinning or shipped.pinning,
         product=shipped.product,
         latency=shipped.latency,
+        gap=shipped.gap,
         cached=shipped.cached,
         between=shipped.between,  # not measured
     )

@@ -25,6 +25,8 @@ from vmem_jax.core.program import BEGIN, COMPRESS, DECOMPRESS, END, Step
 from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.core.stated_layouts import may_be_left
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.rewrite.column_sums import with_sums_in_parts
+from vmem_jax.rewrite.late_scales import with_late_scales
 from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.own_stacks import with_own_stacks
 from vmem_jax.rewrite.sub_batches import looped
@@ -53,7 +55,14 @@ def rewrite(
     """
     parts = captured.sub_batches
     is_whole = plan.fenced and captured.program.on_gpu and not body
-    finished = with_own_stacks if is_whole else lambda closed: closed
+    is_alone = captured.shards.device_count == 1
+
+    def finished(closed: ClosedJaxpr) -> ClosedJaxpr:
+        if not is_whole:
+            return closed
+        closed = with_late_scales(with_own_stacks(closed))
+        return with_sums_in_parts(closed) if is_alone else closed
+
     rewritten = _in_order(captured, plan, transport, store, body)
     if parts is None:
         return finished(rewritten)

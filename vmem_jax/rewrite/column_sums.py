@@ -1,0 +1,43 @@
+"""column_sums: sums over few rows in parts, as XLA:GPU makes those over more than 4,096.
+
+A block of threads sums all rows of 32 columns. Over 3,152 rows of 1,024 columns, as of a bias in a
+sub-batch, that is 32 blocks on a card that runs 264 at once (`capture.columns`). In 16 parts it is
+512, and what adds up the parts is fused into what reads the sum. A barrier between the two keeps XLA
+from making one sum of them. Parts are added up in float32 or wider, as XLA adds up within a block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vmem_jax.capture.columns import can_be_divided, is_reduction, sum_of
+from vmem_jax.capture.editor import spliced, with_each_replaced
+from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
+
+
+def with_sums_in_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """`closed` with sums over rows in the number of parts that is fastest, in the bodies of its
+    loops, too."""
+    return with_each_replaced(closed, lambda: _divided)
+
+
+def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
+    if not is_reduction(eqn) or not can_be_divided(eqn):
+        return [eqn]
+    parts = sum_of(eqn).parts()
+    if parts == 1:
+        return [eqn]
+    add_up = functools.partial(_in_parts, axes=(*sorted(eqn.params["axes"]),), parts=parts)
+    return spliced(add_up, eqn.invars, eqn, eqn.outvars[0])[0]
+
+
+def _in_parts(x: jax.Array, axes: tuple[int, ...], parts: int) -> jax.Array:
+    """The sum of `x` over `axes`, which stand together."""
+    before, behind = x.shape[: axes[0]], x.shape[axes[-1] + 1 :]
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    some = jnp.sum(wide.reshape(*before, parts, -1, *behind), axis=len(before) + 1)
+    return jnp.sum(lax.optimization_barrier(some), axis=len(before)).astype(x.dtype)
