@@ -34,6 +34,8 @@ BLOCKS = 264  # that run at once
         ((1,), 1024, 1),
         ((4096,), 1, 1),
         ((0,), 1024, 1),
+        ((4, 0, 64), 1024, 1),
+        ((0, 64), 1024, 1),
     ],
 )
 def test_parts_fill_the_card_and_are_worth_a_kernel_more(lengths, columns, parts):

@@ -130,10 +130,10 @@ def test_products_of_recurrent_layers_take_as_long_on_an_h100_as_on_an_h200(op, 
 @pytest.mark.parametrize(("rows", "micros"), [(64, 2.40), (32, 2.19), (22, 2.09), (8, 1.85)])
 def test_products_of_few_rows_take_what_traces_of_recurrent_layers_have(rows, micros):
     """Of 512 columns, 512 summed, in float32 on an H200; 9 % of them lie under other kernels. What
-    reads such a product adds up the parts of its sum, and takes longer by a latency."""
+    reads such a product adds up the parts of its sum, and takes longer by a third of a latency."""
     n = 512
     work = {"nbytes": 4 * (2 * rows * n + n * n), "flops": 2 * rows * n * n, "dtype": "float32"}
     [step] = program([("cell", FORWARD, "dot_general")]).steps
     machine = CARDS["h200"].machine
-    seconds = machine.seconds(dataclasses.replace(step, **work)) - machine.latency
+    seconds = machine.seconds(dataclasses.replace(step, **work)) - machine.latency / 3
     assert seconds == pytest.approx(0.91e-6 * micros, rel=0.03)

@@ -79,6 +79,8 @@ class Sum:
 
     def parts(self) -> int:
         """The fewest parts about as fast as any; 1 where they are not worth a kernel more."""
+        if self.longer() <= 1.0:
+            return 1
         some = [n for n in self.divisions() if self.rows // n >= _LEAST_ROWS] or [1]
         fastest = min(map(self.longer, some))
         best = min(n for n in some if self.longer(n) <= _AS_FAST * fastest)

@@ -176,8 +176,7 @@ _MEASURED = Machine(
     # 3.1 for 4.6 MB and 3.9 to 4.3 for 8.8 MB (bfloat16)
     product=0.9e-6,
     # kernels and copies that read 64 to 131 KB from stacks take 1.6 to 2.3 us in the backward loops
-    # of recurrent layers, others 1.1 to 1.5; each product in a row takes 0.5 to 0.6 us longer than
-    # it and its tanh do apart (`benchmarks/iterations.py`)
+    # of recurrent layers, others 1.1 to 1.5
     latency=0.6e-6,
     # ViT-L's step in 4 and 8 sub-batches, of 7,300 and 14,300 kernels: 3.8 and 9.0 ms
     gap=0.5e-6,

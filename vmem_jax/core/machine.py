@@ -64,6 +64,12 @@ _PART_OF_PRODUCT = 0.5
 where there are more columns. Of a GRU's 64 rows and 512 columns an H200 takes 2.2 us (float32, 512
 summed), of two such products in one 3.3, of three 3.9."""
 
+_ADDED_UP = 1 / 3
+"""What a product's reader takes longer to add up the parts of its sum, as a share of
+`Machine.latency`. An H200 takes 0.55 us longer for a product and a tanh in a row with others than for
+both apart (`benchmarks/iterations.py`), but an LSTM no more than 0.2, in whose iterations the kernels
+that write stacks overlap."""
+
 _ROWS, _NO_ROWS = 40, 0.35
 """Rows from which on a product takes all of `Machine.product`, and what it takes of that however few
 its rows. Of 64, 32, 22 and 8 rows, 512 columns and 512 summed an H200 takes 2.4, 2.2, 2.1 and 1.85 us
@@ -162,7 +168,7 @@ class Machine:
             rate /= _UNALIGNED
         is_kernel = step.launched and step.op != "optimization_barrier"
         if step.op == "dot_general":
-            along = self._along(step) + self.latency
+            along = self._along(step) + _ADDED_UP * self.latency
             moving += along * (1.0 if step.launched else _PART_OF_PRODUCT)
         operations = max(step.flops, WRITTEN * step.written)
         once = _together(operations / rate, moving, step.convolution)
