@@ -14,8 +14,8 @@ from vmem_jax.capture.product_workspaces import Size
 _TILES = ((128, 128), (128, 160), (128, 192), (128, 256), (256, 128))
 """Rows and columns of what one program makes, of those that cuBLAS chooses most on an H200."""
 
-_USUAL = 1.03
-"""What large products leave idle for as long: the rates of `core.cards` are of such."""
+_USUAL = 1.1
+"""How many times longer products take for this whose rate `core.cards` has: large ones."""
 
 
 def share(size: Size, cores: int) -> float:
