@@ -57,6 +57,15 @@ def rounded(total, x, y):
     return total + jnp.sin(product(x, y)).astype(total.dtype)
 
 
+def by_an_algorithm(total, x, y):
+    algorithm = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    return total + product(x, y, precision=algorithm).astype(total.dtype)
+
+
+def doubled(total, x, y):
+    return total + total + product(x, y).astype(total.dtype)
+
+
 def wide_already(total, x, y):
     return total + product(x, y, preferred_element_type=total.dtype)
 
@@ -82,7 +91,9 @@ def test_what_only_a_sum_with_a_total_reads_is_made_as_wide(step, dtype):
     assert products_of(step, dtype, WIDE) == ([dtype], [WIDE])
 
 
-@pytest.mark.parametrize("step", [scaled, also_returned, read_twice, rounded])
+@pytest.mark.parametrize(
+    "step", [scaled, also_returned, read_twice, rounded, by_an_algorithm, doubled]
+)
 def test_what_is_computed_with_first_or_read_elsewhere_stays(step):
     assert products_of(step, NARROW, WIDE) == ([NARROW], [NARROW])
 
