@@ -145,6 +145,7 @@ def test_what_moves_is_counted():
     assert compiled.attempts[-1].predicted_need == pytest.approx(compiled.need_nbytes, rel=0.1)
 
 
+@pytest.mark.gpu_compile
 def test_where_a_slice_lies_in_host_memory_is_said_to_its_copy():
     """What cuts a slice there, and what puts one there, takes no time of its own."""
     step, state = training((scanned(), PLAIN), OPTIMISERS["momentum"])
