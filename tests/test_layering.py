@@ -270,6 +270,7 @@ NO_PARAMETERS = {
         "_CACHED",
         "_DEPTHWISE",
         "_DEPTHWISE_START",
+        "_ADDED_UP",
         "_PART_OF_PRODUCT",
         "_UNALIGNED",
         "_UNALIGNED_PRODUCT",
