@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -99,8 +100,7 @@ def main(_: Any) -> None:
         row["device"] = FLAGS.target or jax.devices()[0].device_kind
         row |= {"jax": jax.__version__, "commit": records.commit()}
         print(json.dumps(row), flush=True)
-        with open(FLAGS.out, "a") as out:
-            out.write(json.dumps(row) + "\n")
+        records.append(pathlib.Path(FLAGS.out), [row])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -75,8 +76,7 @@ def main(_: Any) -> None:
         row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         row["commit"] = records.commit()
         print(json.dumps(row), flush=True)
-        with open(FLAGS.out, "a") as out:
-            out.write(json.dumps(row) + "\n")
+        records.append(pathlib.Path(FLAGS.out), [row])
 
 
 if __name__ == "__main__":

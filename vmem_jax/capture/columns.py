@@ -98,18 +98,20 @@ def operations(eqns: Iterable[JaxprEqn], elements: int, in_parts: bool = False) 
     """
     longer = {}
     for eqn in filter(is_reduction, eqns):
-        found = sum_of(eqn)
-        parts = found.parts() if in_parts and can_be_divided(eqn) else 1
-        longer[(*eqn.params["axes"],)] = found.longer(parts)
+        parts = parts_of(eqn) if in_parts else 1
+        longer[(*eqn.params["axes"],)] = _sum_of(eqn).longer(parts)
     return int(OPERATIONS * elements * sum(longer.values()))
 
 
-def can_be_divided(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` adds up numbers along dimensions that stand together."""
-    if eqn.primitive.name != "reduce_sum":
-        return False
+def parts_of(eqn: JaxprEqn) -> int:
+    """The number of parts that `eqn` is made in: 1, unless it adds up numbers along dimensions that
+    stand together."""
+    if eqn.primitive.name != "reduce_sum" or not is_reduction(eqn):
+        return 1
     axes, aval = sorted(eqn.params["axes"]), eqn.invars[0].aval
-    return axes == [*range(axes[0], axes[-1] + 1)] and jnp.issubdtype(aval.dtype, jnp.floating)
+    together = axes == [*range(axes[0], axes[-1] + 1)]
+    is_number = jnp.issubdtype(aval.dtype, jnp.floating)
+    return _sum_of(eqn).parts() if together and is_number else 1
 
 
 def is_reduction(eqn: JaxprEqn) -> bool:
@@ -117,7 +119,7 @@ def is_reduction(eqn: JaxprEqn) -> bool:
     return class_of(eqn) is Class.REDUCE and bool(eqn.params.get("axes"))
 
 
-def sum_of(eqn: JaxprEqn) -> Sum:
+def _sum_of(eqn: JaxprEqn) -> Sum:
     """The rows that reduction `eqn` sums first. Others are summed behind these, which makes a much
     smaller array."""
     aval: Any = eqn.invars[0].aval

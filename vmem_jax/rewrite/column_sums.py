@@ -1,8 +1,8 @@
 """column_sums: sums over few rows in parts, as XLA:GPU makes those over more than 4,096.
 
 A block of threads sums all rows of 32 columns. Over 3,152 rows of 1,024 columns, as of a bias in a
-sub-batch, that is 32 blocks on a card that runs 264 at once (`capture.columns`). In 16 parts it is
-512, and what adds up the parts is fused into what reads the sum. A barrier between the two keeps XLA
+sub-batch, that is 32 blocks on a card that runs 264 at once (`capture.columns`). In 8 parts it is
+256, and what adds up the parts is fused into what reads the sum. A barrier between the two keeps XLA
 from making one sum of them. Parts are added up in float32 or wider, as XLA adds up within a block.
 """
 
@@ -14,21 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vmem_jax.capture.columns import can_be_divided, is_reduction, sum_of
+from vmem_jax.capture.columns import parts_of
 from vmem_jax.capture.editor import spliced, with_each_replaced
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 
 
 def with_sums_in_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """`closed` with sums over rows in the number of parts that is fastest, in the bodies of its
-    loops, too."""
+    """`closed` with sums over rows in parts, in the bodies of its loops, too."""
     return with_each_replaced(closed, lambda: _divided)
 
 
 def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
-    if not is_reduction(eqn) or not can_be_divided(eqn):
-        return [eqn]
-    parts = sum_of(eqn).parts()
+    parts = parts_of(eqn)
     if parts == 1:
         return [eqn]
     add_up = functools.partial(_in_parts, axes=(*sorted(eqn.params["axes"]),), parts=parts)
