@@ -16,6 +16,7 @@ from vmem_jax.capture import capture
 from vmem_jax.capture.opened_loops import opened
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import keep_plan
+from vmem_jax.core.program import BEGIN
 from vmem_jax.rewrite import rewrite
 
 LAYERS, WIDTH, SAMPLES, COUNT = 6, 64, 512, 4
@@ -121,6 +122,15 @@ def test_what_is_opened_computes_the_same(name, platform):
     got = jax.jit(jaxpr_as_fun(rewritten))(*jax.tree.leaves(args()))
     for a, b in zip(jax.tree.leaves(expected), got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_added_to_totals_where_they_are_made():
+    """Not at the end of the iteration, as the user adds them."""
+    program = opened(captured(accumulated, "gpu")).program
+    [begin] = (step for step in program.steps if step.op == BEGIN)
+    adds = [s for s, step in enumerate(program.steps) if step.op == "dot_general"]
+    adds = [s for s in adds if set(begin.writes) & {*program.steps[s].reads}]
+    assert len(adds) == LAYERS and adds[-1] - adds[0] > 3 * LAYERS
 
 
 @pytest.mark.parametrize("name", OPENED)

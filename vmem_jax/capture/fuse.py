@@ -53,7 +53,8 @@ def fuse(
     parts: Collection[int] = (),
     shards: Shards | None = None,
 ) -> tuple[Kernel, ...]:
-    """Returns the kernels of `flat`, in the order of their last equations.
+    """Returns the kernels of `flat`, in the order of their last equations; those whose epilogues add
+    what is there from the start, in that of their heavy ones.
 
     Args:
       platform: that it is compiled for; on "cpu" random words are made by a loop.
@@ -172,7 +173,7 @@ class _Fuser:
             if i in self.tied and self.classes[i] in (Class.HEAVY, Class.REDUCE):
                 continue
             if self.classes[heavy] is Class.HEAVY:
-                if i == [heavy, *self.epilogue[heavy]][-1]:
+                if i == self._place(heavy):
                     found.append(self._put(i) if self._is_made_there(i) else self._heavy(heavy))
             elif self.classes[i] is Class.REDUCE or any(
                 v in self.exists for v in self.eqns[i].outvars
@@ -274,14 +275,27 @@ class _Fuser:
         """The primitive that makes what equation `j` adds to `out`, "" of an argument, and whether
         that is spread over more elements."""
         [atom] = [a for a in self.eqns[j].invars if a is not out] or [out]
-        name = ""
-        while isinstance(atom, Var) and atom in self.maker and not name:
+        name, origin = self._origin(atom)
+        return name, nbytes(origin.aval) < nbytes(out.aval)
+
+    def _origin(self, atom: Atom) -> tuple[str, Atom]:
+        """What `atom` is a view of, or spread from, and the primitive that makes that."""
+        while isinstance(atom, Var) and atom in self.maker:
             maker = self.maker[atom]
-            if self.classes[maker] is Class.VIEW or self._spreads(maker):
-                atom = self.eqns[maker].invars[0]
-            else:
-                name = self.eqns[maker].primitive.name
-        return name, nbytes(atom.aval) < nbytes(out.aval)
+            if self.classes[maker] is not Class.VIEW and not self._spreads(maker):
+                return self.eqns[maker].primitive.name, atom
+            atom = self.eqns[maker].invars[0]
+        return "", atom
+
+    def _place(self, i: int) -> int:
+        """The equation in whose place the kernel of heavy equation `i` stands: its own if what its
+        epilogue adds is an argument or a total, else the last, behind what makes that. Gradients that
+        are added to totals at the end of an iteration are made, so, where their operands are."""
+        epilogue = self.epilogue[i]
+        inside = {self.eqns[j].outvars[0] for j in (i, *epilogue)}
+        added = {a for j in epilogue for a in self.operands[j]} - inside
+        there = all(self._origin(a)[0] in ("", BEGIN) for a in added)
+        return i if there else epilogue[-1]
 
     def _spreads(self, i: int) -> bool:
         return self.eqns[i].primitive.name == "broadcast_in_dim"
