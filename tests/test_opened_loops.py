@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,10 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import vmem_jax
-from vmem_jax import Plan
+from vmem_jax import BudgetError, Plan
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture import capture
-from vmem_jax.capture.opened_loops import opened
+from vmem_jax.capture.opened_loops import buried, opened
 from vmem_jax.core.need import need_nbytes
 from vmem_jax.core.plan import keep_plan
 from vmem_jax.core.program import BEGIN
@@ -164,6 +166,26 @@ def evaluated(params, xs):
 @pytest.mark.parametrize("step", [evaluated, lambda p, xs: loss(p, xs[0])])
 def test_others_are_not(step):
     assert opened(captured(step)) is None
+
+
+def epochs(params, xs, step=accumulated):
+    return lax.scan(lambda params, _: step(params, xs), params, length=2)
+
+
+def test_steps_in_a_loop_of_loops_are_named_and_can_be_planned_by_themselves():
+    line = accumulated.__code__.co_firstlineno + 8
+    with pytest.raises(BudgetError, match=rf"in the loop at test_opened_loops.py:{line} are not"):
+        vmem_jax.jit(epochs, budget=0.8).lower(*args()).compile()
+    advised = functools.partial(epochs, step=vmem_jax.jit(accumulated, budget=0.7))
+    assert "optimization_barrier" in str(jax.make_jaxpr(advised)(*args()))  # the fences of a plan
+    both = (jax.tree.leaves(jax.jit(step)(*args())) for step in (epochs, advised))
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [accumulated, evaluated, lambda p, xs: loss(p, xs[0])])
+def test_no_step_lies_in_a_loop_of_loops(step):
+    assert buried(captured(step)) is None
 
 
 @pytest.mark.parametrize("policy", ["auto", "exact", "recompute"])

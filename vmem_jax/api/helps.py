@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.api.failure import Help
+from vmem_jax.capture.opened_loops import buried
 from vmem_jax.capture.primitives import nbytes
 from vmem_jax.core.program import Kind
 from vmem_jax.policy import Auto
 from vmem_jax.search.log import SearchLog, What
-from vmem_jax.techniques import TECHNIQUES, StepContext
+from vmem_jax.techniques import TECHNIQUES, StepContext, steps_in_loops
 
 NOT_ADVISED = frozenset({"compress"})
 """Techniques whose effect depends on the values of a batch, so that nothing predicts it."""
@@ -44,13 +45,15 @@ def helps_of(
         reached = predict(other)
         found.append(Help(text, None if reached is None else max(lowest - reached, 0)))
     halved = (lowest - arguments) // 2
+    if inner := _inner_steps(step):
+        found.append(Help(inner, halved))
     for name, why in log.skipped.items():
         needs_gpu = name == "offload" and step.platform == "cpu"
         needs_one = name in ONE_DEVICE and step.traced.captured.shards.device_count > 1
         if (needs_gpu or needs_one) and name not in settings.named:
             continue  # nothing that a user of this step can do
-        if name == "sub_batches" and settings.policy.name != "auto":
-            continue  # what another policy does
+        if name == "sub_batches" and (inner or settings.policy.name != "auto"):
+            continue  # what another policy does, or not before there is one training step
         text = f'"{name}" is not used: {why.removesuffix(".")}'
         gain = halved if name == "sub_batches" and not needs_one else None
         found.append(Help(text, gain, asked=name in settings.named))
@@ -76,6 +79,21 @@ def _donations(step: StepContext) -> list[Help]:
     which = ", ".join(f"`{name}`" for name in names)
     text = f"Donate the state (`donate_argnums`): the results can take the memory of {which}"
     return [Help(text, freed)]
+
+
+def _inner_steps(step: StepContext) -> str:
+    """That training steps in a loop of loops can be planned by themselves; "" without any."""
+    captured = step.traced.captured
+    if step.settings.policy.name not in steps_in_loops.POLICIES or captured.shards.device_count > 1:
+        return ""
+    loop = buried(captured)
+    if loop is None:
+        return ""
+    return (
+        f"The training steps in the loop at {compat.user_line(loop)} are not planned, since it lies "
+        "in another loop: give `vmem_jax.jit` the function with the inner loop alone, and call that "
+        "in the outer loop, under `jax.jit`"
+    )
 
 
 def _wider(step: StepContext) -> tuple[StepContext, str] | None:

@@ -18,7 +18,7 @@ too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax import lax
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.calls import Calls
-from vmem_jax.capture.capture import Captured, capture_body
+from vmem_jax.capture.capture import Captured, Inputs, capture_body
 from vmem_jax.capture.def_use import makers
 from vmem_jax.capture.exact import apply_exact_rules
 from vmem_jax.capture.flatten import drop_dead, flatten
@@ -47,7 +47,8 @@ def opened(captured: Captured) -> Captured | None:
     flat, given = captured.separate, captured.inputs
     if captured.sub_batches or captured.shards.device_count > 1 or given.hosted:
         return None
-    found = max(_steps_in_loops(flat, captured), key=lambda each: each.nbytes, default=None)
+    steps = (loop for loop in _loops(flat, given) if loop.is_step)
+    found = max(steps, key=lambda each: each.nbytes, default=None)
     if found is None:
         return None
     params = compat.open_jaxpr(flat).eqns[found.at].params
@@ -62,27 +63,45 @@ def opened(captured: Captured) -> Captured | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _StepInLoop:
-    """A scan whose body is a training step.
+class _Loop:
+    """A scan.
 
     Attributes:
       at: its index.
       nbytes: what an iteration holds.
       body: it.
       written: of an iteration, as `Captured` has it.
+      is_step: whether its body is a training step.
     """
 
     at: int
     nbytes: int
     body: ClosedJaxpr
     written: AsWritten
+    is_step: bool
 
 
-def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLoop]:
-    given = captured.inputs
+def buried(captured: Captured) -> JaxprEqn | None:
+    """A loop whose body is a training step and that lies in the body of another loop, so that
+    `opened` leaves it closed; None where there is none."""
+    return _buried(captured.separate, captured.inputs)
+
+
+def _buried(flat: ClosedJaxpr, given: Inputs) -> JaxprEqn | None:
+    for loop in _loops(flat, given):
+        if loop.is_step:
+            continue
+        eqns = compat.open_jaxpr(loop.body).eqns
+        inner = next((eqns[each.at] for each in _loops(loop.body, given) if each.is_step), None)
+        if (found := inner or _buried(loop.body, given)) is not None:
+            return found
+    return None
+
+
+def _loops(flat: ClosedJaxpr, given: Inputs) -> Iterator[_Loop]:
+    """The scans of `flat` of which none is the backward pass of another."""
     level = levels(flat, follow_shards(flat, given.shardings), given.platform)
     others = {i for pair in level.pairs for i in (pair.forward, pair.backward)}
-    found = []
     for i, eqn in enumerate(compat.open_jaxpr(flat).eqns):
         if eqn.primitive.name != "scan" or eqn.effects or i in others:
             continue
@@ -92,9 +111,8 @@ def _steps_in_loops(flat: ClosedJaxpr, captured: Captured) -> Sequence[_StepInLo
             continue  # the body of a scan has none
         own = eqn.replace(params={**eqn.params, "jaxpr": body})
         program = capture_body(own, step=given).program
-        if any(step.phase is Phase.BACKWARD for step in program.steps):
-            found.append(_StepInLoop(i, body_nbytes(program), body, written))
-    return found
+        is_step = any(step.phase is Phase.BACKWARD for step in program.steps)
+        yield _Loop(i, body_nbytes(program), body, written, is_step)
 
 
 class _Opener:
