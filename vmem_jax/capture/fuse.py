@@ -292,6 +292,8 @@ class _Fuser:
         epilogue adds is an argument or a total, else the last, behind what makes that. Gradients that
         are added to totals at the end of an iteration are made, so, where their operands are."""
         epilogue = self.epilogue[i]
+        if not epilogue:
+            return i
         inside = {self.eqns[j].outvars[0] for j in (i, *epilogue)}
         added = {a for j in epilogue for a in self.operands[j]} - inside
         there = all(self._origin(a)[0] in ("", BEGIN) for a in added)
