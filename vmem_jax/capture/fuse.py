@@ -289,8 +289,8 @@ class _Fuser:
 
     def _place(self, i: int) -> int:
         """The equation in whose place the kernel of heavy equation `i` stands: its own if what its
-        epilogue adds is an argument or a total, else the last, behind what makes that. Gradients that
-        are added to totals at the end of an iteration are made, so, where their operands are."""
+        epilogue adds is an argument or a total, else the last, behind what makes that. So gradients
+        that the user adds to totals at the end of an iteration are made where their operands are."""
         epilogue = self.epilogue[i]
         if not epilogue:
             return i
