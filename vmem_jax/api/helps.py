@@ -83,10 +83,8 @@ def _donations(step: StepContext) -> list[Help]:
 
 def _inner_steps(step: StepContext) -> str:
     """That training steps in a loop of loops can be planned by themselves; "" without any."""
-    captured = step.traced.captured
-    if step.settings.policy.name not in steps_in_loops.POLICIES or captured.shards.device_count > 1:
-        return ""
-    loop = buried(captured)
+    plans_inside = step.settings.policy.name in steps_in_loops.POLICIES
+    loop = buried(step.traced.captured) if plans_inside else None
     if loop is None:
         return ""
     return (

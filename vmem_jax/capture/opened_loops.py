@@ -83,17 +83,20 @@ class _Loop:
 
 def buried(captured: Captured) -> JaxprEqn | None:
     """A loop whose body is a training step and that lies in the body of another loop, so that
-    `opened` leaves it closed; None where there is none."""
-    return _buried(captured.separate, captured.inputs)
+    `opened` leaves it closed; None where there is none, and on several devices."""
+    if captured.shards.device_count > 1:
+        return None
+    return _buried(captured.separate, captured.inputs, inside=False)
 
 
-def _buried(flat: ClosedJaxpr, given: Inputs) -> JaxprEqn | None:
+def _buried(flat: ClosedJaxpr, given: Inputs, inside: bool) -> JaxprEqn | None:
+    """The same of `flat`, which may lie inside a loop itself."""
     for loop in _loops(flat, given):
-        if loop.is_step:
-            continue
-        eqns = compat.open_jaxpr(loop.body).eqns
-        inner = next((eqns[each.at] for each in _loops(loop.body, given) if each.is_step), None)
-        if (found := inner or _buried(loop.body, given)) is not None:
+        if not loop.is_step:
+            found = _buried(loop.body, given, inside=True)
+        else:
+            found = compat.open_jaxpr(flat).eqns[loop.at] if inside else None
+        if found is not None:
             return found
     return None
 
