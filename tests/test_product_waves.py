@@ -46,8 +46,8 @@ def test_a_card_with_other_multiprocessors_leaves_others_idle():
     assert share(size(3152, 1024), 100) > 0.95 > share(size(3152, 1024), CORES)
 
 
-@pytest.mark.parametrize("columns, us", [(1024, 13.5), (4096, 37.2)])
-def test_products_take_what_the_card_took(columns, us):
+@pytest.mark.parametrize("columns, us, rel", [(1024, 13.5, 0.1), (4096, 37.2, 0.05)])
+def test_products_take_what_the_card_took(columns, us, rel):
     """The mean of those of a ViT-L's layers in sub-batches of 16 images, on an H200 (JAX 0.11.2)."""
     shapes = (3152, 1024), (1024, columns)
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -55,6 +55,6 @@ def test_products_take_what_the_card_took(columns, us):
     found = capture(closed, platform="gpu", products=Products(cores=CORES, major=9)).program
     seconds = CARDS["h200"].machine.seconds
     [product] = found.steps
-    assert 1e6 * seconds(product) == pytest.approx(us, rel=0.1)
+    assert 1e6 * seconds(product) == pytest.approx(us, rel=rel)
     alone = dataclasses.replace(product, efficiency=1.0)
     assert (seconds(alone) < seconds(product)) == (columns == 1024)
