@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,8 +190,34 @@ def with_more(state, x):
     return new, (out, state[1])
 
 
+def pairs_of(eqns, name):
+    """The stacks in host memory that equations of this name touch, two moments at a time."""
+    origin, found = {}, {}
+    for eqn in eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            origin |= {v: origin.get(a, a) for a, v in zip(eqn.invars, eqn.outvars, strict=True)}
+        elif eqn.primitive.name == name and compat.is_in_host_memory(eqn.outvars[0].aval):
+            found[origin.get(eqn.invars[0], eqn.invars[0])] = None
+    found = [*found]
+    return [{*pair} for pair in zip(found[::2], found[1::2], strict=True)]
+
+
+def held_slices(eqns):
+    """For each barrier that holds slices which came: which."""
+    origin, found = {}, []
+    for eqn in eqns:
+        if eqn.primitive.name == "device_put" and not compat.is_in_host_memory(eqn.outvars[0].aval):
+            origin[eqn.outvars[0]] = eqn.outvars[0]
+        elif eqn.primitive.name == "optimization_barrier":
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            origin |= {v: origin[a] for a, v in pairs if a in origin}
+            found.append({origin[a] for a in eqn.invars if a in origin})
+    return [slices for slices in found if slices]
+
+
 def test_slices_come_and_go_while_the_layer_computes():
-    """Each update follows its gradient, and what it writes has left before the last product."""
+    """Each update follows its gradient, and what it writes has left before the last product. What is
+    updated first comes first, and is there an update earlier."""
 
     def deep(y, p):
         for w in p.values():
@@ -212,6 +240,13 @@ def test_slices_come_and_go_while_the_layer_computes():
             for i in at["dynamic_update_slice"]
             if compat.is_in_host_memory(eqns[i].outvars[0].aval)
         ]
+        if hosted is moments:
+            assert pairs_of(eqns, "dynamic_slice") == pairs_of(eqns, "dynamic_update_slice")
+            *held, last = held_slices(eqns)  # of one update and of the one behind it
+            assert all(
+                len(one) == 4 and len(one & new) == 2 for one, new in itertools.pairwise(held)
+            )
+            assert last < held[-1] and len(set().union(*held)) == 2 * len(weights)
         early = [i for i in away if i < products[-1]]
         assert len(early) >= len(away) / 2
         held = [
