@@ -38,6 +38,7 @@ import records
 import traces
 from absl import app, flags
 from jax.sharding import SingleDeviceSharding
+from locks import held
 
 import vmem_jax
 from vmem_jax.core.need import need_nbytes
@@ -69,14 +70,16 @@ def main(_: Any) -> None:
     row["state_gib"] = sum(map(_nbytes, jax.tree.leaves(shapes))) / GIB
     row["pinned_gib"] = _pinned_nbytes(shapes) / GIB
     begun = time.perf_counter()
-    step, found = _compiled(model, _placed(shapes))
+    with held(FLAGS.lock, alone=False):
+        step, found = _compiled(model, _placed(shapes))
     row |= {**found, "seconds_to_compile": time.perf_counter() - begun}
     print(json.dumps(row), flush=True)
     if not FLAGS.target:
         begun = time.perf_counter()
         state = jax.block_until_ready(_state(shapes))
         row["seconds_to_start"] = time.perf_counter() - begun
-        state, ran = _run(step, state)
+        with held(FLAGS.lock, alone=True):
+            state, ran = _run(step, state)
         row |= ran
         if memory := device.memory_stats():
             row["allocator_gib"] = memory["peak_bytes_in_use"] / GIB
@@ -254,6 +257,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("plan", None, "a plan of the way 'budget' to take, by its path")
     flags.DEFINE_string("save_plan", None, "where the plan is saved")
     flags.DEFINE_bool("profile", None, "measure steps first (`jit`'s argument)")
+    flags.DEFINE_string("lock", "", "file by which benchmarks on one card take turns (`locks`)")
     flags.DEFINE_string("target", None, "a card to compile for that is not there")
     flags.DEFINE_string("out", "seven_billion.jsonl", "where the row is added")
     flags.DEFINE_bool("scanned", False, "layers in one loop; else unrolled")

@@ -18,6 +18,9 @@ it needs, and what was predicted; a way that cannot be made has its error. The l
 first step from the same state is in its row, too. With --traces=DIRECTORY two steps of each way run
 under JAX's profiler: DIRECTORY gets the instructions of each, the microseconds of each kernel, and
 those in which any runs.
+With --plans=DIRECTORY a way by vmem_jax takes its plan from there, or keeps it there if it has none:
+plans that were made with `--target` on a machine without the card are only compiled where the card
+is, which is half of the work or less.
 With `--target=h200` all is compiled for that card, and nothing runs. Rows then say what the kernels
 of a step move in memory, by `kernel_classes`: where "exact", which keeps what the backward pass
 needs and computes nothing again, moves more than plain, its fences cost what no plan brings back.
@@ -162,8 +165,11 @@ def _measure(
         print(json.dumps(row), flush=True)
     if drawn is not None:
         first, samples = drawn.result()
+        there = _placed(state)
+        # each way begins from it; 13 GiB of pageable memory take 10 s to come
+        first = jax.device_put(first, jax.tree.map(_pinned, there))
         # copies: steps give the memory of a state to the next one
-        start = lambda: jax.device_put(first, _placed(state), may_alias=False)
+        start = lambda: jax.device_put(first, there, may_alias=False)
         with held(FLAGS.lock, alone=True):
             _time(start, jax.device_put(samples, _placed(data)), steps, rows)
 
@@ -187,6 +193,11 @@ def _placed(shapes: Any) -> Any:
     """Where each of `shapes` is on the device, or the mesh."""
     alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda a: a.sharding or alone, shapes)
+
+
+def _pinned(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """As `sharding`, in the host's pinned memory."""
+    return sharding.with_memory_kind("pinned_host")
 
 
 def _sharded(state: Any, data: Any) -> tuple[Any, Any]:
@@ -274,16 +285,21 @@ def _budgeted(
         budget = int(found * 2**30)
     elif isinstance(budget, str) and not budget.endswith("iB"):
         budget = float(budget)
+    kept = _plan_file(way) if FLAGS.plans else None
+    is_kept = kept is not None and kept.exists()
     budgeted = vmem_jax.jit(
         step,
-        budget=budget,
+        budget=None if is_kept else budget,  # a plan has its own
         policy=parsed["policy"] or "auto",
         sub_batches=int(parsed["parts"]) if parsed["parts"] else None,
         donate_argnums=0,
         profile=FLAGS.profile,
         allow=FLAGS.allow,
+        plan=vmem_jax.Plan.load(kept) if is_kept else None,
     )
     made = budgeted.lower(*args).compile(target=FLAGS.target)
+    if kept is not None and not is_kept:
+        made.plan.save(kept)
     last = made.attempts[-1]
     return made, {
         "gib": made.need_nbytes / 2**30,
@@ -293,6 +309,14 @@ def _budgeted(
         "compiles": len(made.attempts),
         "plan": str(made.plan),
     }
+
+
+def _plan_file(way: str) -> pathlib.Path:
+    """Where the plan of a way is kept, with all in its name that the step depends on."""
+    asked = ("batch", "layers", "width", "tokens", "attention", "scanned", "stacked", "accumulate")
+    options = "".join(f"_{n}{FLAGS[n].value}" for n in asked if FLAGS[n].present)
+    name = f"{FLAGS.model}{options}_{re.sub('[^a-zA-Z0-9.]', '_', way)}"
+    return pathlib.Path(FLAGS.plans) / f"{name}.json"
 
 
 def _time(
@@ -348,6 +372,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "steps.jsonl", "where rows are added")
     flags.DEFINE_string("target", None, "a card to compile for that is not there")
     flags.DEFINE_string("lock", "", "file by which several of these take turns; see above")
+    flags.DEFINE_string("plans", "", "directory that plans are kept in; see above")
     flags.DEFINE_string("traces", "", "directory for instructions and kernels")
     flags.DEFINE_enum("attention", "cudnn", ["xla", "cudnn", "chunks"], "of the decoder")
     flags.DEFINE_bool("scanned", True, "layers in one scan, or unrolled")
