@@ -7,6 +7,7 @@ from typing import Any
 
 import records
 from cells import grid
+from choices import choices_tables
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -18,9 +19,10 @@ were taken from JAX's compilation cache. In some rows the first call records gra
 
 def step_tables(folder: Path = RESULTS) -> str:
     """What graphs gain, what slices take, what tuning keeps, how far gradients are from float32's,
-    and predictions from what was measured."""
+    what `auto` chose, and how far predictions are from what was measured."""
     found = graphs_tables(folder) + slices_tables(folder)
     found += tuned_tables(folder) + gradients_tables(folder)
+    found += choices_tables(folder)
     return found + errors_table(folder / "prediction_errors.jsonl")
 
 
