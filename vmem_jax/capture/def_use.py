@@ -16,6 +16,9 @@ def readers(eqns: Sequence[JaxprEqn]) -> dict[Var, list[int]]:
     """Of each value that `eqns` read the indices of the equations, in order, each once."""
     found: dict[Var, list[int]] = {}
     for i, eqn in enumerate(eqns):
-        for v in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-            found.setdefault(v, []).append(i)
+        for a in eqn.invars:
+            if isinstance(a, Var):
+                at = found.setdefault(a, [])
+                if not at or at[-1] != i:
+                    at.append(i)
     return found

@@ -24,6 +24,9 @@ reading once what it is made of."""
 _CURVES = frozenset(("logistic", "tanh", "erf"))
 """What SiLU and GELU are made of."""
 
+_SUMS = frozenset(("add", "add_any"))
+"""What the gradient of a SiLU or GELU ends with."""
+
 _MOST_OF_ACTIVATION = 32
 """Equations of an activation's gradient, with what it computes again, at most: of a SiLU behind a
 batch norm 13, of a GELU 25."""
@@ -35,18 +38,18 @@ def masked_cotangents(values: Values) -> Iterator[tuple[Var, bool]]:
     and behind it, or read it in another shape, as a group norm does. What a heavy kernel reads exists
     anyway."""
     for i, eqn in enumerate(values.eqns):
-        if values.classes[i] is not Class.FUSIBLE:
+        if values.classes[i] is not Class.FUSIBLE or eqn.primitive.name not in {"select_n", *_SUMS}:
             continue
-        is_masked = _is_masked(eqn, values)
-        if is_masked or _is_of_curve(i, values):
-            [out] = eqn.outvars
-            readers = {*_readers(out, values)}
-            epochs = {values.epoch[r] for r in readers}
-            far = len(epochs) > 1
-            near = len(readers) > 1 and max(epochs) - min(epochs) <= _MOST_EPOCHS
-            fusible = all(values.classes[r] is not Class.HEAVY for r in readers)
-            if near and (fusible or (far and is_masked)):
-                yield out, far or _is_reshaped(out, values)
+        [out] = eqn.outvars
+        readers = {*_readers(out, values)}
+        epochs = {values.epoch[r] for r in readers}
+        if len(readers) < 2 or max(epochs) - min(epochs) > _MOST_EPOCHS:
+            continue
+        far = len(epochs) > 1
+        fusible = all(values.classes[r] is not Class.HEAVY for r in readers)
+        is_masked = (fusible or far) and _is_masked(eqn, values)
+        if is_masked or (fusible and _is_of_curve(i, values)):
+            yield out, far or _is_reshaped(out, values)
 
 
 def _is_masked(eqn: JaxprEqn, values: Values) -> bool:
@@ -90,7 +93,7 @@ def _comparisons(which: Atom, values: Values) -> Iterator[int]:
 def _is_of_curve(i: int, values: Values) -> bool:
     """Whether equation `i` makes a sum of a heavy kernel's result that nothing else reads, element by
     element, and of what a curve says."""
-    if values.eqns[i].primitive.name not in ("add", "add_any"):
+    if values.eqns[i].primitive.name not in _SUMS:
         return False
     [out] = values.eqns[i].outvars
     size = lambda v: getattr(v.aval, "size", 0)  # JAX declares it for arrays alone
