@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not mine or any(d.platform == "gpu" for d in _devices()):
         return
     for item in mine:
-        item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here (JAX_PLATFORMS=cuda)"))
+        item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here (JAX_PLATFORMS=cuda,cpu)"))
 
 
 def _devices() -> list[jax.Device]:

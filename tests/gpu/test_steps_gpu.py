@@ -1,6 +1,6 @@
 """Model families on a GPU: the compiled step fits, the device agrees, results are plain jit's.
 
-JAX_PLATFORMS=cuda python -m pytest -m gpu tests/gpu
+JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/gpu
 """
 
 from __future__ import annotations
