@@ -21,6 +21,7 @@ from search_cases import (
     family,
     find,
     lowest_plan,
+    numbers,
     over,
     untouched,
     variant,
@@ -35,7 +36,7 @@ from vmem_jax.core.program import Kind
 from vmem_jax.core.simulate import simulate
 from vmem_jax.errors import CompileError, HostMemoryError, LayersError
 from vmem_jax.policy import Keep
-from vmem_jax.policy.base import Infeasible, finish
+from vmem_jax.policy.base import Infeasible, Splitting, finish
 from vmem_jax.policy.convolving import Convolving
 from vmem_jax.policy.drop_order import order_with_drops
 from vmem_jax.policy.recomputation import Recomputation
@@ -680,6 +681,17 @@ def test_what_one_variant_took_too_much_is_taken_off_for_those_like_it(heap, ali
     assert found.fits and found.best.variant.name == "third"
     compiles = [len(compiler.plans) for compiler in compilers.values()]
     assert compiles == [1, 0 if alike else 1, 1]
+
+
+@pytest.mark.parametrize(("counts", "compiles"), [((2, 4, 8), [1, 0, 1]), ((1, 4, 8), [1, 1, 1])])
+def test_what_some_sub_batches_took_too_much_is_taken_off_for_other_numbers(heap, counts, compiles):
+    """What the whole batch took too much says nothing of them: it runs in no loop."""
+    predicted = {"first": BUDGET - 1, "second": BUDGET - 2, "third": BUDGET - 40}
+    group, compilers = predicting(heap, predicted, dict.fromkeys(predicted, 30), [])
+    variants = dict(zip(counts, (one.make(1) for one in group), strict=True))
+    found = find([numbers(variants, splitting=Splitting.FASTEST, alike=True)])
+    assert found.fits and found.best.variant.name == "third"
+    assert [len(compiler.plans) for compiler in compilers.values()] == compiles
 
 
 def test_the_lowest_plans_are_ordered_by_their_own_predictions(heap):

@@ -93,15 +93,19 @@ class State:
         return min((one.need for one in self.missed), default=math.inf)
 
     def excess_of_others(self, candidate: Candidate) -> int:
-        """The lowest excess of similar variants that need too much, until its own is known."""
+        """The lowest excess of similar variants that need too much, until its own is known: of other
+        families with as many sub-batches, and of its own with any other number of them."""
         own = candidate.family
-        found = [
-            a.excess
-            for a, other in self.attempts.items()
-            if own.alike and other.family.alike and own is not other.family and not self.fits(a)
-            if other.count == candidate.count and not candidate.misses
-        ]
-        return min(found, default=0)
+
+        def is_similar(other: Candidate) -> bool:
+            if own is other.family:
+                return min(candidate.count, other.count) > 1
+            return other.family.alike and other.count == candidate.count
+
+        if candidate.misses or not own.alike:
+            return 0
+        over = ((a, other) for a, other in self.attempts.items() if not self.fits(a))
+        return min((a.excess for a, other in over if is_similar(other)), default=0)
 
     def is_far_off(self, candidate: Candidate) -> bool:
         """Whether each compiled plan of its policy came to more than `far` times its prediction."""
