@@ -4,6 +4,9 @@ All slices start to come when the iteration begins, one after another, in the or
 has them. One leaves as soon as it is made and those before it have left. The next iteration begins
 when all have left. So an iteration waits for the slices that its first update reads, and for what its
 last one writes.
+
+XLA begins to fetch most slices later (`capture.hosted_pace`): a step of a scanned decoder of 7 billion
+weights takes 2.75 s for the 2.68 that are predicted (H200).
 """
 
 from __future__ import annotations
