@@ -5,8 +5,8 @@ has them. One leaves as soon as it is made and those before it have left. The ne
 when all have left. So an iteration waits for the slices that its first update reads, and for what its
 last one writes.
 
-XLA begins to fetch most slices later (`capture.hosted_pace`): a step of a scanned decoder of 7 billion
-weights takes 2.75 s for the 2.68 that are predicted (H200).
+XLA begins to fetch most slices later (`capture.hosted_pace`): a step of a scanned decoder of 7
+billion weights takes 2.75 s for the 2.68 that are predicted (H200).
 """
 
 from __future__ import annotations
