@@ -19,8 +19,8 @@ first step from the same state is in its row, too. With --traces=DIRECTORY two s
 under JAX's profiler: DIRECTORY gets the instructions of each, the microseconds of each kernel, and
 those in which any runs.
 With --plans=DIRECTORY a way by vmem_jax takes its plan from there, or keeps it there if it has none:
-plans that were made with `--target` on a machine without the card are only compiled where the card
-is, which is half of the work or less.
+what was planned with `--target` on a machine without the card is only compiled where the card is,
+which is half of the work or less. A way is planned again where XLA makes more of its plan than fits.
 With `--target=h200` all is compiled for that card, and nothing runs. Rows then say what the kernels
 of a step move in memory, by `kernel_classes`: where "exact", which keeps what the backward pass
 needs and computes nothing again, moves more than plain, its fences cost what no plan brings back.
@@ -286,20 +286,31 @@ def _budgeted(
     elif isinstance(budget, str) and not budget.endswith("iB"):
         budget = float(budget)
     kept = _plan_file(way) if FLAGS.plans else None
-    is_kept = kept is not None and kept.exists()
-    budgeted = vmem_jax.jit(
-        step,
-        budget=None if is_kept else budget,  # a plan has its own
-        policy=parsed["policy"] or "auto",
-        sub_batches=int(parsed["parts"]) if parsed["parts"] else None,
-        donate_argnums=0,
-        profile=FLAGS.profile,
-        allow=FLAGS.allow,
-        plan=vmem_jax.Plan.load(kept) if is_kept else None,
-    )
-    made = budgeted.lower(*args).compile(target=FLAGS.target)
-    if kept is not None and not is_kept:
-        made.plan.save(kept)
+
+    def made_by(plan: vmem_jax.Plan | None) -> Any:
+        budgeted = vmem_jax.jit(
+            step,
+            budget=budget if plan is None else None,  # a plan has its own
+            policy=parsed["policy"] or "auto",
+            sub_batches=int(parsed["parts"]) if parsed["parts"] else None,
+            donate_argnums=0,
+            profile=FLAGS.profile,
+            allow=FLAGS.allow,
+            plan=plan,
+        )
+        return budgeted.lower(*args).compile(target=FLAGS.target)
+
+    made = None
+    if kept is not None and kept.exists():
+        try:
+            made = made_by(vmem_jax.Plan.load(kept))
+        except vmem_jax.PlanError as error:
+            logging.warning("%s is planned again: %s", way, error)
+    if made is None:
+        made = made_by(None)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            made.plan.save(kept)
     last = made.attempts[-1]
     return made, {
         "gib": made.need_nbytes / 2**30,
@@ -314,8 +325,9 @@ def _budgeted(
 def _plan_file(way: str) -> pathlib.Path:
     """Where the plan of a way is kept, with all in its name that the step depends on."""
     asked = ("batch", "layers", "width", "tokens", "attention", "scanned", "stacked", "accumulate")
+    asked += ("mesh", "allow", "profile")
     options = "".join(f"_{n}{FLAGS[n].value}" for n in asked if FLAGS[n].present)
-    name = f"{FLAGS.model}{options}_{re.sub('[^a-zA-Z0-9.]', '_', way)}"
+    name = re.sub("[^a-zA-Z0-9.]+", "_", f"{FLAGS.model}{options}_{way}")
     return pathlib.Path(FLAGS.plans) / f"{name}.json"
 
 
