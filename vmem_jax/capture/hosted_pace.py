@@ -119,7 +119,8 @@ class _Body:
         return found
 
     def _by_need(self) -> dict[int, int]:
-        """`moved`, in which what cuts slices changes places: what is read first comes first."""
+        """`moved`, in which what cuts slices changes places: what is read first comes first, so none
+        comes behind what reads it."""
         first: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
             at = self.moved.get(i, i)
