@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
+from vmem_jax.capture.def_use import readers
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 
@@ -121,12 +122,13 @@ class _Body:
     def _by_need(self) -> dict[int, int]:
         """`moved`, in which what cuts slices changes places: what is read first comes first, so none
         comes behind what reads it."""
-        first: dict[Var, int] = {}
-        for i, eqn in enumerate(self.eqns):
-            at = self.moved.get(i, i)
-            first.update((a, min(at, first.get(a, at))) for a in eqn.invars if isinstance(a, Var))
+        read_by = readers(self.eqns)
         cuts = [i for i in self.moved if self._touches(self.eqns[i], "dynamic_slice")]
-        need = lambda i: first.get(self.eqns[i].outvars[0], len(self.eqns))
+
+        def need(i: int) -> int:
+            at = (self.moved.get(j, j) for j in read_by.get(self.eqns[i].outvars[0], ()))
+            return min(at, default=len(self.eqns))
+
         order = dict(zip(cuts, sorted(cuts, key=need), strict=True))
         return {order.get(i, i): self.moved[order.get(i, i)] for i in self.moved}
 
@@ -144,8 +146,7 @@ class _Body:
         more = self._running(at, eqn.invars)
         if more:
             more += self._next_slices(i)
-        if more and len(self._written) >= _LATER:
-            more += self._written[-_LATER]
+            more += self._written[-_LATER] if len(self._written) >= _LATER else []
         self._written.append([])
         fenced = [compat.new_var(self.read(v).aval) for v in more]
         made = compat.new_equation(
