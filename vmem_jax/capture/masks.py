@@ -27,6 +27,9 @@ _CURVES = frozenset(("logistic", "tanh", "erf"))
 _SUMS = frozenset(("add", "add_any"))
 """What the gradient of a SiLU or GELU ends with."""
 
+_ENDS = _SUMS | {"select_n"}
+"""What an activation's gradient ends with."""
+
 _MOST_OF_ACTIVATION = 32
 """Equations of an activation's gradient, with what it computes again, at most: of a SiLU behind a
 batch norm 13, of a GELU 25."""
@@ -38,7 +41,7 @@ def masked_cotangents(values: Values) -> Iterator[tuple[Var, bool]]:
     and behind it, or read it in another shape, as a group norm does. What a heavy kernel reads exists
     anyway."""
     for i, eqn in enumerate(values.eqns):
-        if values.classes[i] is not Class.FUSIBLE or eqn.primitive.name not in {"select_n", *_SUMS}:
+        if values.classes[i] is not Class.FUSIBLE or eqn.primitive.name not in _ENDS:
             continue
         [out] = eqn.outvars
         readers = {*_readers(out, values)}
