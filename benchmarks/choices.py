@@ -14,7 +14,7 @@ timed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,7 @@ def to_time(rows: Iterable[Row]) -> list[str]:
         auto = found[budget]
         if not _is_possible(auto):
             continue
-        fitting = {
-            way: row["predicted_ms"]
-            for way, row in found.items()
-            if _by_hand(way, budget) and _fits(row, budget, found["plain"])
-        }
+        fitting = {way: found[way]["predicted_ms"] for way in _fitting(found, budget)}
         most = max(NEAR * auto["predicted_ms"], min(fitting.values(), default=0.0))
         chosen += [budget, *(way for way, ms in fitting.items() if ms <= most)]
     first: dict[Any, str] = {}
@@ -80,13 +76,10 @@ def choices(described: Iterable[Row], timed: Iterable[Row]) -> list[Row]:
     for budget in BUDGETS:
         if (auto := by_plan.get(_plan(described_of[budget]))) is None or "ms" not in auto:
             continue
-        rest = {
-            way: by_plan[_plan(row)]["ms"]
-            for way, row in described_of.items()
-            if _by_hand(way, budget)
-            and _fits(row, budget, described_of["plain"])
-            and "ms" in by_plan.get(_plan(row), {})
+        measured = {
+            way: by_plan.get(_plan(described_of[way])) for way in _fitting(described_of, budget)
         }
+        rest = {way: row["ms"] for way, row in measured.items() if row and "ms" in row}
         best = min(rest, key=lambda way: rest[way], default="")
         lines.append(
             {
@@ -137,6 +130,12 @@ def _by_hand(way: str, budget: str) -> bool:
     """Whether a way is one by hand for `budget`."""
     policy, _, rest = way.partition("*")[0].partition("@")
     return policy == "exact" or (policy == "recompute" and rest == budget)
+
+
+def _fitting(described: Mapping[str, Row], budget: str) -> list[str]:
+    """The ways by hand that fit."""
+    plain = described["plain"]
+    return [w for w, row in described.items() if _by_hand(w, budget) and _fits(row, budget, plain)]
 
 
 def _is_possible(row: Row) -> bool:
