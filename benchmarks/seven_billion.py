@@ -194,25 +194,43 @@ def _compiled(model: Decoder, state: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _state(shapes: Any) -> Any:
-    """The state, made on the card one array at a time."""
+    """The state, made on the card one array at a time. Scanned layers have the weights of unrolled
+    ones."""
     key = jax.random.key(FLAGS.seed)
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    numbers = _numbers(shapes[0])
     made = []
-    for i, (path, x) in enumerate(leaves):
+    for path, x in leaves:
         if path[0].idx > 0:
             value = _zeros(x.shape, x.dtype)
         elif _is_norm(path):
             value = jnp.ones(x.shape, x.dtype)
         else:
-            value = _drawn(jax.random.fold_in(key, i), x.shape)
+            value = _drawn(key, numbers[jax.tree_util.keystr(path[1:])], x.shape)
         value = jax.device_put(value, _sharding(path, x))
         made.append(jax.block_until_ready(value))  # at most one array is on its way
     return tree.unflatten(made)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _drawn(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return 0.02 * jax.random.normal(key, shape)
+def _numbers(params: Any) -> dict[str, tuple[int, ...]]:
+    """By each array's path its number among the arrays of unrolled layers, of a stack that of each of
+    its layers."""
+    unrolled = jax.eval_shape(lambda p: {**p, "layers": unstacked(p["layers"])}, params)
+    found: dict[str, tuple[int, ...]] = {}
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(unrolled)):
+        if FLAGS.scanned and path[0].key == "layers":
+            path = (path[0], *path[2:])
+        name = jax.tree_util.keystr(path)
+        found[name] = (*found.get(name, ()), i)
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _drawn(key: jax.Array, numbers: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Random weights by their numbers; those of several are a stack."""
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.asarray(numbers))
+    draw = lambda key: 0.02 * jax.random.normal(key, shape[-2:])
+    return jax.lax.map(draw, keys).reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
