@@ -140,13 +140,11 @@ def _measure(
     drawing = concurrent.futures.ThreadPoolExecutor(1)
     drawn = drawing.submit(_drawn, given) if is_timed else None  # while ways compile
     steps: dict[str, Any] = {}
-
-    def compiled(way: str) -> None:
-        """Adds the step of a way to `steps` and what its row says to the row."""
-        row = rows[way]
+    for way in FLAGS.ways:
+        row = rows[way] = {"way": way, **about}
         if FLAGS.seconds and time.perf_counter() - started > FLAGS.seconds:
             row["error"] = f"{records.NOT_COMPILED}={FLAGS.seconds} were over"
-            return
+            continue
         with held(FLAGS.lock, alone=False):
             begun = time.perf_counter()
             try:
@@ -165,14 +163,6 @@ def _measure(
             except Exception as error:  # a row says so, and the other ways go on
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
         print(json.dumps(row), flush=True)
-
-    rows |= {way: {"way": way, **about} for way in FLAGS.ways}
-    pool = concurrent.futures.ThreadPoolExecutor(FLAGS.workers)
-    try:
-        concurrent.futures.wait([pool.submit(compiled, way) for way in FLAGS.ways])
-    finally:  # rows are written at once where a signal ends the process
-        pool.shutdown(wait=False, cancel_futures=True)
-    steps = {way: steps[way] for way in FLAGS.ways if way in steps}
     if drawn is not None:
         first, samples = drawn.result()
         there = _placed(state)
@@ -409,6 +399,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("mesh", 1, "devices that the batch and the state are split over")
     flags.DEFINE_integer("rounds", 5, "blocks of each way; 0 to compile alone")
     flags.DEFINE_integer("steps", 8, "in a block")
-    flags.DEFINE_integer("workers", 1, "ways that compile at once; 1 where a way is `@` another")
     flags.DEFINE_integer("seconds", 0, "compile no further way after so many; 0 for no limit")
     app.run(main)
