@@ -290,6 +290,11 @@ STREAM_OPTIONS: dict[str, dict[str, Any]] = {
 """Further compiler options, by platform, for programs with arguments in host memory."""
 
 
+PLACES_PASS = "dynamic-slice-annotator"
+"""The pass of XLA:GPU that makes rules of which slices loops copy (`compiler.places`). Without it
+kernels read and write them, over the link where a stack is in host memory."""
+
+
 class OtherOptions(NamedTuple):
     """What compiler options change, for people; the operation that a step with them has; they."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.primitives import has, nbytes
 from vmem_jax.capture.product_workspaces import Products, products_on
+from vmem_jax.compiler import places
 from vmem_jax.compiler.recorded import Recorded
 from vmem_jax.compiler.views import may_write_over_views
 from vmem_jax.devices.device import devices_of, processors
@@ -68,6 +69,12 @@ def with_ours(
     passes = [options[_PASSES] for options in every if options.get(_PASSES)]
     merged = {name: value for options in every for name, value in options.items()}
     return {**merged, _PASSES: ",".join(passes)} if passes else merged
+
+
+def _without(one: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` that disable a pass more."""
+    passes = [options[_PASSES]] if options.get(_PASSES) else []
+    return {**options, _PASSES: ",".join([*passes, one])}
 
 
 def products_of(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Products:
@@ -181,13 +188,34 @@ def _compiled(
     large = _are_large(avals)
     streams = streams and bool(traced.hosted)
     options = with_ours(given, platform, steps, described, fenced, large, sized, streams)
+    make: Callable[[dict[str, Any]], Any]
     if streams:
         donations = hosted.donations(traced.captured, traced.donated, traced.hosted)
-        sliced = traced.captured.sliced
-        return hosted.compile_reordered(
-            flat, avals, donations, traced.hosted, name, options, target is not None, sliced
-        )
+        sliced, absent = traced.captured.sliced, target is not None
+        ordered = flat, avals, donations, traced.hosted, name
+        make = lambda options: hosted.compile_reordered(*ordered, options, absent, sliced)
+    else:
+        lowered = _lowered(traced, flat, avals, name, sig)
+        make = lambda options: lowered.compile(compiler_options=options or None)
+    made, loops = make(options), has(jaxpr, "scan") or has(jaxpr, "while")
+    if loops and fenced and platform == "gpu" and not places.are_right(made.as_text()):
+        options = _without(compat.PLACES_PASS, options)
+        made = make(options)
+    graphs = recording(given, platform)
+    alone = streams or target is not None or not fenced
+    if not graphs or alone or not has(jaxpr, "conv_general_dilated"):
+        return made
+    return Recorded(made, lambda: make({**options, **graphs}))
 
+
+def _lowered(
+    traced: TracedStep,
+    flat: Any,
+    avals: Sequence[jax.ShapeDtypeStruct],
+    name: str,
+    sig: arguments.Signature,
+) -> Any:
+    """`flat`, a function of leaves to leaves, as a function of the step's arguments, lowered."""
     donate: dict[str, Any]
     args: Any = avals
     kwargs: Any = {}
@@ -205,9 +233,4 @@ def _compiled(
         return outs if traced.whole is None else jax.tree.unflatten(traced.out_tree, outs)
 
     step.__name__ = step.__qualname__ = name
-    lowered = compat.lower(jax.jit(step, keep_unused=True, **donate), *args, **kwargs)
-    compiled = lowered.compile(compiler_options=options or None)
-    graphs = recording(given, platform)
-    if not graphs or target is not None or not fenced or not has(jaxpr, "conv_general_dilated"):
-        return compiled
-    return Recorded(compiled, lambda: lowered.compile({**options, **graphs}))
+    return compat.lower(jax.jit(step, keep_unused=True, **donate), *args, **kwargs)
