@@ -265,7 +265,7 @@ NO_PARAMETERS = {
     "core/convolution.py": {"XLA"},
     "core/instructions.py": {"POINTER"},
     "core/list_schedule.py": {"_SCALAR"},
-    "core/looped.py": {"IN_FLIGHT", "EXTRA", "_ENDS"},
+    "core/looped.py": {"IN_FLIGHT", "EXTRA", "_ENDS", "_LEAST"},
     "core/machine.py": {
         "_CACHED",
         "_DEPTHWISE",

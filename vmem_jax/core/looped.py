@@ -25,6 +25,10 @@ _ENDS = 2
 """Starts of a copy that an iteration takes beside those of its slices: on an H200 (`slices.py`)
 iterations of slices of 1 to 8 MiB take 16 to 43 µs longer than these take on the link."""
 
+_LEAST = 5
+"""Starts of a copy that such an iteration takes at the least: with one, two or four slices of 128 KiB
+in it, 50 µs on an H200."""
+
 
 def stacks(program: Program) -> tuple[int, ...]:
     """The buffers that can be looped."""
@@ -62,22 +66,22 @@ def costs_with_looped(program: Program, looped: Collection[int], costs: Costs) -
     """The costs of `with_looped`: a loop takes at least as long as its slices take on the link.
 
     A slice takes as long as the host needs to start its copy, at least; and an iteration ends when
-    its last slice has been started and has arrived, `_ENDS` starts later.
+    its last slice has been started and has arrived, `_ENDS` starts later, but not before `_LEAST`.
     """
     if not looped:
         return costs
     if costs.link is None:
         raise ValueError("there are looped stacks, but these costs have no link")
     link, on_link = costs.link, [0.0] * len(program.steps)
-    ends: dict[int, float] = {}
+    starts: dict[int, float] = {}
     for b in looped:
         buffer = program.buffers[b]
         count, once = buffer.slices + EXTRA, buffer.nbytes // buffer.slices
         for s, rate in zip(_loops(program, b), (link.out, link.into), strict=True):
             on_link[s] += count * max(once / rate, link.slice_start)
-            ends[s] = count * _ENDS * link.slice_start
-    for s, more in ends.items():
-        on_link[s] += more
+            starts[s] = count * link.slice_start
+    for s, start in starts.items():
+        on_link[s] = max(on_link[s] + _ENDS * start, _LEAST * start)
     seconds = tuple(map(max, costs.seconds, on_link))
     return dataclasses.replace(costs, seconds=seconds)
 
