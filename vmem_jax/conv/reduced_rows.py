@@ -138,8 +138,7 @@ def in_tiles(
         *inputs, output = refs
         row = pl.program_id(0) * tiling.rows + count(tiling.rows)[:, None]
         of = dict(zip(reduced.operands, inputs, strict=True))
-        exp = jnp.exp if interpret else _exp
-        tile = _Tile(reduced, row, count(tiling.columns)[None, :], of, triton.load, exp)
+        tile = _Tile(reduced, row, count(tiling.columns)[None, :], of, triton.load)
         triton.store(output.at[tile.elements], tile.made(), mask=tile.inside)
 
     found = pl.pallas_call(
@@ -152,23 +151,6 @@ def in_tiles(
     return found.reshape(reduced.made.aval.shape)
 
 
-def _exp(x: jax.Array) -> jax.Array:
-    """exp in float32 by the card's own 2 ** x, two instructions where CUDA's library has eight: such
-    a kernel takes as long as its instructions. Off by 2e-7, and by 6e-8 for each unit of `x`, of the
-    result."""
-    from jax.experimental.pallas import triton
-
-    made = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    [found] = triton.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x * math.log2(math.e)],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[made],
-    )
-    return found
-
-
 class _Tile:
     """The values of so many rows, in one program.
 
@@ -176,7 +158,6 @@ class _Tile:
       row, column: the numbers of its rows, (rows, 1), and of their elements, (1, columns).
       of: where each operand is, as a vector.
       load: reads elements of such a vector by their numbers, and a mask.
-      exp: in float32.
     """
 
     def __init__(
@@ -186,11 +167,9 @@ class _Tile:
         column: jax.Array,
         of: dict[Any, Any],
         load: Callable[..., jax.Array],
-        exp: Callable[[jax.Array], jax.Array],
     ) -> None:
         self.reduced, self.size = reduced, reduced.size
-        self.row, self.column, self.of = row, column, of
-        self.load, self.exp = load, exp
+        self.row, self.column, self.of, self.load = row, column, of, load
         self.shape = row.shape[0], column.shape[1]
         length = self.size[1]
         self.elements = jnp.broadcast_to(row * length + column, self.shape)
@@ -216,8 +195,6 @@ class _Tile:
             return operands[0]
         if name == "div" and operands[1].shape[1] == 1 and out.aval.dtype.name in FLOATING:
             return self._divided(eqn, *operands)
-        if name == "exp" and out.aval.dtype.name in FLOATING:
-            return self.exp(operands[0].astype(jnp.float32)).astype(out.aval.dtype)
         shape = self.shape[0], max(x.shape[1] for x in operands)
         return computed(eqn, [jnp.broadcast_to(x, shape) for x in operands])
 
