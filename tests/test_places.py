@@ -22,13 +22,14 @@ def loop(
     first: str = "constant(0)",
     op: str = "dynamic-slice(%stack.1, %at.1)",
 ) -> str:
-    """A loop of four iterations, whose copies of slices of f32[4] are by `rule`: (first byte, bytes an
-    iteration)."""
+    """A loop of four iterations, which copies slices of f32[4] by `rule`: (first byte, bytes that an
+    iteration adds)."""
     offset, stride = rule
     config = (
         f'"dynamic_slice_config":{{"loop_index":"0","byte_offset":"{offset}",'
         f'"byte_stride":"{stride}"}}'
     )
+    rest = 'condition=%less, body=%body, backend_config={"known_trip_count":{"n":"4"}}'
     return f"""
 %copied (stack.1: f32[4], at.1: s32[]) -> f32[1] {{
   %stack.1 = f32[4]{{0:S(5)}} parameter(0)
@@ -49,6 +50,9 @@ def loop(
   %stack = f32[4]{{0:S(5)}} get-tuple-element(%carry), index=1
   %one = s32[] constant(1)
   %three = s32[] constant(3)
+  %four = s32[] constant(4)
+  %more = s32[] add(%number, %four)
+  %is_less = pred[] compare(%number, %one), direction=LT
   %pair = (s32[], f32[4]{{0:S(5)}}) tuple(%number, %stack)
   %fence = (s32[], f32[4]{{0:S(5)}}) opt-barrier(%pair)
   %behind = s32[] get-tuple-element(%fence), index=0
@@ -62,7 +66,7 @@ ENTRY %main (stack.2: f32[4]) -> (s32[], f32[4]) {{
   %stack.2 = f32[4]{{0:S(5)}} parameter(0)
   %zero = s32[] {first}
   %given = (s32[], f32[4]{{0:S(5)}}) tuple(%zero, %stack.2)
-  ROOT %loop = (s32[], f32[4]{{0:S(5)}}) while(%given), condition=%less, body=%body
+  ROOT %loop = (s32[], f32[4]{{0:S(5)}}) while(%given), {rest}
 }}
 """
 
@@ -85,6 +89,13 @@ ENTRY %main (stack.2: f32[4]) -> (s32[], f32[4]) {{
         (loop(UP, place="copy(%number)", counted="remainder(%number, %three)"), False),
         (loop(DOWN, op="dynamic-update-slice(%stack.1, %new, %at.1)"), True),
         (loop(UP, op="dynamic-update-slice(%stack.1, %new, %at.1)"), False),
+        (loop(UP, place="select(%is_less, %number, %number)"), True),
+        (loop((4, 0), place="constant({1})"), True),
+        (loop((4, 0), place="constant(1.5)"), False),
+        (loop(UP, place="select(%is_less, %number, %more)"), False),
+        (loop(UP, place="clamp(%one, %number, %three)"), False),
+        (loop(UP, place="minimum(%number, %one)").replace('"n":"4"', '"n":"2"'), True),
+        (loop(UP, place="minimum(%number, %one)"), False),
         (loop(UP).replace("dynamic_slice_config", "other"), True),
     ],
 )

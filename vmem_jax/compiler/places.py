@@ -34,7 +34,11 @@ _COMPUTED: Mapping[str, Callable[..., int]] = {
     "maximum": max,
     "minimum": min,
     "clamp": lambda least, x, most: min(max(least, x), most),
+    "select": lambda chosen, x, other: x if chosen else other,
 }
+_WHOLE = re.compile(r"\{?(-?\d+)\}?")
+_COMPARED = re.compile(r"\bdirection=([A-Z]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ITERATIONS = 3
 """So many are looked at of each loop: a rule adds the same in all."""
 
@@ -93,7 +97,7 @@ class _Program:
         if at >= len(around):
             return False
         try:
-            for numbers in itertools.product(range(_ITERATIONS), repeat=len(around)):
+            for numbers in itertools.product(*map(self._iterations, around)):
                 iteration = dict(zip(around, numbers, strict=True))
                 wanted = rule.get("byte_offset", 0) + rule.get("byte_stride", 0) * numbers[at]
                 if self._place(where, one, iteration) != wanted:
@@ -113,6 +117,11 @@ class _Program:
             else:
                 return
 
+    def _iterations(self, body: str) -> range:
+        """Those of a loop that are looked at."""
+        trips = _TRIPS.search(self.loops[body][1].rest)
+        return range(min(_ITERATIONS, int(trips[1]) if trips else _ITERATIONS))
+
     def _place(self, where: str, one: Instruction, iteration: Mapping[str, int]) -> int:
         """Bytes in front of the slice in its array."""
         array = _ARRAY.match(self.every[where][one.operands[0]].shape)
@@ -131,8 +140,8 @@ class _Program:
         one = self.every[where].get(name)
         if one is None:
             raise _Unknown
-        if one.kind == "constant":
-            return int(one.arguments)
+        if one.kind == "constant" and (number := _WHOLE.fullmatch(one.arguments)):
+            return int(number[1])
         if one.kind == "parameter" and where in self.callers:
             above, call = self.callers[where]
             return self._value(above, call.operands[int(one.arguments)], iteration)
@@ -143,8 +152,11 @@ class _Program:
         if one.kind in ("call", "fusion"):
             [called] = _CALLED.findall(one.rest)
             return self._value(called, self._root(called), iteration)
+        values = (self._value(where, each, iteration) for each in one.operands)
         if one.kind in _COMPUTED:
-            return _COMPUTED[one.kind](*(self._value(where, n, iteration) for n in one.operands))
+            return _COMPUTED[one.kind](*values)
+        if one.kind == "compare" and (compared := _COMPARED.search(one.rest)):
+            return int(getattr(operator, compared[1].lower())(*values))
         raise _Unknown
 
     def _element(self, where: str, name: str, at: int, iteration: Mapping[str, int]) -> int:
