@@ -96,6 +96,8 @@ ENTRY %main (stack.2: f32[4]) -> (s32[], f32[4]) {{
         (loop(UP, place="clamp(%one, %number, %three)"), False),
         (loop(UP, place="minimum(%number, %one)").replace('"n":"4"', '"n":"2"'), True),
         (loop(UP, place="minimum(%number, %one)"), False),
+        (loop((3, -1)).replace("f32[", "pred["), True),
+        (loop(DOWN).replace("f32[", "pred["), False),
         (loop(UP).replace("dynamic_slice_config", "other"), True),
     ],
 )

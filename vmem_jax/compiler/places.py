@@ -15,13 +15,13 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from vmem_jax.compiler.hlo import ENTRY, Instruction, computations
+from vmem_jax.compiler.hlo import ENTRY, Instruction, computations, nbytes
 
 _RULE = re.compile(r'"dynamic_slice_config":\{([^}]*)\}')
 _NUMBER = re.compile(r'"(\w+)":"(-?\d+)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply)=%([\w.-]+)")
 _BODY = re.compile(r"\bbody=%([\w.-]+)")
-_ARRAY = re.compile(r"^([a-z]+)(\d+)\w*\[([\d,]*)\](?:\{([\d,]*))?")
+_ARRAY = re.compile(r"^\w+\[([\d,]*)\](?:\{([\d,]*))?")
 _FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 """Behind which operand the place of a slice stands."""
 
@@ -127,13 +127,13 @@ class _Program:
         array = _ARRAY.match(self.every[where][one.operands[0]].shape)
         if array is None:
             raise _Unknown
-        sizes = [int(n) for n in array[3].split(",") if n]
-        order = [int(n) for n in (array[4] or "").split(",") if n]
-        nbytes, total = max(1, int(array[2]) // 8), 0
+        sizes = [int(n) for n in array[1].split(",") if n]
+        order = [int(n) for n in (array[2] or "").split(",") if n]
+        elements = 0
         for at, name in enumerate(one.operands[_FIRST[one.kind] :]):
-            step = nbytes * math.prod(sizes[dim] for dim in order[: order.index(at)])
-            total += step * self._value(where, name, iteration)
-        return total
+            step = math.prod(sizes[dim] for dim in order[: order.index(at)])
+            elements += step * self._value(where, name, iteration)
+        return elements * nbytes(array[0]) // math.prod(sizes)
 
     def _value(self, where: str, name: str, iteration: Mapping[str, int]) -> int:
         """The number that `name` is in these iterations."""
