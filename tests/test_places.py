@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import vmem_jax
+from vmem_jax.compiler import compile as compile_module
 from vmem_jax.compiler import places
 from vmem_jax.devices.targets import target
 
@@ -96,6 +97,7 @@ ENTRY %main (stack.2: f32[4]) -> (s32[], f32[4]) {{
         (loop(UP, place="clamp(%one, %number, %three)"), False),
         (loop(UP, place="minimum(%number, %one)").replace('"n":"4"', '"n":"2"'), True),
         (loop(UP, place="minimum(%number, %one)"), False),
+        (loop(DOWN).replace("{0}", "").replace("{0:S(5)}", ""), True),
         (loop((3, -1)).replace("f32[", "pred["), True),
         (loop(DOWN).replace("f32[", "pred["), False),
         (loop(UP).replace("dynamic_slice_config", "other"), True),
@@ -141,5 +143,9 @@ def test_loops_copy_the_slices_of_their_layers():
 
 @pytest.mark.gpu_compile
 def test_where_a_rule_is_wrong_nothing_is_copied_by_one(monkeypatch):
+    """And the log says so."""
     monkeypatch.setattr(places, "are_right", lambda text: "dynamic_slice_config" not in text)
+    said: list[str] = []
+    monkeypatch.setattr(compile_module, "warn_once", lambda name, text: said.append(text))
     assert places.rules(compiled_text()) == []
+    assert said and all("wrong slices" in text for text in said)

@@ -18,6 +18,7 @@ from vmem_jax.compiler.views import may_write_over_views
 from vmem_jax.devices.device import devices_of, processors
 from vmem_jax.errors import CompileError
 from vmem_jax.jax_compat import ClosedJaxpr
+from vmem_jax.logs import warn_once
 from vmem_jax.tracing import arguments, hosted
 from vmem_jax.tracing.traced import TracedStep
 
@@ -199,6 +200,11 @@ def _compiled(
         make = lambda options: lowered.compile(compiler_options=options or None)
     made, loops = make(options), has(jaxpr, "scan") or has(jaxpr, "while")
     if loops and fenced and platform == "gpu" and not places.are_right(made.as_text()):
+        warn_once(
+            name,
+            "XLA would copy wrong slices of arrays in its loops. Kernels read and write them, which "
+            f"takes longer: the step is compiled without XLA's pass {compat.PLACES_PASS}.",
+        )
         options = _without(compat.PLACES_PASS, options)
         made = make(options)
     graphs = recording(given, platform)

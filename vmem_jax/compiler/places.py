@@ -128,7 +128,7 @@ class _Program:
         if array is None:
             raise _Unknown
         sizes = [int(n) for n in array[1].split(",") if n]
-        order = [int(n) for n in (array[2] or "").split(",") if n]
+        order = [int(n) for n in array[2].split(",")] if array[2] else [*range(len(sizes))][::-1]
         elements = 0
         for at, name in enumerate(one.operands[_FIRST[one.kind] :]):
             step = math.prod(sizes[dim] for dim in order[: order.index(at)])
