@@ -111,6 +111,7 @@ class Loop:
         self.eqn = self.eqns[at]
         self.consts, self.carry = compat.scan_counts(self.eqn)
         self.length: int = self.eqn.params["length"]
+        self._step = -1 if self.eqn.params["reverse"] else 1
         self.results = {a for a in self.opened.outvars if isinstance(a, Var)}
         self.maker = makers(self.eqns)
         self.readers = readers(self.eqns)
@@ -267,16 +268,13 @@ class Loop:
     def _emit(self) -> None:
         """Makes the new body: consts, entered, carry, old stacks, xs, i -> carry, new stacks, ys.
 
-        Where the iterations are counted, their number is carried, behind the stacks, and i follows
-        from that: XLA:GPU takes a number that it knows nothing of for just this (`compiler.places`).
+        An i that is counted is carried, behind the stacks.
         """
         closed = drop_dead(inline(self.eqn.params["jaxpr"]))
         body, equations = compat.open_jaxpr(closed), list[JaxprEqn]()
         calls, end = Calls(equations.append), self.consts + self.carry
         like = self.eqns[min(self.movable)]
-        self.index = number = compat.new_var(jax.typeof(np.int32(0)))
-        if self.sliced and self.eqn.params["reverse"]:
-            [self.index] = calls.bind(lambda i: self.length - 1 - i, [number], like)
+        self.index = compat.new_var(jax.typeof(np.int32(0)))
         self.carried = {self.over[v]: compat.new_var(v.aval) for v in self.updated}
         operands = range(end, len(self.eqn.invars))
         self.xs = [p for p in operands if self._source(self.eqn.invars[p]) not in self.carried]
@@ -342,7 +340,7 @@ class Loop:
         kept = [
             p for p in range(self.carry, len(body.outvars)) if self.eqn.outvars[p] in self.needed
         ]
-        counted = calls.bind(lambda i: i + 1, [number], like) if self.sliced else []
+        counted = calls.bind(lambda i: i + self._step, [self.index], like) if self.sliced else []
         self.entered = [*entered]
         self.made = [
             *self.eqn.outvars[: self.carry],
@@ -358,9 +356,9 @@ class Loop:
                 *entered.values(),
                 *body.invars[self.consts : end],
                 *self.carried.values(),
-                *([number] if counted else []),
+                *([self.index] if counted else []),
                 *(body.invars[p] for p in self.xs),
-                *([] if counted else [number]),
+                *([] if counted else [self.index]),
             ],
             [
                 *(read(a) for a in body.outvars[: self.carry]),
@@ -471,7 +469,8 @@ class Loop:
         # the link, and fills the device meanwhile (0.11.2). XLA:CPU copies slices more often so.
         first: list[Atom] = []
         if self.sliced:
-            first, indices = [Literal(np.int32(0), jax.typeof(np.int32(0)))], []
+            start = np.int32(self.length - 1 if self._step < 0 else 0)
+            first, indices = [Literal(start, self.index.aval)], []
         else:
             count = lambda: jnp.arange(self.length, dtype=jnp.int32)
             indices = calls.bind(count, [], self.eqn)

@@ -16,7 +16,7 @@ from vmem_jax.capture.inputs import Inputs
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase
-from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
+from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.policy.exact import Exact
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.stacked import copied_to_stacks
@@ -47,5 +47,28 @@ def _ordered(eqn: JaxprEqn, platform: str) -> JaxprEqn:
         return eqn.replace(params={**eqn.params, "jaxpr": body})
     plan = Exact().plan(program, Costs("", (0.0,) * len(program.steps)), None)
     assert isinstance(plan, Plan), "without a budget there is always a plan"
-    body = rewrite(captured, plan, body=True)
+    body = _counting(rewrite(captured, plan, body=True), *compat.scan_counts(eqn))
     return eqn.replace(params={**eqn.params, "jaxpr": body})
+
+
+def _counting(body: ClosedJaxpr, consts: int, carry: int) -> ClosedJaxpr:
+    """`body` that adds to the numbers which its loop carries in front of all barriers.
+
+    XLA:GPU (0.11.2) takes a number that went through one before for that of the iteration, where it
+    copies slices by it (`compiler.places`).
+    """
+    opened, before = compat.open_jaxpr(body), dict[Var, Atom]()
+    made = (a if isinstance(a, Var) else None for a in opened.outvars[:carry])
+    carried = dict(zip(made, opened.invars[consts : consts + carry], strict=True))
+    source = lambda a: before.get(a, a) if isinstance(a, Var) else a
+    eqns = list[JaxprEqn]()
+    for eqn in opened.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            before |= zip(eqn.outvars, map(source, eqn.invars), strict=True)
+        elif eqn.primitive.name in ("add", "sub"):
+            first, second = eqn.invars
+            if carried.get(eqn.outvars[0]) is source(first) and isinstance(second, Literal):
+                eqn = eqn.replace(invars=[source(first), second])
+        eqns.append(eqn)
+    parts = opened.constvars, compat.constants(body), opened.invars, opened.outvars, eqns
+    return compat.close(*parts, like=body)
