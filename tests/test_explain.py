@@ -12,9 +12,11 @@ from helpers import plan_of
 from test_moves import CHAIN, ORDER, costs_of
 
 import vmem_jax
+from vmem_jax.capture import capture
 from vmem_jax.core.costs import Source
 from vmem_jax.core.plan import Transfer
 from vmem_jax.core.simulate import simulate
+from vmem_jax.policy.base import at_the_peak
 from vmem_jax.report.explain import Explanation, explain
 
 COSTS = costs_of(CHAIN)
@@ -32,6 +34,17 @@ def test_what_is_away_at_the_peak_does_not_hold_bytes_there():
     assert 4 <= moved.timeline.peak_at < 13
     assert "activation 90 B" in kept.holders and "activation 80 B" in moved.holders
     assert simulate(CHAIN, ORDER, COSTS).peak == kept.timeline.peak
+
+
+def test_a_peak_of_workspace_alone_lists_no_values():
+    """Nothing but arguments and results is there while its only step runs."""
+    step = lambda x: jnp.sort(x, axis=0)
+    program = capture(jax.jit(step).trace(jnp.ones((8, 4))).jaxpr, ["x"], [False]).program
+    [one] = program.steps
+    program = dataclasses.replace(program, steps=(dataclasses.replace(one, workspace=2**20),))
+    timeline = simulate(program, (0,), costs_of(program))
+    found = at_the_peak(program, timeline)
+    assert found.endswith("workspace 1.00 MiB") and "largest" not in found
 
 
 def test_shares_are_of_the_seconds_of_all_that_runs():

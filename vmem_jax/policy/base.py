@@ -184,8 +184,8 @@ def arguments_and_outputs(program: Program) -> str:
     ids = {*program.inputs, *program.outputs}
     constants = program.resident_nbytes > program.arguments_nbytes
     what = "arguments, outputs and constants" if constants else "arguments and outputs"
-    total = f"{what} alone take {show_nbytes(program.resident_nbytes)}; the largest:"
-    return "\n".join([total, *_largest(program, ids)])
+    total = f"{what} alone take {show_nbytes(program.resident_nbytes)}"
+    return _with_largest(total, program, ids)
 
 
 def at_the_peak(program: Program, timeline: Timeline) -> str:
@@ -193,18 +193,19 @@ def at_the_peak(program: Program, timeline: Timeline) -> str:
     if timeline.peak_at < 0:
         return ""
     live = live_at(program, timeline.order, timeline.peak_at, timeline.transfers)
-    kinds = ", ".join(_kinds(program, timeline, live))
-    return "\n".join([f"{kinds}; the largest:", *_largest(program, live)])
+    return _with_largest(", ".join(_kinds(program, timeline, live)), program, live)
 
 
-def _largest(program: Program, ids: Collection[int], count: int = 3) -> list[str]:
-    """The largest of the buffers `ids`, each with its size and where it is made."""
-    lines = []
+def _with_largest(text: str, program: Program, ids: Collection[int], count: int = 3) -> str:
+    """`text`, and the largest of the buffers `ids`, each with its size and where it is made."""
+    if not ids:
+        return text
+    lines = [f"{text}; the largest:"]
     for b in sorted(ids, key=lambda b: (-program.buffers[b].nbytes, b))[:count]:
         buffer, made = program.buffers[b], program.producer[b]
         where = f", made at {program.steps[made].where}" if made >= 0 else ""
         lines.append(f"  {show_nbytes(buffer.nbytes):>10}  {buffer.label}{where}")
-    return lines
+    return "\n".join(lines)
 
 
 def where_peak(program: Program, timeline: Timeline) -> str:
