@@ -66,8 +66,9 @@ def _counting(body: ClosedJaxpr, consts: int, carry: int) -> ClosedJaxpr:
         if eqn.primitive.name == "optimization_barrier":
             before |= zip(eqn.outvars, map(source, eqn.invars), strict=True)
         elif eqn.primitive.name in ("add", "sub"):
-            first, second = eqn.invars
-            if carried.get(eqn.outvars[0]) is source(first) and isinstance(second, Literal):
+            (first, second), [out] = eqn.invars, eqn.outvars
+            is_number = not out.aval.shape and isinstance(second, Literal)
+            if is_number and carried.get(out) is source(first):
                 eqn = eqn.replace(invars=[source(first), second])
         eqns.append(eqn)
     parts = opened.constvars, compat.constants(body), opened.invars, opened.outvars, eqns
