@@ -8,9 +8,11 @@ import optax
 import pytest
 
 import vmem_jax
+from vmem_jax import jax_compat as compat
 from vmem_jax.compiler import compile as compile_module
 from vmem_jax.compiler import places
 from vmem_jax.devices.targets import target
+from vmem_jax.rewrite import bodies
 
 COUNTED = "add(%number, %one)"
 DOWN, UP = (12, -4), (0, 4)
@@ -105,6 +107,18 @@ ENTRY %main (stack.2: f32[4]) -> (s32[], f32[4]) {{
 )
 def test_rules_say_what_the_program_does(text, right):
     assert places.are_right(text) == right
+
+
+def test_numbers_are_added_to_in_front_of_barriers_and_arrays_behind():
+    def body(number, total, x):
+        number, total, x = jax.lax.optimization_barrier((number, total, x))
+        return number - 1, total + 1, x * 2
+
+    traced = jax.jit(body).trace(jnp.int32(3), jnp.ones(4), jnp.ones(4)).jaxpr
+    opened = compat.open_jaxpr(bodies._counting(traced, 0, 2))
+    [barrier, number, total, _] = opened.eqns
+    assert number.invars[0] is opened.invars[0]
+    assert total.invars[0] is barrier.outvars[1]
 
 
 def hosted_step():
