@@ -83,6 +83,11 @@ ENTRY %main (stack.2: f32[4]) -> (s32[], f32[4]) {{
         (loop(UP, place="copy(%number)", first="constant(1)"), False),
         (loop(DOWN, place="fusion(%three, %number), kind=kLoop, calls=%places"), True),
         (loop(UP, place="fusion(%three, %number), kind=kLoop, calls=%places"), False),
+        (
+            loop(DOWN, "fusion(%three, %number), calls=%places").replace("ROOT %diff", "%diff"),
+            False,
+        ),
+        (loop(DOWN, place="fusion(%three, %number), kind=kLoop"), False),
         (loop(UP, place="copy(%number)", counted="add(%behind, %one)"), True),
         (
             loop(UP, "copy(%number)", "subtract(%behind, %one)", "constant(3)"),  # JAX 0.11.2

@@ -68,7 +68,7 @@ def _rules(every: _Computations) -> Iterator[tuple[str, Instruction, dict[str, i
                 yield where, one, {name: int(n) for name, n in _NUMBER.findall(rule[1])}
 
 
-class _Unknown(Exception):
+class _Unknown(LookupError):
     """A number does not follow from iterations alone."""
 
 
@@ -102,7 +102,7 @@ class _Program:
                 wanted = rule.get("byte_offset", 0) + rule.get("byte_stride", 0) * numbers[at]
                 if self._place(where, one, iteration) != wanted:
                     return False
-        except _Unknown:
+        except (LookupError, StopIteration, ValueError):  # so far the text is not understood
             return False
         return True
 
