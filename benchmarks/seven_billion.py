@@ -206,7 +206,7 @@ def _state(shapes: Any) -> Any:
         elif _is_norm(path):
             value = jnp.ones(x.shape, x.dtype)
         else:
-            value = _drawn(key, numbers[jax.tree_util.keystr(path[1:])], x.shape)
+            value = _drawn(key, jnp.asarray(numbers[jax.tree_util.keystr(path[1:])]), x.shape)
         value = jax.device_put(value, _sharding(path, x))
         made.append(jax.block_until_ready(value))  # at most one array is on its way
     return tree.unflatten(made)
@@ -225,10 +225,10 @@ def _numbers(params: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _drawn(key: jax.Array, numbers: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _drawn(key: jax.Array, numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Random weights by their numbers; those of several are a stack."""
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.asarray(numbers))
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
     draw = lambda key: 0.02 * jax.random.normal(key, shape[-2:])
     return jax.lax.map(draw, keys).reshape(shape)
 
