@@ -290,8 +290,8 @@ STREAM_OPTIONS: dict[str, dict[str, Any]] = {
 """Further compiler options, by platform, for programs with arguments in host memory."""
 
 
-PLACES_PASS = "dynamic-slice-annotator"
-"""The pass of XLA:GPU that makes rules of which slices loops copy (`compiler.places`). Without it
+PLACES_OPTIONS = {"xla_disable_hlo_passes": "dynamic-slice-annotator"}
+"""Compiler options by which XLA:GPU makes no rules of which slices loops copy (`compiler.places`):
 kernels read and write them, over the link where a stack is in host memory."""
 
 

@@ -66,16 +66,14 @@ def with_ours(
         ours.append(compat.SIZED_OPTIONS.get(platform, {}))
     if steps > LONG:
         ours.append(compat.LONG_OPTIONS.get(platform, {}))
-    every = [*ours, given]
+    return _merged(*ours, given)
+
+
+def _merged(*every: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of all: of one name the last one's, but the passes that any of them disables."""
     passes = [options[_PASSES] for options in every if options.get(_PASSES)]
     merged = {name: value for options in every for name, value in options.items()}
     return {**merged, _PASSES: ",".join(passes)} if passes else merged
-
-
-def _without(one: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` that disable a pass more."""
-    passes = [options[_PASSES]] if options.get(_PASSES) else []
-    return {**options, _PASSES: ",".join([*passes, one])}
 
 
 def products_of(avals: Sequence[jax.ShapeDtypeStruct], target: str | None) -> Products:
@@ -203,9 +201,9 @@ def _compiled(
         warn_once(
             name,
             "XLA would copy wrong slices of arrays in its loops. Kernels read and write them, which "
-            f"takes longer: the step is compiled without XLA's pass {compat.PLACES_PASS}.",
+            f"takes longer: the step is compiled with {compat.PLACES_OPTIONS}.",
         )
-        options = _without(compat.PLACES_PASS, options)
+        options = _merged(options, compat.PLACES_OPTIONS)
         made = make(options)
     graphs = recording(given, platform)
     alone = streams or target is not None or not fenced
