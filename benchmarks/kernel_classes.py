@@ -59,9 +59,7 @@ _SILENT = {  # they launch nothing themselves
     *("copy-done", "after-all", "partition-id", "replica-id"),
 }
 
-_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|\w+_computation)=%([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _WHICH = re.compile(r'\bwhich = "([^"]*)"')
@@ -112,12 +110,11 @@ def _running(body: str, times: int, bodies: Mapping[str, Body]) -> Iterator[tupl
     yield body, times
     for one in bodies[body].values():
         if one.kind in ("while", "call", "conditional", "async-start"):
-            trips = _TRIPS.search(one.rest)
-            called = _CALLED.findall(one.rest)
+            called = [*one.called.values()]
             for branches in _BRANCHES.findall(one.rest):
                 called += re.findall(r"%([\w.-]+)", branches)
             for inner in called:
-                yield from _running(inner, times * int(trips[1] if trips else 1), bodies)
+                yield from _running(inner, times * (1 if one.trips is None else one.trips), bodies)
 
 
 def _updated(entry: Body, text: str) -> set[str]:
@@ -164,13 +161,13 @@ def _class_of_call(one: Instruction) -> str:
 
 def _kinds(one: Instruction, bodies: Mapping[str, Body]) -> set[str]:
     """Those of the instructions in a fusion."""
-    inner = [i for called in _CALLED.findall(one.rest) for i in bodies[called].values()]
+    inner = [i for called in one.called.values() for i in bodies[called].values()]
     return {i.kind for i in inner}.union(*(_kinds(i, bodies) for i in inner if i.kind == "fusion"))
 
 
 def _moved(one: Instruction, body: Body, bodies: Mapping[str, Body]) -> int:
     if one.kind in _FUSIONS:
-        [called] = _CALLED.findall(one.rest)
+        [called] = one.called.values()
         return _moved_by_fusion(one, bodies[called])
     read = sum(nbytes(body[name].shape) for name in set(one.operands) if name in body)
     shapes = one.shapes

@@ -12,6 +12,8 @@ ENTRY = "ENTRY"
 _INSTRUCTION = re.compile(r"^ *(ROOT )?%(\S+) = (.+?) ([a-z][\w-]*)\(([^()]*)\)(.*)$", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{\n((?:.*\n)*?)\}", re.M)
 _NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(r"\b(calls|body|condition|to_apply|\w+_computation)=%([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)\w*)\[([\d,]*)\]")
 _SHAPE = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
@@ -43,6 +45,17 @@ class Instruction(NamedTuple):
         """Which one of a tuple it takes; −1 if it takes none."""
         index = _INDEX.search(self.rest) if self.kind == "get-tuple-element" else None
         return int(index[1]) if index else -1
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The names of computations, by "calls", "body", "condition" and other words before them."""
+        return dict(_CALLED.findall(self.rest))
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop runs, where that is known."""
+        trips = _TRIPS.search(self.rest)
+        return int(trips[1]) if trips else None
 
     @property
     def shapes(self) -> list[str]:

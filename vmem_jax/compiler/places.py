@@ -19,8 +19,6 @@ from vmem_jax.compiler.hlo import ENTRY, Instruction, computations, nbytes
 
 _RULE = re.compile(r'"dynamic_slice_config":\{([^}]*)\}')
 _NUMBER = re.compile(r'"(\w+)":"(-?\d+)"')
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%([\w.-]+)")
-_BODY = re.compile(r"\bbody=%([\w.-]+)")
 _ARRAY = re.compile(r"^\w+\[([\d,]*)\](?:\{([\d,]*))?")
 _FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 """Behind which operand the place of a slice stands."""
@@ -38,7 +36,6 @@ _COMPUTED: Mapping[str, Callable[..., int]] = {
 }
 _WHOLE = re.compile(r"\{?(-?\d+)\}?")
 _COMPARED = re.compile(r"\bdirection=([A-Z]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ITERATIONS = 3
 """So many are looked at of each loop: a rule adds the same in all."""
 
@@ -68,10 +65,6 @@ def _rules(every: _Computations) -> Iterator[tuple[str, Instruction, dict[str, i
                 yield where, one, {name: int(n) for name, n in _NUMBER.findall(rule[1])}
 
 
-class _Unknown(LookupError):
-    """A number does not follow from iterations alone."""
-
-
 class _Program:
     """The computations of a step.
 
@@ -86,10 +79,9 @@ class _Program:
         self.callers: dict[str, tuple[str, Instruction]] = {}
         for where, instructions in every.items():
             for one in instructions.values():
-                for body in _BODY.findall(one.rest):
-                    self.loops[body] = where, one
-                for called in _CALLED.findall(one.rest):
-                    self.callers[called] = where, one
+                for word, called in one.called.items():
+                    found = self.loops if word == "body" else self.callers
+                    found[called] = where, one
 
     def follows(self, where: str, one: Instruction, rule: Mapping[str, int]) -> bool:
         around = [*self._loops_around(where)]
@@ -119,14 +111,14 @@ class _Program:
 
     def _iterations(self, body: str) -> range:
         """Those of a loop that are looked at."""
-        trips = _TRIPS.search(self.loops[body][1].rest)
-        return range(min(_ITERATIONS, int(trips[1]) if trips else _ITERATIONS))
+        trips = self.loops[body][1].trips
+        return range(_ITERATIONS if trips is None else min(_ITERATIONS, trips))
 
     def _place(self, where: str, one: Instruction, iteration: Mapping[str, int]) -> int:
         """Bytes in front of the slice in its array."""
-        array = _ARRAY.match(self.every[where][one.operands[0]].shape)
+        array = _ARRAY.match(shape := self.every[where][one.operands[0]].shape)
         if array is None:
-            raise _Unknown
+            raise LookupError(f"the place of a slice of {shape}")
         sizes = [int(n) for n in array[1].split(",") if n]
         order = [int(n) for n in array[2].split(",")] if array[2] else [*range(len(sizes))][::-1]
         elements = 0
@@ -136,10 +128,12 @@ class _Program:
         return elements * nbytes(array[0]) // math.prod(sizes)
 
     def _value(self, where: str, name: str, iteration: Mapping[str, int]) -> int:
-        """The number that `name` is in these iterations."""
-        one = self.every[where].get(name)
-        if one is None:
-            raise _Unknown
+        """The number that `name` is in these iterations.
+
+        Raises:
+          LookupError: it does not follow from iterations alone.
+        """
+        one = self.every[where][name]
         if one.kind == "constant" and (number := _WHOLE.fullmatch(one.arguments)):
             return int(number[1])
         if one.kind == "parameter" and where in self.callers:
@@ -150,27 +144,27 @@ class _Program:
         if one.kind == "get-tuple-element":
             return self._element(where, one.operands[0], one.element, iteration)
         if one.kind in ("call", "fusion"):
-            [called] = _CALLED.findall(one.rest)
+            [called] = one.called.values()
             return self._value(called, self._root(called), iteration)
         values = (self._value(where, each, iteration) for each in one.operands)
         if one.kind in _COMPUTED:
             return _COMPUTED[one.kind](*values)
         if one.kind == "compare" and (compared := _COMPARED.search(one.rest)):
             return int(getattr(operator, compared[1].lower())(*values))
-        raise _Unknown
+        raise LookupError(f"the number of {one.kind} {name}")
 
     def _element(self, where: str, name: str, at: int, iteration: Mapping[str, int]) -> int:
-        """The number that element `at` of the tuple `name` is."""
-        one = self.every[where].get(name)
-        if one is not None and one.kind == "tuple":
+        """The number that element `at` of the tuple `name` is; errors of `_value`."""
+        one = self.every[where][name]
+        if one.kind == "tuple":
             return self._value(where, one.operands[at], iteration)
-        if one is not None and one.kind in _SAME:
+        if one.kind in _SAME:
             return self._element(where, one.operands[0], at, iteration)
-        if one is not None and one.kind in ("call", "fusion"):
-            [called] = _CALLED.findall(one.rest)
+        if one.kind in ("call", "fusion"):
+            [called] = one.called.values()
             return self._element(called, self._root(called), at, iteration)
-        if one is None or one.kind != "parameter" or where not in self.loops:
-            raise _Unknown
+        if one.kind != "parameter" or where not in self.loops:
+            raise LookupError(f"an element of {one.kind} {name}")
         number = iteration[where]
         if number:
             before = {**iteration, where: number - 1}
