@@ -1,10 +1,11 @@
-"""def_use: which equation of a flat jaxpr makes a value, and which ones read it."""
+"""def_use: which equation of a flat jaxpr makes a value, which ones read it, and what it was in front
+of barriers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vmem_jax.jax_compat import JaxprEqn, Var
+from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 
 
 def makers(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
@@ -21,4 +22,14 @@ def readers(eqns: Sequence[JaxprEqn]) -> dict[Var, list[int]]:
                 at = found.setdefault(a, [])
                 if not at or at[-1] != i:
                     at.append(i)
+    return found
+
+
+def before_barriers(eqns: Sequence[JaxprEqn]) -> dict[Var, Atom]:
+    """Of each value that went through barriers what it was in front of all of them."""
+    found: dict[Var, Atom] = {}
+    for eqn in eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            given = (a if isinstance(a, Literal) else found.get(a, a) for a in eqn.invars)
+            found |= zip(eqn.outvars, given, strict=True)
     return found

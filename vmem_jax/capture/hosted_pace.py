@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from vmem_jax import jax_compat as compat
-from vmem_jax.capture.def_use import readers
+from vmem_jax.capture.def_use import before_barriers, readers
 from vmem_jax.capture.primitives import Class, class_of
 from vmem_jax.jax_compat import Atom, JaxprEqn, Literal, Var
 
@@ -55,7 +55,7 @@ class _Body:
 
     def __init__(self, eqns: Sequence[JaxprEqn], stacks: Collection[Var]) -> None:
         self.eqns, self.stacks = eqns, stacks
-        self.origin: dict[Var, Atom] = {}  # of what went through barriers
+        self.origin = before_barriers(eqns)
         self.tied: list[int] = []
         self.moved: dict[int, int] = {}
         self.made: dict[Var, int] = {}
@@ -67,7 +67,6 @@ class _Body:
                 cuts.update(eqn.outvars)
                 self.moved[i] = self._last(given)
             elif eqn.primitive.name == "optimization_barrier":
-                self.origin |= zip(eqn.outvars, map(self._source, eqn.invars), strict=True)
                 pairs = zip(eqn.invars, eqn.outvars, strict=True)
                 if any(
                     isinstance(a, Var) and a in cuts and v not in computed_with for a, v in pairs

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.capture import capture_body
+from vmem_jax.capture.def_use import before_barriers
 from vmem_jax.capture.flatten import flatten
 from vmem_jax.capture.inputs import Inputs
 from vmem_jax.core.costs import Costs
 from vmem_jax.core.plan import Plan
 from vmem_jax.core.program import Phase
-from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
+from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.policy.exact import Exact
 from vmem_jax.rewrite.rewrite import rewrite
 from vmem_jax.rewrite.stacked import copied_to_stacks
@@ -57,19 +58,17 @@ def _counting(body: ClosedJaxpr, consts: int, carry: int) -> ClosedJaxpr:
     XLA:GPU (0.11.2) takes a number that went through one before for that of the iteration, where it
     copies slices by it (`compiler.places`).
     """
-    opened, before = compat.open_jaxpr(body), dict[Var, Atom]()
+    opened = compat.open_jaxpr(body)
+    before = before_barriers(opened.eqns)
     made = (a if isinstance(a, Var) else None for a in opened.outvars[:carry])
     carried = dict(zip(made, opened.invars[consts : consts + carry], strict=True))
-    source = lambda a: before.get(a, a) if isinstance(a, Var) else a
     eqns = list[JaxprEqn]()
     for eqn in opened.eqns:
-        if eqn.primitive.name == "optimization_barrier":
-            before |= zip(eqn.outvars, map(source, eqn.invars), strict=True)
-        elif eqn.primitive.name in ("add", "sub"):
+        if eqn.primitive.name in ("add", "sub") and isinstance(eqn.invars[1], Literal):
             (first, second), [out] = eqn.invars, eqn.outvars
-            is_number = not out.aval.shape and isinstance(second, Literal)
-            if is_number and carried.get(out) is source(first):
-                eqn = eqn.replace(invars=[source(first), second])
+            number = before.get(first) if isinstance(first, Var) else None
+            if number is not None and number is carried.get(out) and not out.aval.shape:
+                eqn = eqn.replace(invars=[number, second])
         eqns.append(eqn)
     parts = opened.constvars, compat.constants(body), opened.invars, opened.outvars, eqns
     return compat.close(*parts, like=body)
