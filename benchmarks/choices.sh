@@ -10,7 +10,7 @@ shift 2
 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 plans=$described.plans
-for model in ${*:-decoder gru lstm vit_dropout gpt lora segmenter mobilenet2 wavenet}; do
+for model in ${*:-decoder gru lstm vit_dropout gpt lora segmenter mobilenet2 wavenet t5 googlenet unet}; do
   next() { JAX_PLATFORMS=cpu python3 benchmarks/choices.py --described="$described" --model="$model" "$@"; }
   while ways=$(next) && [ -n "$ways" ]; do
     JAX_PLATFORMS=cpu python3 benchmarks/training_steps.py --target="${CARD:-h200}" --model="$model" \

@@ -14,14 +14,13 @@ from vmem_jax.compiler import places
 from vmem_jax.devices.targets import target
 from vmem_jax.rewrite import bodies
 
-COUNTED = "add(%number, %one)"
 DOWN, UP = (12, -4), (0, 4)
 
 
 def loop(
     rule: tuple[int, int],
     place: str = "subtract(%three, %number)",
-    counted: str = COUNTED,
+    counted: str = "add(%number, %one)",
     first: str = "constant(0)",
     op: str = "dynamic-slice(%stack.1, %at.1)",
 ) -> str:
