@@ -11,6 +11,7 @@ from vmem_jax.capture.all_at_once import Stacked, Whole
 from vmem_jax.capture.batch import Batch
 from vmem_jax.capture.body_traffic import Ends, Traffic, traffic
 from vmem_jax.capture.cpu import casts_nbytes, cpu_workspace, more_in_float32
+from vmem_jax.capture.dilated_convolutions import with_known_dilated
 from vmem_jax.capture.donations import aliases, hosted_values
 from vmem_jax.capture.equal_stacks import with_equal_stacks_merged
 from vmem_jax.capture.exact import Applied, apply_exact_rules
@@ -254,7 +255,8 @@ def capture(
     """
     flat = with_equal_stacks_merged(with_constants_in_loops(flatten(closed)))
     flat = with_operands_rounded(flat, platform)
-    flat, spreading = with_known_transposed(flat, platform)
+    flat, transposed = with_known_transposed(flat, platform)
+    flat, dilated = with_known_dilated(flat, platform)
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat = with_padding_apart(flat, platform)
     flat, written = with_layouts(flat, platform)
@@ -263,7 +265,7 @@ def capture(
     inputs = Inputs(*known, platform, products)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
-    written = dataclasses.replace(written, spreading=spreading)
+    written = dataclasses.replace(written, spreading={**transposed, **dilated})
     return dataclasses.replace(captured, misread=misread, written=written)
 
 

@@ -184,7 +184,7 @@ class AsWritten:
       spread: values whose layouts XLA chooses badly.
       turned: bytes that passes which transpose heads move more.
       lengths: of rows that are padded.
-      spreading: transposed convolutions.
+      spreading: transposed and dilated convolutions.
     """
 
     spread: Spread = dataclasses.field(default_factory=Spread)
