@@ -48,7 +48,7 @@ def cpu_workspace(eqn: JaxprEqn, size: Callable[[Atom], int], *, looped: bool) -
     if name == "conv_general_dilated":
         return _copies_nbytes(eqn, size, looped=looped)
     fry = name == "random_bits" and str(eqn.invars[0].aval.dtype) == "key<fry>"
-    if fry or name == "threefry2x32":
+    if fry or name in ("random_part", "threefry2x32"):
         out = eqn.outvars[0]
         words = size(out) // out.aval.dtype.itemsize
         return max(_WORDS_NBYTES * words - sum(map(size, eqn.outvars)), 0)

@@ -23,7 +23,7 @@ _SMALL_NBYTES = 4096
 def draws_words(eqn: JaxprEqn) -> bool:
     """Whether `eqn` draws random words, each by itself."""
     name = eqn.primitive.name
-    return name == "threefry2x32" or (name == "random_bits" and can_slice(eqn))
+    return name in ("threefry2x32", "random_part") or (name == "random_bits" and can_slice(eqn))
 
 
 def drawn_values(eqns: Iterable[JaxprEqn]) -> set[Var]:

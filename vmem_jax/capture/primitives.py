@@ -204,6 +204,7 @@ _FLOPS: dict[str, Callable[[JaxprEqn], int]] = {
     "unpack_bits": lambda eqn: 3 * math.prod(eqn.outvars[0].aval.shape),
     # threefry: a dropout in bfloat16 takes as long on an H100 as on an H200, 4.3 ps a word
     "random_bits": lambda eqn: 200 * math.prod(eqn.outvars[0].aval.shape),
+    "random_part": lambda eqn: 200 * math.prod(eqn.outvars[0].aval.shape),
     "threefry2x32": lambda eqn: 200 * math.prod(eqn.outvars[0].aval.shape),
 }
 
