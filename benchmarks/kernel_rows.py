@@ -100,6 +100,30 @@ def softmaxes_tables(folder: Path = RESULTS) -> str:
     return "".join(parts)
 
 
+MASKS = """Microseconds of a dropout mask in bits by what XLA makes of it and by one kernel, by
+`python benchmarks/masks.py`: one of twenty in a program.
+"""
+
+
+def masks_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file."""
+    parts = []
+    for path in sorted(folder.glob("masks_*.jsonl")):
+        lines = [
+            [
+                row["mask"],
+                f"{row['words'] / 1e6:.1f}",
+                *(f"{row[name]:.0f}" for name in ("xla_us", "us")),
+                f"{1e6 * row['us'] / row['words']:.2f}",
+                "yes" if row["same"] else "no",
+            ]
+            for row in records.lines(path)
+        ]
+        header = ["mask", "words, millions", "XLA", "one kernel", "ps a word", "the same bits"]
+        parts.append(f"\n## {path.name}\n\n{MASKS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
 def _network(row: dict[str, Any]) -> str:
     return row["step"].rpartition("_")[0]
 

@@ -361,6 +361,21 @@ def triton_params(warps: int, stages: int) -> dict[str, Any]:
     return {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=stages)}
 
 
+def triton_assembly(template: str, operands: Sequence[Any]) -> Any:
+    """What PTX of one result ($0) makes of u32 operands ($1 and so on) in a Triton kernel, for each
+    element."""
+    from jax.experimental.pallas import triton
+
+    [made] = triton.elementwise_inline_asm(
+        template,
+        args=operands,
+        constraints=",".join(["=r", *["r"] * len(operands)]),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, "int32")],
+    )
+    return made.astype("uint32")  # Triton's integers have no sign
+
+
 def on_described_gpu(kind: str) -> Any:
     """A context in which Triton kernels are lowered for the NVIDIA card of that kind ("NVIDIA H200"),
     which need not be there: Pallas asks the first device of the process otherwise."""

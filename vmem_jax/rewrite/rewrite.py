@@ -26,6 +26,7 @@ from vmem_jax.core.schedule import Do, schedule
 from vmem_jax.core.stated_layouts import may_be_left
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from vmem_jax.rewrite.column_sums import with_sums_in_parts
+from vmem_jax.rewrite.drawn_masks import with_drawn_masks
 from vmem_jax.rewrite.loops import Loops
 from vmem_jax.rewrite.own_stacks import with_own_stacks
 from vmem_jax.rewrite.sub_batches import looped
@@ -60,7 +61,7 @@ def rewrite(
         if not is_whole:
             return closed
         closed = with_own_stacks(closed)
-        return with_sums_in_parts(closed) if is_alone else closed
+        return with_drawn_masks(with_sums_in_parts(closed)) if is_alone else closed
 
     rewritten = _in_order(captured, plan, transport, store, body)
     if parts is None:
