@@ -132,6 +132,13 @@ def other_numbers(key):
     return packed(jax.random.uniform(key, (2, 8, 4), minval=-1) < 0.3, 1, 0)
 
 
+def turned(key):
+    """One less what is between one and two."""
+    words = jax.random.bits(key, (2, 8, 4))
+    ones = jax.lax.bitcast_convert_type((words >> 9) | jnp.uint32(0x3F800000), jnp.float32)
+    return packed(jax.lax.max(jnp.float32(0), jnp.float32(1) - ones) < 0.5, 1, 0)
+
+
 def half_words(key):
     return packed(jax.random.uniform(key, (2, 8, 4), jnp.bfloat16) < 0.5, 1, 0)
 
@@ -150,7 +157,7 @@ def other_generator(key):
 
 
 @pytest.mark.parametrize(
-    "fun", [other_readers, other_numbers, half_words, traced_share, never, other_generator]
+    "fun", [other_readers, other_numbers, turned, half_words, traced_share, never, other_generator]
 )
 def test_others_are_left(fun):
     assert same(fun, KEY) == []

@@ -40,7 +40,7 @@ def with_known_dilated(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, S
     if platform != "gpu":
         return flat, {}
     found: dict[Var, int] = {}
-    return with_each_replaced(flat, lambda: _Rule(found)), found
+    return with_each_replaced(flat, lambda _: _Rule(found)), found
 
 
 class _Rule:

@@ -96,14 +96,7 @@ class Editor:
 
     def constant(self, atom: Atom) -> Any:
         """The number that fills an array, as a NumPy scalar of its dtype, or None."""
-        if isinstance(atom, Literal):
-            aval: Any = atom.aval
-            return None if aval.shape else np.asarray(atom.val).astype(aval.dtype)
-        eqn = self.source(atom)
-        if eqn is None or eqn.primitive.name not in _FILLS:
-            return None
-        value = self.constant(eqn.invars[0])
-        return None if value is None else value.astype(eqn.outvars[0].aval.dtype)
+        return constant(atom, self.source)
 
     def edited(self) -> ClosedJaxpr:
         """The program after the edits, without what they left dead."""
@@ -114,6 +107,25 @@ class Editor:
         consts = compat.constants(self.closed)
         parts = (opened.constvars, consts, opened.invars, opened.outvars, eqns)
         return drop_dead(compat.close(*parts, like=self.closed))
+
+
+def constant(atom: Atom, source: Callable[[Any], Equation | None]) -> Any:
+    """The number that fills an array, as a NumPy scalar of its dtype, or None.
+
+    Args:
+      source: gives the equation that defines a value, or None.
+    """
+    if isinstance(atom, Literal):
+        aval: Any = atom.aval
+        return None if aval.shape else np.asarray(atom.val).astype(aval.dtype)
+    eqn = source(atom)
+    if eqn is None or eqn.primitive.name not in (*_FILLS, "sub"):
+        return None
+    values = [constant(a, source) for a in eqn.invars]
+    if any(value is None for value in values):
+        return None
+    value = values[0] if len(values) == 1 else values[0] - values[1]
+    return value.astype(eqn.outvars[0].aval.dtype)
 
 
 def spliced(
@@ -139,14 +151,14 @@ def spliced(
 
 
 def with_each_replaced(
-    closed: ClosedJaxpr, rules: Callable[[], Callable[[Equation], Sequence[Equation]]]
+    closed: ClosedJaxpr, rules: Callable[[ClosedJaxpr], Callable[[Equation], Sequence[Equation]]]
 ) -> ClosedJaxpr:
     """`closed` with what a rule gives in place of each equation, in the bodies of its loops, too.
 
     Args:
-      rules: makes the rule of `closed`, and one for each body.
+      rules: makes the rule of `closed`, and one of each body.
     """
-    opened, rule = compat.open_jaxpr(closed), rules()
+    opened, rule = compat.open_jaxpr(closed), rules(closed)
     eqns: list[Equation] = []
     for eqn in opened.eqns:
         if eqn.primitive.name == "scan":

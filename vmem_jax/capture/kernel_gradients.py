@@ -41,7 +41,7 @@ def with_known_kernel_gradients(
     if platform != "gpu":
         return flat, frozenset()
     found: set[Convolution] = set()
-    known = with_each_replaced(flat, lambda: functools.partial(_known, found))
+    known = with_each_replaced(flat, lambda _: functools.partial(_known, found))
     return known, frozenset(found)
 
 

@@ -35,7 +35,7 @@ def with_padding_apart(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     opened = compat.open_jaxpr(flat)
     given = {*opened.invars, *opened.constvars}
     padded: list[JaxprEqn] = []
-    apart = with_each_replaced(flat, lambda: lambda eqn: _apart(eqn, given, padded))
+    apart = with_each_replaced(flat, lambda _: lambda eqn: _apart(eqn, given, padded))
     return merge_repeated(apart) if padded else flat
 
 

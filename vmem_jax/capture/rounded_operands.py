@@ -35,7 +35,7 @@ def with_operands_rounded(flat: ClosedJaxpr, platform: str) -> ClosedJaxpr:
     """
     if platform != "gpu":
         return flat
-    return with_each_replaced(flat, lambda: functools.partial(_rounded, {}))
+    return with_each_replaced(flat, lambda _: functools.partial(_rounded, {}))
 
 
 def _rounded(made: dict[tuple[Var, Any], Var], eqn: JaxprEqn) -> list[JaxprEqn]:

@@ -39,7 +39,7 @@ def with_known_transposed(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr
     if platform != "gpu":
         return flat, {}
     found: dict[Var, int] = {}
-    return with_each_replaced(flat, lambda: _Rule(found)), found
+    return with_each_replaced(flat, lambda _: _Rule(found)), found
 
 
 def as_spreading(

@@ -21,7 +21,7 @@ from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 
 def with_sums_in_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` with sums over rows in parts, in the bodies of its loops, too."""
-    return with_each_replaced(closed, lambda: _divided)
+    return with_each_replaced(closed, lambda _: _divided)
 
 
 def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:

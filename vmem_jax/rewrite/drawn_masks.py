@@ -7,7 +7,7 @@ it. The word itself is less than those bits of what it is compared with in the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from jax import lax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.bits import pack_p
 from vmem_jax.capture.def_use import readers
-from vmem_jax.capture.editor import spliced
-from vmem_jax.capture.flatten import drop_dead
+from vmem_jax.capture.editor import constant, spliced, with_each_replaced
 from vmem_jax.capture.primitives import shape_of
 from vmem_jax.capture.random_bits import can_slice, part_p
 from vmem_jax.conv.drawn import DrawnMask, drawn_mask_p
@@ -39,23 +38,23 @@ _UNIFORM: tuple[tuple[str, float | None, bool], ...] = (
 """The operations that make such a number, the last first: (name, the other operand, whether it is
 always there)."""
 
+_EITHER = ("add", "max", "mul", "or")
+"""Those whose operands may change places."""
+
 
 def with_drawn_masks(closed: ClosedJaxpr) -> ClosedJaxpr:
     """`closed` with these kernels, in the bodies of its loops, too."""
+    return with_each_replaced(closed, _rule)
+
+
+def _rule(closed: ClosedJaxpr) -> Callable[[JaxprEqn], Sequence[JaxprEqn]]:
+    """What stands in place of each equation of `closed`. What nothing reads any more XLA drops."""
     opened = compat.open_jaxpr(closed)
     maker = {v: eqn for eqn in opened.eqns for v in eqn.outvars}
     read_by = readers(opened.eqns)
     results = {a for a in opened.outvars if isinstance(a, Var)}
     is_read_once = lambda v: len(read_by[v]) == 1 and v not in results
-    eqns: list[JaxprEqn] = []
-    for eqn in opened.eqns:
-        if eqn.primitive.name == "scan":
-            body = with_drawn_masks(eqn.params["jaxpr"])
-            eqns.append(eqn.replace(params={**eqn.params, "jaxpr": body}))
-        else:
-            eqns += _drawn(eqn, maker, is_read_once) or [eqn]
-    parts = opened.constvars, compat.constants(closed), opened.invars, opened.outvars, eqns
-    return drop_dead(compat.close(*parts, like=closed))
+    return lambda eqn: _drawn(eqn, maker, is_read_once) or [eqn]
 
 
 def _drawn(
@@ -139,15 +138,14 @@ class _Chain:
                 if is_there:
                     return None
                 continue
-            others = [a for a in eqn.invars if shape_of(a) == shape_of(eqn.outvars[0])]
-            known = [self._number(a) for a in eqn.invars]
-            if number is not None:
-                if number not in known:
-                    return None
-                others = [a for a, own in zip(eqn.invars, known, strict=True) if own != number]
+            operands = [*eqn.invars]
+            if name in _EITHER and self._number(operands[0]) is not None:
+                operands.reverse()
+            self.v, *others = operands
+            if [*map(self._number, others)] != ([] if number is None else [number]):
+                return None
             if name == "bitcast_convert_type" and eqn.outvars[0].aval.dtype != np.float32:
                 return None
-            [self.v] = others
         eqn = self.next()
         draws = eqn is not None and eqn.params.get("bit_width") == 32
         if eqn is None or not draws:
@@ -157,14 +155,5 @@ class _Chain:
 
     def _number(self, a: Atom) -> float | None:
         """The number that fills `a`, if it is known."""
-        if isinstance(a, Literal):
-            return float(a.val) if not np.shape(a.val) else None
-        eqn = self.maker.get(a)
-        if eqn is None:
-            return None
-        if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
-            return self._number(eqn.invars[0])
-        if eqn.primitive.name == "sub":
-            one, other = map(self._number, eqn.invars)
-            return None if one is None or other is None else one - other
-        return None
+        value = constant(a, self.maker.get)
+        return None if value is None else float(value)
