@@ -1,10 +1,10 @@
 """drawn: the bits of a mask that random words make, as one kernel, a JAX primitive.
 
 Threefry takes 20 rounds for a word, each an addition, a rotation and an exclusive or (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.1). A multiprocessor of an H100 or
-an H200 adds integers in the same unit as it rotates, and multiplies them in another. Here one kernel,
-in Pallas for Triton, adds by multiplying with one. On an H200 it takes 0.72 to 0.87 of what XLA's
-kernels take (`benchmarks/masks.py`).
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011). A multiprocessor of an H100 or an H200 adds
+integers in the same unit as it rotates, and multiplies them in another. Here one kernel, in Pallas
+for Triton, adds by multiplying with one. On an H200 it takes 0.72 to 0.87 of what XLA's kernels take
+(`benchmarks/masks.py`).
 """
 
 from __future__ import annotations
