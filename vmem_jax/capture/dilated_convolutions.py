@@ -20,9 +20,9 @@ import jax
 from jax import lax
 
 from vmem_jax.capture.convolutions import sums_samples
-from vmem_jax.capture.editor import spliced, with_each_replaced
+from vmem_jax.capture.editor import spliced
 from vmem_jax.capture.primitives import shape_of
-from vmem_jax.capture.transposed_convolutions import Spreading
+from vmem_jax.capture.transposed_convolutions import Spreading, known_by_xla
 from vmem_jax.jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var
 
 MISREAD = 13
@@ -37,10 +37,7 @@ def with_known_dilated(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr, S
     Args:
       platform: that it is compiled for; only on "gpu" something changes.
     """
-    if platform != "gpu":
-        return flat, {}
-    found: dict[Var, int] = {}
-    return with_each_replaced(flat, lambda _: _Rule(found)), found
+    return known_by_xla(flat, platform, _Rule)
 
 
 class _Rule:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import lax
@@ -36,10 +36,25 @@ def with_known_transposed(flat: ClosedJaxpr, platform: str) -> tuple[ClosedJaxpr
     Args:
       platform: that it is compiled for; only on "gpu" something changes.
     """
+    return known_by_xla(flat, platform, _Rule)
+
+
+def known_by_xla(
+    flat: ClosedJaxpr,
+    platform: str,
+    rule: Callable[[dict[Var, int]], Callable[[JaxprEqn], list[JaxprEqn]]],
+) -> tuple[ClosedJaxpr, Spreading]:
+    """`flat` with what a rule gives in place of each equation, and what the rule says of the results
+    of these.
+
+    Args:
+      platform: that it is compiled for; only on "gpu" something changes.
+      rule: makes one, of what it is to add to.
+    """
     if platform != "gpu":
         return flat, {}
     found: dict[Var, int] = {}
-    return with_each_replaced(flat, lambda _: _Rule(found)), found
+    return with_each_replaced(flat, lambda _: rule(found)), found
 
 
 def as_spreading(
