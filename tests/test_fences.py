@@ -203,6 +203,24 @@ def test_a_sum_of_several_devices_is_tied_to_the_run_that_frees_what_is_summed(d
     assert at == ([program.producer[other] + 1] if devices > 1 else [])
 
 
+def test_what_reads_a_cotangent_of_long_before_alone_waits_for_its_layer():
+    """As in a network whose layers are added up at its end: each reads the sum's cotangent, and all
+    could do so at once."""
+    b = Builder()
+    layers = [x := b.step([b.input(64)], 64)]
+    layers += [x := b.step([x], 64) for _ in range(3)]
+    shared = back = b.step([x], 64, BACKWARD)
+    owns = []
+    for kept in reversed(layers):
+        owns.append(b.step([shared], 64, BACKWARD))
+        back = b.step([back, owns[-1], kept], 64, BACKWARD)
+    program = b.program([back])
+    found = {fence.position: fence.buffers for fence in fences(program, range(len(program.steps)))}
+    first, *rest = (program.producer[own] for own in owns)
+    assert first not in found  # the cotangent has just been made
+    assert all(found[s][0] != shared and shared in found[s] for s in rest)
+
+
 @pytest.mark.parametrize("is_loop", [True, False])
 def test_a_weight_gradient_is_made_before_the_loop_behind_it(is_loop):
     """What it is made of, the gradient of the logits, is not there throughout the loop. And no stack

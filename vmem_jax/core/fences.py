@@ -7,7 +7,9 @@ cut into *runs*, from one spine to the next, and one fence stands at the start o
 it: one barrier cuts fewer fusions than one for each value. Behind it stand
 
 - what the run reads from before: kept residuals, and every input of what it recomputes. Without it
-  the compiler merges the copy with the original and keeps what it likes;
+  the compiler merges the copy with the original and keeps what it likes. So is a cotangent of long
+  before that a heavy step reads alone, as each layer does that of a sum over all layers: XLA may run
+  all of these at once;
 - what nothing needs soon of what the last run made or could free: a weight gradient, so that it is
   computed there, where its inputs die, and not at the end.
 
@@ -44,7 +46,7 @@ from vmem_jax.core.early import held_back
 from vmem_jax.core.merging import Merging
 from vmem_jax.core.overwriting import readers_before_updates
 from vmem_jax.core.program import BEGIN, Phase, Program
-from vmem_jax.core.runs import anew, before_loops, late, too_early
+from vmem_jax.core.runs import anew, before_loops, forward_end, late, too_early
 from vmem_jax.core.simulate import simulate
 from vmem_jax.core.spines import is_read_from, uses_of
 
@@ -104,6 +106,7 @@ class _Fencer:
             self.late[position] = True
         self.recomputed = {s for s, again in zip(order, self.again, strict=True) if again}
         self.uses = uses_of(program, order)
+        self.forward_end = forward_end(program, order, small)
         self.held: frozenset[int] = frozenset()  # positions that wait for the run before
         self.loops: frozenset[int] = frozenset()  # positions of `before_loops`
         self.joins: dict[int, int] = {}  # of those behind a step of a merged kernel, its result
@@ -165,7 +168,7 @@ class _Fencer:
             loose = [*(b for b in waiting if self._outlives(b, end)), *self._loose(owed, end)]
             owed = [position for position in owed if self._is_owed(position, end)]
         is_whole = self.anew or len(starts) == 1
-        found += self._forward_ties(len(order) if is_whole else self._forward_end())
+        found += self._forward_ties(len(order) if is_whole else self.forward_end)
         return self._before_updates(sorted(found, key=lambda fence: fence.position))
 
     def _before_updates(self, fences: Sequence[Fence]) -> tuple[Fence, ...]:
@@ -175,7 +178,7 @@ class _Fencer:
             return tuple(fences)
         held = {fence.position: fence.buffers for fence in fences}
         parts = self.program, self.order, self.uses, held, self.small
-        waiting = (*parts[:3], self.small, self._forward_end(), self._is_written_over)
+        waiting = (*parts[:3], self.small, self.forward_end, self._is_written_over)
         late = held_back(*waiting) if self.early else ()
         for position, more in (*readers_before_updates(*parts), *late):
             held[position] = tuple(dict.fromkeys((*held.get(position, ()), *more)))
@@ -295,7 +298,14 @@ class _Fencer:
             return False
         if self.body and step.is_heavy:
             return False  # a product is not made twice, and its operand may be laid out for it
-        return step.phase is Phase.BACKWARD and phase_of[b] is Phase.FORWARD
+        if step.phase is not Phase.BACKWARD:
+            return False
+        if phase_of[b] is Phase.FORWARD:
+            return True
+        # and where all that it reads is there for long already, cotangents of other layers
+        large = (r for r in step.reads if program.buffers[r].nbytes > self.small)
+        is_old = lambda r: phase_of[r] is Phase.BACKWARD and made_in[r] < run - 1
+        return step.is_heavy and all(is_old(r) for r in large if made_in.get(r, -1) >= 0)
 
     def _is_written_over(self, b: int, start: int, end: int) -> bool:
         """Whether the last reader of `b`, which a library made, stands from `start` to `end` and may
@@ -416,18 +426,6 @@ class _Fencer:
         readers = [program.steps[r] for b in step.writes for r in program.readers[b]]
         is_added = all(not self._given_sub_batches.isdisjoint(r.reads) for r in readers)
         return step.is_reduction and is_added and not self._products[s]
-
-    def _forward_end(self) -> int:
-        """The position of the first backward step of something large. The share of one token in the
-        loss may stand at the very start of the order, and so may a scatter of ones to the labels."""
-        program = self.program
-        for position, s in enumerate(self.order):
-            step = program.steps[s]
-            touched = (program.buffers[b].nbytes for b in (*step.reads, *step.writes))
-            is_large = max(touched, default=0) > self.small
-            if step.phase is Phase.BACKWARD and is_large:
-                return position
-        return len(self.order)
 
     def _forward_ties(self, end: int) -> list[Fence]:
         """Fences in the forward pass, which ends at `end`: one before a heavy step, where needed."""

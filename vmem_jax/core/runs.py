@@ -20,6 +20,20 @@ def late(program: Program, order: Sequence[int]) -> list[bool]:
     return found
 
 
+def forward_end(program: Program, order: Sequence[int], small: int) -> int:
+    """The position of the first backward step of something larger than `small`.
+
+    The share of one token in the loss may stand at the very start of the order, and so may a scatter
+    of ones to the labels.
+    """
+    for position, s in enumerate(order):
+        step = program.steps[s]
+        touched = (program.buffers[b].nbytes for b in (*step.reads, *step.writes))
+        if step.phase is Phase.BACKWARD and max(touched, default=0) > small:
+            return position
+    return len(order)
+
+
 def anew(program: Program, order: Sequence[int]) -> Iterator[int]:
     """Positions of heavy steps that read nothing which a heavy step made, or was made of that, since
     the last such position."""
