@@ -21,8 +21,8 @@ class TechniqueParams:
         another, until one fits.
       logit_chunks: numbers of chunks that are planned for: a quarter of the logits is little beside
         the rest of a step already, and with a sixteenth next to nothing is left to gain.
-      least_mask: of all temporaries; smaller masks stay in bytes. XLA is not held to the order of
-        what is smaller.
+      least_mask: of all temporaries; smaller masks stay in bytes, since each that is packed is a
+        kernel of its own. An eighth of what is worth a fence: so much are a mask's bits.
       masks_part: of the budget; where bits save less in all, masks stay in bytes.
       likely_to_fit: of the budget; what is predicted to peak below it keeps its masks in bytes, and
         no loops with smaller stacks are planned beside it.
@@ -48,7 +48,7 @@ class TechniqueParams:
     fast_enough: float = 1.01
     compressed_choices: int = 3
     logit_chunks: tuple[int, ...] = (4, 16)
-    least_mask: float = 1 / 2000
+    least_mask: float = 1 / 16000
     masks_part: float = 1 / 64
     likely_to_fit: float = 0.95
     sure_to_fit: float = 0.5
