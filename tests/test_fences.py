@@ -221,6 +221,17 @@ def test_what_reads_a_cotangent_of_long_before_alone_waits_for_its_layer():
     assert all(found[s][0] != shared and shared in found[s] for s in rest)
 
 
+def test_what_reads_what_its_own_run_makes_needs_no_fence_for_a_cotangent():
+    b = Builder()
+    x = b.step([b.input(64)], 64)
+    shared = back = b.step([x], 64, BACKWARD)
+    for _ in range(3):
+        back = b.step([back], 64, BACKWARD)
+    own = b.step([back], 64, BACKWARD, fusible=True)
+    program = b.program([b.step([shared, own], 64, BACKWARD)])
+    assert all(shared not in f.buffers for f in fences(program, range(len(program.steps))))
+
+
 @pytest.mark.parametrize("is_loop", [True, False])
 def test_a_weight_gradient_is_made_before_the_loop_behind_it(is_loop):
     """What it is made of, the gradient of the logits, is not there throughout the loop. And no stack

@@ -304,8 +304,10 @@ class _Fencer:
             return True
         # and where all that it reads is there for long already, cotangents of other layers
         large = (r for r in step.reads if program.buffers[r].nbytes > self.small)
-        is_old = lambda r: phase_of[r] is Phase.BACKWARD and made_in[r] < run - 1
-        return step.is_heavy and all(is_old(r) for r in large if made_in.get(r, -1) >= 0)
+        made = ((phase_of.get(r), made_in.get(r, run)) for r in large)
+        return step.is_heavy and all(
+            by < 0 or (phase is Phase.BACKWARD and by < run - 1) for phase, by in made
+        )
 
     def _is_written_over(self, b: int, start: int, end: int) -> bool:
         """Whether the last reader of `b`, which a library made, stands from `start` to `end` and may
