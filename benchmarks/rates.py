@@ -2,17 +2,19 @@
 
     python benchmarks/rates.py --out=rows.jsonl
 
-A row is one kernel or a few: a product [batch, m, k] x [batch, k, n]; a convolution, or its gradient
-to the input or to the kernel; cuDNN's attention, or its gradient, of which operations are those that
-a causal mask leaves; a pass that reads and writes arrays once; what reduces rows; or a softmax of
-scores under a mask, or its gradient. It has the microseconds of its kernels under JAX's profiler,
-the median of `--runs` runs on random normal data, and what that is in operations or bytes a second.
+A row is one kernel or a few: a product [batch, m, k] x [batch, k, n]; a convolution, one with another
+value added behind it ("sum"), or its gradient to the input or to the kernel; cuDNN's attention, or
+its gradient, of which operations are those that a causal mask leaves; a pass that reads and writes
+arrays once; what reduces rows; or a softmax of scores under a mask, or its gradient. It has the
+microseconds of its kernels under JAX's profiler, the median of `--runs` runs on random normal data,
+and what that is in operations or bytes a second.
 `core/cards.py` has what is derived from these rows.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -29,6 +31,7 @@ import jax.numpy as jnp
 import records
 from absl import app, flags
 from jax import lax
+from locks import held
 
 FLAGS = flags.FLAGS
 
@@ -64,6 +67,14 @@ CONVOLUTIONS = (  # batch, side, channels in and out, side of the kernel, stride
     *((16, 64, 320, 320, 3, 1), (16, 64, 960, 320, 3, 1), (16, 32, 640, 640, 3, 1)),  # a U-Net
     *((16, 16, 1280, 1280, 3, 1), (16, 8, 1280, 1280, 3, 1), (16, 64, 320, 320, 3, 2)),
     *((128, 56, 128, 256, 2, 2), (128, 224, 3, 128, 4, 4)),  # ConvNeXt-B's patches
+    *((128, 56, 64, 64, 1, 1), (128, 56, 64, 192, 3, 1), (128, 28, 192, 64, 1, 1)),  # GoogLeNet
+    *((128, 28, 96, 128, 3, 1), (128, 28, 16, 32, 3, 1), (128, 14, 480, 192, 1, 1)),
+    *((128, 14, 112, 224, 3, 1), (128, 14, 24, 64, 3, 1), (128, 7, 832, 384, 1, 1)),
+    *((128, 112, 16, 96, 1, 1), (128, 56, 96, 24, 1, 1), (128, 56, 24, 144, 1, 1)),  # MobileNetV2
+    *((128, 28, 144, 32, 1, 1), (128, 28, 32, 192, 1, 1), (128, 14, 384, 64, 1, 1)),
+    *((128, 14, 96, 576, 1, 1), (128, 7, 160, 960, 1, 1)),
+    *((8, 126, 128, 128, 1, 1), (8, 126, 128, 128, 3, 1)),  # as many positions as a WaveNet's
+    *((16, 256, 64, 64, 3, 1), (16, 128, 128, 128, 3, 1), (16, 64, 256, 256, 3, 1)),  # a segmenter
 )
 
 
@@ -92,11 +103,25 @@ def main(_: Any) -> None:
     found += [*passes()] if "pass" in FLAGS.kinds else []
     found += [*rows()] if "row" in FLAGS.kinds else []
     found += [*scores()] if "scores" in FLAGS.kinds else []
-    for begin in range(0, len(found), FLAGS.at_once):
-        for row in _timed(found[begin : begin + FLAGS.at_once]):
-            print(json.dumps(row), flush=True)
-            with open(FLAGS.out, "a") as out:
-                out.write(json.dumps(row) + "\n")
+    with held(FLAGS.lock, alone=False), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        compiled = [*pool.map(program, range(len(found)), found)]
+    with held(FLAGS.lock, alone=True):
+        for begin in range(0, len(found), FLAGS.at_once):
+            some = slice(begin, begin + FLAGS.at_once)
+            for row in _timed(range(len(found))[some], found[some], compiled[some]):
+                print(json.dumps(row), flush=True)
+                with open(FLAGS.out, "a") as out:
+                    out.write(json.dumps(row) + "\n")
+
+
+def program(number: int, case: Case) -> Any:
+    """What `case` compiles to; its number is in its name."""
+
+    def named(*operands: Any) -> Any:
+        return case.call(*operands)
+
+    named.__name__ = f"case_{number}"
+    return jax.jit(named).lower(*case.shapes).compile()
 
 
 def products(dtypes: Sequence[str]) -> Iterator[Case]:
@@ -146,7 +171,11 @@ def convolutions() -> Iterator[Case]:
 def _convolution(
     batch: int, side: int, before: int, after: int, kernel: int, stride: int, groups: int = 1
 ) -> Iterator[Case]:
-    """Forwards, and both gradients; args: before, after: channels of the input and of the output."""
+    """Forwards, and both gradients, of one tap also with a sum behind.
+
+    Args:
+      before, after: channels of the input and of the output.
+    """
     layout = ("NHWC", "HWIO", "NHWC")
 
     def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -162,13 +191,15 @@ def _convolution(
     row = {"kind": "convolution", "dtype": "bfloat16", "batch": batch, "side": side}
     row |= {"before": before, "after": after, "kernel": kernel, "stride": stride, "groups": groups}
     calls = {"forward": (convolved, x, w), "input": (to_input, w, y), "kernel": (to_kernel, x, y)}
+    if kernel == 1:
+        calls["sum"] = (lambda x, w, y: convolved(x, w) + y, x, w, y)
     for role, (call, *operands) in calls.items():
         yield Case(
             row | {"role": role},
             call,
             tuple(operands),
             2 * y.size * kernel**2 * before // groups,
-            2 * (x.size + w.size + y.size),
+            2 * (x.size + w.size + (2 if role == "sum" else 1) * y.size),
         )
 
 
@@ -325,32 +356,24 @@ def _rotated(x: jax.Array, angle: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def _timed(cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """The rows of `cases`, which run under one trace."""
-    compiled = []
-    for i, case in enumerate(cases):
-
-        def named(*operands: Any, case: Case = case) -> Any:
-            return case.call(*operands)
-
-        named.__name__ = f"case_{i}"
-        compiled.append(jax.jit(named).lower(*case.shapes).compile())
-    runs = [
-        (program, _operands(case.shapes)) for program, case in zip(compiled, cases, strict=True)
-    ]
-    for program, operands in runs:
-        jax.block_until_ready(program(*operands))
+def _timed(
+    numbers: Sequence[int], cases: Sequence[Case], compiled: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """The rows of `cases`, which run under one trace, with their numbers and programs."""
+    runs = [(each, _operands(case.shapes)) for each, case in zip(compiled, cases, strict=True)]
+    for each, operands in runs:
+        jax.block_until_ready(each(*operands))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             for _ in range(FLAGS.runs):
-                for program, operands in runs:
-                    jax.block_until_ready(program(*operands))
+                for each, operands in runs:
+                    jax.block_until_ready(each(*operands))
         [file] = sorted(pathlib.Path(directory).rglob("*.xplane.pb"))
         profile = jax.profiler.ProfileData.from_serialized_xspace(file.read_bytes())
     micros, names = _kernels(profile)
-    for i, case in enumerate(cases):
+    for i, case in zip(numbers, cases, strict=True):
         each = micros[f"jit_case_{i}"]
         median = statistics.median(each) if each else None
         yield {
@@ -409,4 +432,5 @@ if __name__ == "__main__":
         "at_once", 16, "programs in a trace; their operands are in memory together"
     )
     flags.DEFINE_string("out", "rates.jsonl", "where rows are added")
+    flags.DEFINE_string("lock", "", "file by which several benchmarks take turns; see `locks`")
     app.run(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers import Builder
 
 from vmem_jax.core.cards import CARDS
 from vmem_jax.core.convolution import Convolution, Pass
@@ -17,6 +18,13 @@ def layer(which, read, made, side, batch, kernel=3, dtype="float16", groups=1):
     pad = ((kernel // 2,) * 2,) * 2
     sizes = (side, side), (kernel, kernel), (1, 1), pad, (1, 1)
     return Convolution(which, dtype, False, batch, read, made, *sizes, groups=groups)
+
+
+def heavy(convolution, nbytes):
+    """A step of a program that is this convolution, which moves so many bytes."""
+    b = Builder()
+    b.step([b.input(1)], 1, op="conv_general_dilated", flops=convolution.flops)
+    return dataclasses.replace(b.steps[0], convolution=convolution, nbytes=nbytes, dtype="bfloat16")
 
 
 # pass, channels, side, batch: microseconds in ResNet-50(256) and ResNet-152(128), float16, 3 x 3
@@ -44,6 +52,33 @@ def test_a_convolution_takes_what_was_traced(which, channels, side, batch):
     found = layer(which, channels, channels, side, batch)
     seconds = CARDS["h200"].machine.convolution_seconds(found)
     assert 1e6 * seconds == pytest.approx(TRACED[which, channels, side, batch], rel=0.17)
+
+
+# channels read and made, side, batch: microseconds by themselves with a sum behind, bfloat16, 1 x 1
+WITH_A_SUM = {
+    (128, 128, 126, 8): 35.5,
+    (16, 96, 112, 128): 228.4,
+    (96, 576, 14, 128): 24.8,
+    (480, 192, 14, 128): 20.2,
+    (1024, 256, 14, 256): 55.8,
+}
+
+
+@pytest.mark.parametrize("sizes", WITH_A_SUM)
+def test_a_convolution_with_a_sum_takes_what_was_measured(sizes):
+    """What is measured has two kernels more: a bias of zeros, and the filter's transpose."""
+    bare = layer(FORWARD, *sizes, kernel=1, dtype="bfloat16")
+    step = heavy(bare, bare.nbytes + bare.y_nbytes)
+    machine = CARDS["h200"].machine
+    assert 1e6 * machine.seconds(step) + 2.5 == pytest.approx(WITH_A_SUM[sizes], rel=0.17)
+    within = machine.seconds(heavy(bare, bare.nbytes + bare.y_nbytes // 2))
+    assert machine.seconds(step) > 1.1 * within
+
+
+def test_a_gradient_to_several_taps_starts_later():
+    one, nine = (layer(TO_KERNEL, 16, 32, 28, 128, kernel=k, dtype="bfloat16") for k in (1, 3))
+    seconds = CARDS["h200"].machine.convolution_seconds
+    assert 4e-6 < seconds(nine) - seconds(one) < 9e-6  # 30.7 and, of like sizes, 19.5 us
 
 
 def test_the_width_of_what_is_made_counts():

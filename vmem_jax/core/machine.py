@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vmem_jax.core.convolution import Convolution
+from vmem_jax.core.convolution import Convolution, Pass
 from vmem_jax.core.cuda_cores import share_of_strict_rate, transform_nbytes
 from vmem_jax.core.hosted_slices import iteration_seconds
 from vmem_jax.core.program import Step
@@ -15,6 +15,11 @@ from vmem_jax.core.tensor_cores import more_seconds, share_of_rate
 _UNALIGNED = 10
 """How much slower unaligned convolutions are. An H200 runs ResNet-50's 3-channel stem (bf16, batch
 256, 60 GFLOP) in 1.78 ms: 34 TFLOP/s, where aligned convolutions reach about 390."""
+
+_SUM = 1.25
+"""How much longer a convolution takes for what it reads and makes if it adds another value of its
+result's size. Of 16 with one tap (bf16) an H200 takes 1.0 to 1.8 times as long by themselves, half of
+them 1.2 to 1.4 (`benchmarks/rates.py`); in a WaveNet 1.5."""
 
 _UNALIGNED_PRODUCT = 2.2
 """How much slower unaligned products are. An H200 takes 1.32, 3.43 and 2.78 ms for the three of
@@ -158,6 +163,8 @@ class Machine:
         moving = step.nbytes / self._bandwidth(step)
         if step.op in _SLOWER:
             moving /= step.efficiency
+        elif self._adds(step):
+            moving *= _SUM
         if not step.aligned and step.fusible:
             moving *= _UNALIGNED_PASS
         elif not step.aligned and step.op == "dot_general":
@@ -185,6 +192,14 @@ class Machine:
         """Bytes a second at which `step` reads and writes."""
         is_cached = step.op == "dot_general" and step.nbytes <= _CACHED
         return max(self.bandwidth, self.cached) if is_cached else self.bandwidth
+
+    def _adds(self, step: Step) -> bool:
+        """Whether `step` is a convolution on tensor cores that adds another value to its result."""
+        c = step.convolution
+        if c is None or c.dtype not in self.convolutions or _is_depthwise(c):
+            return False
+        made = {Pass.FORWARD: c.y_nbytes, Pass.BACKWARD_DATA: c.x_nbytes}.get(c.which)
+        return made is not None and step.nbytes - c.nbytes >= made
 
     def _along(self, step: Step) -> float:
         """Seconds of a product beside moving what it touches.
