@@ -25,9 +25,9 @@ With `--target=h200` all is compiled for that card, and nothing runs. Rows then 
 of a step move in memory, by `kernel_classes`: where "exact", which keeps what the backward pass
 needs and computes nothing again, moves more than plain, its fences cost what no plan brings back.
 
-Several of these may run at once with the same `--lock=FILE`: they compile together, and each times
-its ways alone, when all have compiled. XLA then times kernels to choose from while others run, and
-what it keeps of the card's memory for that is not there for the others.
+Several of these may run at once with the same `--lock=FILE`: they compile and run first steps
+together, and each times its ways alone, when all have compiled. XLA then times kernels to choose
+from while others run, and what it keeps of the card's memory for that is not there for the others.
 
 With --mesh=DEVICES the step is fully sharded (Rajbhandari et al., "ZeRO", 2020, stage 3): the batch
 is split over so many devices, and so are the rows of each weight matrix and of its moments. GiB are
@@ -73,6 +73,9 @@ WHOLE = 2**18
 LOWEST = "lowest"
 """The way that is `auto` at its minimum peak."""
 
+LEAST_ROUNDS = 3
+"""Blocks of a way that a row has, where the process is ended before it has timed all."""
+
 TORCH = "torch.compile"
 """The way that is `torch.compile`."""
 
@@ -109,7 +112,8 @@ def main(_: Any) -> None:
         _measure(make, given, state, data, about, rows)
     except SystemExit as ended:
         for row in rows.values():
-            row.setdefault("error", str(ended))
+            if "ms" not in row:
+                row.setdefault("error", str(ended))
         raise
     finally:  # of a process that is ended, too
         records.append(pathlib.Path(FLAGS.out), rows.values())
@@ -170,8 +174,11 @@ def _measure(
         first = jax.device_put(first, jax.tree.map(_pinned, there))
         # copies: steps give the memory of a state to the next one
         start = lambda: jax.device_put(first, there, may_alias=False)
+        samples = jax.device_put(samples, _placed(data))
+        with held(FLAGS.lock, alone=False):  # first runs load kernels, which takes seconds
+            state = _begin(start, samples, steps, rows)
         with held(FLAGS.lock, alone=True):
-            _time(start, jax.device_put(samples, _placed(data)), steps, rows)
+            _time(start, state, samples, steps, rows)
 
 
 def _moved(text: str) -> dict[str, float]:
@@ -331,10 +338,11 @@ def _plan_file(way: str) -> pathlib.Path:
     return pathlib.Path(FLAGS.plans) / f"{name}.json"
 
 
-def _time(
+def _begin(
     start: Callable[[], Any], data: Any, steps: dict[str, Any], rows: dict[str, dict[str, Any]]
-) -> None:
-    """Adds to each row what its way takes."""
+) -> Any:
+    """Runs each way twice from the same state, and adds the losses to its row; drops ways that fail.
+    Returns the last one's state."""
     state = None
     for way, step in [*steps.items()]:
         if isinstance(step, Peer):
@@ -343,39 +351,60 @@ def _time(
         begun = time.perf_counter()
         state = start()
         try:
-            state, loss = step(state, data)  # the first loads kernels
+            state, loss = step(state, data)
             state, after = step(state, data)
             rows[way] |= {"loss": float(loss), "loss_after": float(after)}
             logging.info("%s: two steps in %.1f s", way, time.perf_counter() - begun)
-            if FLAGS.traces:
-                name = f"{FLAGS.model}_{re.sub('[^a-zA-Z0-9.]', '_', way)}"
-                run = lambda state, step=step: step(state, data)
-                state = traced(pathlib.Path(FLAGS.traces) / name, step, run, state)
         except Exception as error:
             rows[way]["error"] = f"{type(error).__name__}: {error}"[:600]
             del steps[way]
             state = None
-    state = start() if state is None else state
+    return start() if state is None else state
+
+
+def _time(
+    start: Callable[[], Any],
+    state: Any,
+    data: Any,
+    steps: dict[str, Any],
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    """Adds to each row what its way takes, also where the process is ended after `LEAST_ROUNDS`."""
+    for way, step in [*steps.items()] if FLAGS.traces else []:
+        if isinstance(step, Peer):
+            continue
+        name = f"{FLAGS.model}_{re.sub('[^a-zA-Z0-9.]', '_', way)}"
+        run = lambda state, step=step: step(state, data)
+        try:
+            state = traced(pathlib.Path(FLAGS.traces) / name, step, run, state)
+        except Exception as error:
+            rows[way]["error"] = f"{type(error).__name__}: {error}"[:600]
+            del steps[way]
+            state = start()
     blocks: dict[str, list[float]] = {way: [] for way in steps}
-    for _ in range(FLAGS.rounds):
-        for way, step in steps.items():
-            if isinstance(step, Peer):
-                blocks[way].append(step.block(FLAGS.steps))
-                continue
-            state, loss = step(state, data)
-            jax.block_until_ready(loss)
-            begun = time.perf_counter()
-            for _ in range(FLAGS.steps):
+    try:
+        for _ in range(FLAGS.rounds):
+            for way, step in steps.items():
+                if isinstance(step, Peer):
+                    blocks[way].append(step.block(FLAGS.steps))
+                    continue
                 state, loss = step(state, data)
-            jax.block_until_ready((state, loss))
-            blocks[way].append(1e3 * (time.perf_counter() - begun) / FLAGS.steps)
-    for peer in steps.values():
-        if isinstance(peer, Peer):
-            peer.close()
-    for way, ms in blocks.items():
-        rows[way] |= {"ms": statistics.median(ms), "ms_least": min(ms), "ms_most": max(ms)}
-        if "plain" in blocks:
-            rows[way]["of_plain"] = rows[way]["ms"] / statistics.median(blocks["plain"])
+                jax.block_until_ready(loss)
+                begun = time.perf_counter()
+                for _ in range(FLAGS.steps):
+                    state, loss = step(state, data)
+                jax.block_until_ready((state, loss))
+                blocks[way].append(1e3 * (time.perf_counter() - begun) / FLAGS.steps)
+        for peer in steps.values():
+            if isinstance(peer, Peer):
+                peer.close()
+    finally:
+        least = min(LEAST_ROUNDS, FLAGS.rounds)
+        enough = {way: ms for way, ms in blocks.items() if len(ms) >= least}
+        for way, ms in enough.items():
+            rows[way] |= {"ms": statistics.median(ms), "ms_least": min(ms), "ms_most": max(ms)}
+            if "plain" in enough:
+                rows[way]["of_plain"] = rows[way]["ms"] / statistics.median(enough["plain"])
 
 
 if __name__ == "__main__":
