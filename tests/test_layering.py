@@ -282,7 +282,7 @@ NO_PARAMETERS = {
     },
     "core/packing.py": {"ALIGNMENT"},
     "core/cuda_cores.py": {"_DIRECT", "_TRANSFORMED", "_PASSES", "_LEAST_CHANNELS"},
-    "core/tensor_cores.py": {"_PIXELS", "_TILES", "_CORES", "_VECTOR", "_LOADED", "_MORE_TAPS"},
+    "core/tensor_cores.py": {"_PIXELS", "_TILES", "_CORES", "_VECTOR", "_LOADED"},
     "core/plan.py": {"FORMAT"},
     "core/tuning.py": {"_HALVINGS"},
     "policy/modnn.py": {"_WORKSPACE"},

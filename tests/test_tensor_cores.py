@@ -75,12 +75,6 @@ def test_a_convolution_with_a_sum_takes_what_was_measured(sizes):
     assert machine.seconds(step) > 1.1 * within
 
 
-def test_a_gradient_to_several_taps_starts_later():
-    one, nine = (layer(TO_KERNEL, 16, 32, 28, 128, kernel=k, dtype="bfloat16") for k in (1, 3))
-    seconds = CARDS["h200"].machine.convolution_seconds
-    assert 4e-6 < seconds(nine) - seconds(one) < 9e-6  # 30.7 and, of like sizes, 19.5 us
-
-
 def test_the_width_of_what_is_made_counts():
     narrow = {which: share_of_rate(layer(which, 256, 16, 28, 128)) for which in Pass}
     assert max(narrow[FORWARD], narrow[TO_KERNEL]) < 0.25

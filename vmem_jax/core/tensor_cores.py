@@ -36,11 +36,6 @@ _MORE = {Pass.FORWARD: 2e-6, Pass.BACKWARD_DATA: 2e-6, Pass.BACKWARD_FILTER: 6e-
 """Seconds of the kernels beside: one that clears memory, and for gradients to kernels one or two that
 add up what is computed of parts of the pixels, 3 to 8 us."""
 
-_MORE_TAPS = 6e-6
-"""Seconds that a gradient to a kernel of several taps takes longer still, for which cuDNN prepares
-memory and adds up apart: of 18 by themselves (`benchmarks/rates.py`) half take 5 to 11 us longer than
-with `_MORE`, and in the steps of a ResNet-50 0 to 8."""
-
 DTYPES = ("bfloat16", "float16")
 """Types in which convolutions were traced."""
 
@@ -61,11 +56,7 @@ def share_of_rate(convolution: Convolution) -> float:
 
 def more_seconds(convolution: Convolution) -> float:
     """Seconds of the kernels that cuDNN runs beside that of `convolution`."""
-    c = convolution
-    if not _is_product(c):
-        return 0.0
-    taps = c.which == Pass.BACKWARD_FILTER and c.is_spatial
-    return _MORE[c.which] + (_MORE_TAPS if taps else 0.0)
+    return _MORE[convolution.which] if _is_product(convolution) else 0.0
 
 
 def _is_product(c: Convolution) -> bool:
