@@ -40,9 +40,11 @@ KINDS = {
     "stacked heads": (0.2, 0.2),
     "cuDNN's attention": (0.05, 0.12),
 }
+NARROW = {("h200", "convolution"): (0.13, 0.75)}
+"""Of a card whose rows have convolutions of few channels, and with sums behind them, too."""
 CUDNN = "cuDNN's attention"  # timed on the H200 alone, and traced where CUDA is
 SLOWER_IN_A_STEP = {"product": 1.05, "attention": 1.05, CUDNN: 1.05}  # the rows' cards were cool
-TIMED_ON_H100 = ("convolution", "depthwise", "rotary", "stacked heads")  # alone
+TIMED_ON_H100 = ("rotary", "stacked heads")  # alone
 
 
 def rows(name):
@@ -77,7 +79,8 @@ def test_kernels_take_what_the_card_took(card, kind):
         predicted = sum(as_misread(costs, found.program, found.misread).seconds)
         expected = row["us"] * SLOWER_IN_A_STEP.get(kind, 1)
         errors.append(abs(1e6 * predicted / expected - 1))
-    assert statistics.median(errors) <= KINDS[kind][0] and max(errors) <= KINDS[kind][1]
+    median, most = NARROW.get((card, kind), KINDS[kind])
+    assert statistics.median(errors) <= median and max(errors) <= most
 
 
 # -- steps by `exact`: name -> (step, shapes, milliseconds)
