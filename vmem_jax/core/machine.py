@@ -18,8 +18,8 @@ _UNALIGNED = 10
 
 _SUM = 1.25
 """How much longer a convolution takes for what it reads and makes if it adds another value of its
-result's size. Of 16 with one tap (bf16) an H200 takes 1.0 to 1.8 times as long by themselves, half of
-them 1.2 to 1.4 (`benchmarks/rates.py`); in a WaveNet 1.5."""
+result's size. Of 16 with one tap (bf16) an H200 takes 1.0 to 2.0 times as long by themselves, half of
+them 1.1 to 1.4 (`benchmarks/rates.py`); in a WaveNet 1.5."""
 
 _UNALIGNED_PRODUCT = 2.2
 """How much slower unaligned products are. An H200 takes 1.32, 3.43 and 2.78 ms for the three of

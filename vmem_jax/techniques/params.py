@@ -22,7 +22,7 @@ class TechniqueParams:
       logit_chunks: numbers of chunks that are planned for: a quarter of the logits is little beside
         the rest of a step already, and with a sixteenth next to nothing is left to gain.
       least_mask: of all temporaries; smaller masks stay in bytes, since each that is packed is a
-        kernel of its own. An eighth of what is worth a fence: so much are a mask's bits.
+        kernel of its own. An eighth of what is worth a fence, as bits are an eighth of a mask.
       masks_part: of the budget; where bits save less in all, masks stay in bytes.
       likely_to_fit: of the budget; what is predicted to peak below it keeps its masks in bytes, and
         no loops with smaller stacks are planned beside it.
