@@ -308,7 +308,8 @@ class Timid(AbstractPolicy):
 
 @pytest.mark.skipif(describe().startswith("none"), reason=f"native extension: {describe()}")
 def test_a_policy_that_is_asked_instead_chooses_its_own_number():
-    """So that it comes as low as by itself: here the whole batch would not do."""
+    """So that it comes as low as by itself, in no more parts: here the whole batch would not do. What
+    parts compile to differs between CPUs by more than there is from one number to the next."""
     own = vmem_jax.jit(step, budget=0.4, policy="modnn", machine=FAST, donate_argnums=0)
     own = own.lower(params(), *batch()).compile()
     assert own.plan.sub_batches > 1
@@ -316,7 +317,7 @@ def test_a_policy_that_is_asked_instead_chooses_its_own_number():
         step, budget=own.need_nbytes, policy=Timid(), machine=FAST, donate_argnums=0
     )
     asked = asked.lower(params(), *batch()).compile()
-    assert (asked.plan.policy, asked.plan.sub_batches) == ("modnn", own.plan.sub_batches)
+    assert asked.plan.policy == "modnn" and 1 < asked.plan.sub_batches <= own.plan.sub_batches
     assert asked.need_nbytes <= own.need_nbytes
 
 
