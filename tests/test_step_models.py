@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -201,6 +203,23 @@ def test_the_lowest_peak_is_a_row_beside_what_is_picked_by_hand(tmp_path):
     subprocess.run([*command, *sizes, "--ways=sqrt,lowest"], cwd=ROOT, check=True)
     segments, lowest = [json.loads(line) for line in out.read_text().splitlines()]
     assert 0 < lowest["gib"] <= segments["gib"] and lowest["predicted_ms"] > 0
+
+
+@pytest.mark.parametrize(("rounds", "is_timed"), [(3, True), (2, False)])
+def test_a_process_that_is_ended_keeps_ways_of_three_blocks(monkeypatch, rounds, is_timed):
+    calls = itertools.count()
+
+    def step(state, data):
+        if next(calls) == 2 * 2 * rounds:  # two ways, of which a block is two steps
+            raise SystemExit
+        return state, data
+
+    flags = types.SimpleNamespace(rounds=5, steps=1, traces="")
+    monkeypatch.setattr(training_steps, "FLAGS", flags)
+    rows = {"plain": {}, "0.5": {}}
+    with pytest.raises(SystemExit):
+        training_steps._time(lambda: 0.0, 0.0, 1.0, dict.fromkeys(rows, step), rows)
+    assert all(("ms" in row) == ("of_plain" in row) == is_timed for row in rows.values())
 
 
 @pytest.mark.parametrize(
