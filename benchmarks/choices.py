@@ -68,30 +68,40 @@ def to_time(rows: Iterable[Row]) -> list[str]:
 
 def choices(described: Iterable[Row], timed: Iterable[Row]) -> list[Row]:
     """For each budget that `auto` met: what it and the best by hand take of plain's time, and how
-    many ways by hand were timed. Of ways with one plan, by `described`, one stands for all."""
-    timed_of = {row["way"]: row for row in timed}
+    many ways by hand were timed. Of ways with one plan, by `described`, one stands for all.
+
+    Each plain row of `timed` begins those of another process. Only ways of one process are compared:
+    of the one that timed most ways by hand for the budget.
+    """
     described_of = {row["way"]: row for row in described}
-    by_plan = {_plan(row): timed_of[way] for way, row in described_of.items() if way in timed_of}
-    plain, lines = timed_of["plain"], []
-    for budget in BUDGETS:
-        if (auto := by_plan.get(_plan(described_of[budget]))) is None or "ms" not in auto:
-            continue
-        measured = {
-            way: by_plan.get(_plan(described_of[way])) for way in _fitting(described_of, budget)
-        }
-        rest = {way: row["ms"] for way, row in measured.items() if row and "ms" in row}
-        best = min(rest, key=lambda way: rest[way], default="")
-        lines.append(
-            {
-                "budget": budget,
-                "of_plain": auto["ms"] / plain["ms"],
-                "best": best,
-                "best_of_plain": rest[best] / plain["ms"] if best else None,
-                "of_best": auto["ms"] / rest[best] if best else None,
-                "count": len(rest),
-            }
-        )
-    return lines
+    runs: list[list[Row]] = []
+    for row in timed:
+        if row["way"] == "plain":
+            runs.append([])
+        runs[-1].append(row)
+    found = (_choice(described_of, run, budget) for budget in BUDGETS for run in runs)
+    made = [line for line in found if line]
+    each = lambda budget: [line for line in made if line["budget"] == budget]
+    return [max(each(b), key=lambda line: line["count"]) for b in BUDGETS if each(b)]
+
+
+def _choice(described: Mapping[str, Row], run: list[Row], budget: str) -> Row | None:
+    """What `run` says of `budget`; None where `auto` was not timed in it."""
+    by_plan = {_plan(described[row["way"]]): row for row in run if "ms" in row}
+    plain, auto = by_plan.get(_plan(described["plain"])), by_plan.get(_plan(described[budget]))
+    if plain is None or auto is None:
+        return None
+    measured = {way: by_plan.get(_plan(described[way])) for way in _fitting(described, budget)}
+    rest = {way: row["ms"] for way, row in measured.items() if row}
+    best = min(rest, key=lambda way: rest[way], default="")
+    return {
+        "budget": budget,
+        "of_plain": auto["ms"] / plain["ms"],
+        "best": best,
+        "best_of_plain": rest[best] / plain["ms"] if best else None,
+        "of_best": auto["ms"] / rest[best] if best else None,
+        "count": len(rest),
+    }
 
 
 CHOICES = """What `auto` takes of plain's time, and the fastest of the ways by hand that fit and were

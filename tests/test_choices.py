@@ -48,3 +48,14 @@ def test_auto_is_compared_with_the_fastest_that_fits():
     assert (whole["of_plain"], whole["best"], whole["of_best"]) == (0.9, "exact", 1.0)
     assert half["best"] == "recompute@0.5" and half["of_best"] == pytest.approx(99 / 96)
     assert third["count"] == 0 and third["best_of_plain"] is None
+
+
+def test_only_ways_of_one_process_are_compared():
+    """A second one, in which all takes twice as long, timed more ways for a half."""
+    first = {"plain": 100, "1.0": 90, "0.5": 99, "recompute@0.5": 96}
+    second = {"plain": 200, "0.5": 200, "recompute@0.5": 220, "exact*4": 210}
+    timed = [{"way": way, "ms": x} for run in (first, second) for way, x in run.items()]
+    whole, half = choices.choices([*FIRST, *AGAIN], timed)
+    assert whole["of_plain"] == 0.9
+    assert (half["of_plain"], half["best"], half["count"]) == (1.0, "exact*4", 2)
+    assert half["of_best"] == pytest.approx(200 / 210)
