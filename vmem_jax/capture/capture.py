@@ -35,6 +35,7 @@ from vmem_jax.capture.rounded_operands import with_operands_rounded
 from vmem_jax.capture.shards import Shards, follow_shards
 from vmem_jax.capture.shared_operands import products_as_one
 from vmem_jax.capture.siblings import saved_by_merging
+from vmem_jax.capture.small_tables import with_known_tables
 from vmem_jax.capture.small_updates import with_small_updates_joined
 from vmem_jax.capture.stack_layouts import with_stack_layouts
 from vmem_jax.capture.stated import with_stated_splits
@@ -125,8 +126,7 @@ class Captured:
             return bodies(flat, given.platform)
 
         captured = _in_loops(separate, self.applied, given, others)
-        segmented_apart = segmented(separate, divided_loops)
-        captured = dataclasses.replace(captured, separate=segmented_apart)
+        captured = dataclasses.replace(captured, separate=segmented(separate, divided_loops))
         return captured._keeping(kept, segments, self.program)
 
     def _keeping(
@@ -260,12 +260,13 @@ def capture(
     flat, misread = with_known_kernel_gradients(flat, platform)
     flat = with_padding_apart(flat, platform)
     flat, written = with_layouts(flat, platform)
+    flat, tables = with_known_tables(flat, platform, shardings)
     flat, applied = apply_exact_rules(with_stated_splits(flat, shardings))
     known = tuple(input_names), tuple(donated), tuple(shardings), tuple(hosted)
     inputs = Inputs(*known, platform, products)
     separate = drop_dead(flat)
     captured = _in_loops(separate, applied, inputs, lambda flat: with_stack_layouts(flat, platform))
-    written = dataclasses.replace(written, spreading={**transposed, **dilated})
+    written = dataclasses.replace(written, spreading={**transposed, **dilated, **tables})
     return dataclasses.replace(captured, misread=misread, written=written)
 
 
@@ -452,8 +453,7 @@ def _captured(
         sub_batch_size=None if sub_batches is None or sub_batches.is_even else sub_batches.size,
         on_gpu=on_gpu,
     )
-    every = tuple(variables)
-    found = Captured(flat, program, every, shards, applied, given, separate, sub_batches)
+    found = Captured(flat, program, (*variables,), shards, applied, given, separate, sub_batches)
     if sub_batches is None or sub_batches.smaller is None:
         return found
     smaller = tuple(nbytes(v.aval) for v in found.of(sub_batches.smaller).variables)

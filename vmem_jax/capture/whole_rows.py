@@ -184,7 +184,7 @@ class AsWritten:
       spread: values whose layouts XLA chooses badly.
       turned: bytes that passes which transpose heads move more.
       lengths: of rows that are padded.
-      spreading: transposed and dilated convolutions.
+      spreading: transposed and dilated convolutions, and gradients to small tables.
     """
 
     spread: Spread = dataclasses.field(default_factory=Spread)
