@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 import vmem_jax
 from vmem_jax import jax_compat as compat
 from vmem_jax.capture.columns import Sum
+from vmem_jax.devices.targets import target
 from vmem_jax.rewrite.column_sums import with_sums_in_parts
 
 BLOCKS = 264  # that run at once
@@ -101,6 +102,50 @@ def test_parts_in_16_bits_are_not_rounded():
     exact = np.asarray(x, np.float64).sum((0, 1))
     rounded = jnp.asarray(exact, jnp.bfloat16)
     assert found.dtype == jnp.bfloat16 and np.mean(np.asarray(found == rounded)) > 0.98
+
+
+FEW = {
+    "samples": (lambda x: x.sum(0), of(16, 256, 256), 2),
+    "an odd number of them": (lambda x: x.sum(0), of(17, 256, 256), 3),
+    "two dimensions": (lambda x: x.sum((0, 1)), of(2, 13, 256, 256), 4),
+    "beside others": (lambda x: x.sum(1), of(2, 9, 256, 256), 2),
+    "in a loop": (lambda x: lax.map(lambda a: a.sum(0), x), of(2, 24, 256, 256), 3),
+    "in 16 bits": (
+        lambda x: lax.reduce_sum(x, (0,)),
+        of(31, 256, 256, dtype=jnp.bfloat16),
+        4,
+    ),
+    "as many as are read at once": (lambda x: x.sum(0), of(8, 512, 512), 1),
+    "several threads": (lambda x: x.sum(0), of(32, 256, 256), 1),
+    "few elements": (lambda x: x.sum(0), of(16, 16, 256), 1),
+    "along rows": (lambda x: x.sum(-1), of(256, 256, 16), 1),
+    "apart": (lambda x: x.sum((0, 2)), of(4, 512, 4, 256), 1),
+    "maxima": (lambda x: x.max(0), of(16, 256, 256), 1),
+}
+"""What is summed of few rows, its operand, and how many sums there are then."""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_one_thread_sums_few_rows_in_pieces(name):
+    step, x, count = FEW[name]
+    closed = jax.make_jaxpr(step)(x)
+    pieces = with_sums_in_parts(closed)
+    assert str(pieces).count("reduce_sum") == (count if name != "maxima" else 0)
+    assert barriers(pieces) == 0
+    [a], [b] = jaxpr_as_fun(pieces)(x), jaxpr_as_fun(closed)(x)
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    exact = b if x.dtype == jnp.float32 else np.asarray(x, np.float32).sum(0)
+    np.testing.assert_allclose(a, exact, rtol=1e-2 if x.dtype == jnp.bfloat16 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.gpu_compile
+def test_xla_makes_the_pieces_in_one_kernel():
+    there = target("h200").sharding()
+    x = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32, sharding=there)
+    closed = with_sums_in_parts(jax.make_jaxpr(lambda x: jnp.tanh(x).sum(0))(x))
+    text = jax.jit(jaxpr_as_fun(closed)).lower(x).compile().as_text()
+    [entry] = re.findall(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)
+    assert re.findall(r" fusion\(.*kind=(\w+)", entry) == ["kLoop"]
 
 
 def step(params, x):

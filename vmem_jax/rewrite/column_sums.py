@@ -4,11 +4,15 @@ A block of threads sums all rows of 32 columns. Over 3,152 rows of 1,024 columns
 sub-batch, that is 32 blocks on a card that runs 264 at once (`capture.columns`). In 8 parts it is
 256, and what adds up the parts is fused into what reads the sum. A barrier between the two keeps XLA
 from making one sum of them. Parts are added up in float32 or wider, as XLA adds up within a block.
+
+Fewer than 32 rows one thread adds up for each column. It reads up to 8 of them at once, so more are
+added up in pieces (`capture.few_rows`), which XLA makes in one kernel.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ from jax import lax
 
 from vmem_jax.capture.columns import parts_of
 from vmem_jax.capture.editor import spliced, with_each_replaced
+from vmem_jax.capture.few_rows import pieces_of
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn
 
 
@@ -25,10 +30,13 @@ def with_sums_in_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
-    parts = parts_of(eqn)
-    if parts == 1:
+    axes, parts, pieces = (*sorted(eqn.params.get("axes", ())),), parts_of(eqn), pieces_of(eqn)
+    if parts > 1:
+        add_up = functools.partial(_in_parts, axes=axes, parts=parts)
+    elif pieces > 1:
+        add_up = functools.partial(_in_pieces, axes=axes, pieces=pieces)
+    else:
         return [eqn]
-    add_up = functools.partial(_in_parts, axes=(*sorted(eqn.params["axes"]),), parts=parts)
     return spliced(add_up, eqn.invars, eqn, eqn.outvars[0])[0]
 
 
@@ -38,3 +46,11 @@ def _in_parts(x: jax.Array, axes: tuple[int, ...], parts: int) -> jax.Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     some = jnp.sum(wide.reshape(*before, parts, -1, *behind), axis=len(before) + 1)
     return jnp.sum(lax.optimization_barrier(some), axis=len(before)).astype(x.dtype)
+
+
+def _in_pieces(x: jax.Array, axes: tuple[int, ...], pieces: int) -> jax.Array:
+    """The same of few rows, which one thread adds up: no barrier, since one kernel has all pieces."""
+    before, behind = x.shape[: axes[0]], x.shape[axes[-1] + 1 :]
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    some = jnp.array_split(wide.reshape(*before, -1, *behind), pieces, axis=len(before))
+    return functools.reduce(operator.add, (a.sum(len(before)) for a in some)).astype(x.dtype)
