@@ -107,6 +107,7 @@ _STEPS = {
     "convnext": "ConvNeXt-B ({batch})",
     "unet": "U-Net of latent diffusion ({batch})",
     "dit": "DiT-B/2 ({batch})",
+    "bert": "BERT-base ({batch})",
     "t5": "T5 ({batch})",
     "segmenter": "U-Net of images ({batch})",
     "wavenet": "WaveNet ({batch})",

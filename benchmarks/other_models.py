@@ -135,6 +135,46 @@ def t5(batch: int, wrap: Wrap, layers: int = 8, width: int = 768) -> Given:
     return loss, init, draw
 
 
+def bert(batch: int, wrap: Wrap, layers: int = 12, width: int = 768) -> Given:
+    """BERT-base (Devlin et al., "BERT", 2019), which tells masked words; 512 tokens of two types."""
+    tokens, vocabulary, masked, rate = 512, 30_522, 76, 0.1
+
+    def init(key: jax.Array) -> Any:
+        draw = _drawing(key)
+        part = lambda: {**_attention(draw, width), **_mlp(draw, width)}
+        tables = {"words": draw(vocabulary, width), "types": draw(2, width)}
+        tables |= {"places": draw(tokens, width), "last": draw(width, width)}
+        return {"layers": [part() for _ in range(layers)], **tables}
+
+    def layer(x: jax.Array, w: Any, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, 3)
+        weighed = lambda p: dropped(p, rate, keys[0])
+        x = _centred(x + dropped(_attended(x, w, weighed=weighed), rate, keys[1]))
+        y = jax.nn.gelu(x @ w["up"].astype(_HALF)) @ w["down"].astype(_HALF)
+        return _centred(x + dropped(y, rate, keys[2]))
+
+    def loss(params: Any, data: Any, key: jax.Array) -> jax.Array:
+        words, types, hidden, labels = data
+        tables = {name: params[name].astype(_HALF) for name in ("words", "types", "places")}
+        keys = iter(jax.random.split(key, layers + 1))
+        x = tables["words"][words] + tables["types"][types] + tables["places"]
+        x = dropped(_centred(x), rate, next(keys))
+        for w in params["layers"]:
+            x = wrap(layer)(x, w, next(keys))
+        x = jnp.take_along_axis(x, hidden[..., None], 1)
+        x = _centred(jax.nn.gelu(x @ params["last"].astype(_HALF)))
+        return _cross_entropy(x @ tables["words"].T, labels)
+
+    def draw(key: jax.Array) -> Any:
+        keys = iter(jax.random.split(key, 4))
+        drawn = lambda n, most: jax.random.randint(next(keys), (batch, n), 0, most)
+        types = jnp.arange(tokens) >= drawn(1, tokens)  # a second sentence begins anywhere
+        labels = drawn(masked, vocabulary)
+        return drawn(tokens, vocabulary), types.astype(jnp.int32), drawn(masked, tokens), labels
+
+    return loss, init, draw
+
+
 def wavenet(batch: int, wrap: Wrap, layers: int = 20, width: int = 128) -> Given:
     """Dilated, gated convolutions over 16,000 samples of sound (van den Oord et al., "WaveNet", 2016,
     sections 2.1 to 2.4)."""
@@ -243,6 +283,7 @@ _PAIRS = (1, 2, 2, 1), (1, 2, 2, 1)
 """The window of a max-pool, and its strides."""
 
 OTHERS: dict[str, Callable[..., Given]] = {
+    "bert": bert,
     "dit": dit,
     "segmenter": segmenter,
     "t5": t5,

@@ -474,6 +474,7 @@ BATCHES: dict[str, int] = {
     "swint": 128,
     "convnext": 128,
     "unet": 16,
+    "bert": 32,
     "dit": 128,
     "segmenter": 16,
     "t5": 32,

@@ -224,7 +224,12 @@ def test_a_process_that_is_ended_keeps_ways_of_three_blocks(monkeypatch, rounds,
 
 @pytest.mark.parametrize(
     ("name", "width", "loss"),
-    [("dit", 64, 3.0), ("t5", 64, np.log(32_128)), ("wavenet", 8, np.log(256))],
+    [
+        ("bert", 64, np.log(30_522)),
+        ("dit", 64, 3.0),
+        ("t5", 64, np.log(32_128)),
+        ("wavenet", 8, np.log(256)),
+    ],
 )
 def test_networks_that_nothing_was_fitted_to_learn(name, width, loss):
     """The first loss is that of a guess, and the second another. DiT's guess varies by 1 itself."""
