@@ -127,7 +127,9 @@ def choices_tables(folder: Path) -> str:
                 by_hand = [way, *("" if x is None else f"{x:.3f}" for x in figures)]
                 lines.append([step, found["budget"], f"{found['of_plain']:.3f}", *by_hand])
         header = ["step", "budget", "`auto`", "best by hand", "of plain", "`auto` of it"]
-        parts.append(f"\n## {path.name}\n\n{CHOICES}\n" + grid(header, lines))
+        notes = dict.fromkeys(row["note"] for row in records.lines(path) if "note" in row)
+        table = grid(header, lines) + "".join(f"\n{note}\n" for note in notes)
+        parts.append(f"\n## {path.name}\n\n{CHOICES}\n" + table)
     return "".join(parts)
 
 

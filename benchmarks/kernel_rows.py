@@ -124,6 +124,37 @@ def masks_tables(folder: Path = RESULTS) -> str:
     return "".join(parts)
 
 
+FEW_ROWS = """Microseconds of gradients to tables of few rows, and of sums over few samples, as JAX
+has them and as plans do, by `python benchmarks/few_rows.py`: one of eight in a program. Errors are
+shares of the largest element.
+"""
+
+
+def few_rows_tables(folder: Path = RESULTS) -> str:
+    """The rows of every file."""
+    parts = []
+    for path in sorted(folder.glob("few_rows_*.jsonl")):
+        lines = [
+            [
+                _of_few_rows(row),
+                *(f"{row[name]:,.0f}" for name in ("plain_us", "ours_us")),
+                *(f"{row[name]:.1g}" for name in ("plain_error", "ours_error")),
+            ]
+            for row in records.lines(path)
+        ]
+        header = ["what", "JAX", "plans", "error of JAX's", "of plans'"]
+        parts.append(f"\n## {path.name}\n\n{FEW_ROWS}\n" + grid(header, lines))
+    return "".join(parts)
+
+
+def _of_few_rows(row: dict[str, Any]) -> str:
+    if row["kind"] == "sum":
+        return f"sum over {row['samples']} samples"
+    places = "×".join(f"{n:,}" for n in row["places"])
+    kind = "positions" if row["indices"] == "positions" else "indices"
+    return f"{row['rows']} rows of {row['columns']}, {places} {kind}, {row['dtype']}"
+
+
 def _network(row: dict[str, Any]) -> str:
     return row["step"].rpartition("_")[0]
 

@@ -25,7 +25,14 @@ from cells import TITLES, as_printed, cell, grid, value_of
 from computed import Cell
 from convergence_rows import convergence
 from endurance_rows import endurance
-from kernel_rows import kernel_tables, masks_tables, pools_tables, softmaxes_tables, sums_tables
+from kernel_rows import (
+    few_rows_tables,
+    kernel_tables,
+    masks_tables,
+    pools_tables,
+    softmaxes_tables,
+    sums_tables,
+)
 from manifest import Case, Table, show_how
 from papers import unneeded
 from records import Record
@@ -243,7 +250,7 @@ def pages() -> dict[str, str]:
     texts["rows/papers.md"] = OF_PAPERS + "".join(block(tables[name], rows) for name in order)
     of_cards = "".join(map(card_page, cards()))
     of_kernels = kernel_tables() + sums_tables() + pools_tables() + softmaxes_tables()
-    of_kernels += masks_tables()
+    of_kernels += masks_tables() + few_rows_tables()
     of_kernels += step_tables()
     runs = endurance() + convergence()
     texts["rows/benchmarks.md"] = (

@@ -1,11 +1,11 @@
 """small_tables: gradients to tables of few rows, made by products.
 
 The gradient to a table that is read by indices is added up row by row (`scatter-add`). XLA:GPU adds
-with atomics, and where many updates are of few rows these wait for each other, longest in 16 bits,
-which have no such instruction: of 16,384 tokens of two types, 768 values each, an H200 takes 83 ms in
-bfloat16, and 0.34 ms for the biases of 512 x 512 relative positions, of which there are 32, of 12
-heads in float32. The product of the updates with the indices as one-hot rows takes 0.05 ms of both
-(`benchmarks/tables.py`). It adds up in float32, and always in the same order.
+with atomics, and where many updates are of few rows these wait for each other, longest in 16 bits:
+for 16,384 tokens of two types, 768 values each, an H200 takes 73 ms in bfloat16, and 0.39 for the
+biases of 512 x 512 relative positions, of which there are 32, of 12 heads in float32. The product of
+the updates with the indices as one-hot rows takes 0.03 and 0.06 ms (`benchmarks/few_rows.py`). It
+adds up in float32, and always in the same order.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _LEAST_SUMMED = 256
 _MOST_WIDER = 4
 """How many times as many elements as the updates the one-hot rows have at most."""
 
-_TIMES = {4: 2, 2: 1 / 5}
-"""What the atomics take of the product's time, in 16 bits for each update of a row: 122 µs of 64, and
-83 ms of 53 µs with 8,192 updates of a row. Updates that are not spread evenly take longer."""
+_TIMES = {4: 2, 2: 1 / 4}
+"""What the atomics take of the product's time, in 16 bits for each update of a row: in float32 1.1 to
+2.9 times as long, 6 where updates are not spread evenly; in bfloat16 2,670 times with 8,192 updates
+of a row, 114 with 512."""
 
 
 def with_known_tables(
