@@ -54,6 +54,26 @@ def test_a_convolution_takes_what_was_traced(which, channels, side, batch):
     assert 1e6 * seconds == pytest.approx(TRACED[which, channels, side, batch], rel=0.17)
 
 
+@pytest.mark.parametrize("channels", [64, 128, 256])
+def test_twice_the_images_take_less_than_twice_as_long(channels):
+    """7 to 10 us less, by what was traced: what it takes to start, and some of a round of tiles."""
+    side = {64: 56, 128: 28, 256: 14}[channels]
+    half, whole = (
+        1e6 * CARDS["h200"].machine.convolution_seconds(layer(FORWARD, *(channels,) * 2, side, n))
+        for n in (128, 256)
+    )
+    traced = 2 * TRACED[FORWARD, channels, side, 128] - TRACED[FORWARD, channels, side, 256]
+    assert 2 * half - whole == pytest.approx(traced, abs=4)
+
+
+def test_several_taps_reach_more_than_one():
+    """Gradients to kernels do not."""
+    rates = {
+        which: [share_of_rate(layer(which, 256, 256, 28, 128, k)) for k in (1, 3)] for which in Pass
+    }
+    assert all((many > one) == (which != TO_KERNEL) for which, (one, many) in rates.items())
+
+
 # channels read and made, side, batch: microseconds by themselves with a sum behind, bfloat16, 1 x 1
 WITH_A_SUM = {
     (128, 128, 126, 8): 35.5,
@@ -83,7 +103,7 @@ def test_the_width_of_what_is_made_counts():
 
 def test_the_last_round_of_tiles_is_computed_whole():
     """One multiprocessor of 132 has a second tile."""
-    one, two = (share_of_rate(layer(FORWARD, 256, 256, 16, n)) for n in (66, 67))
+    one, two = (share_of_rate(layer(FORWARD, 256, 256, 16, n, kernel=1)) for n in (66, 67))
     assert one == 1.0 and two == pytest.approx(67 / 132, abs=0.26)
     assert two < 0.8
 

@@ -105,7 +105,7 @@ class Machine:
       link_delay: seconds by which a step starts later during a copy.
       slice_start: seconds that the host takes to start a copy of a slice in a loop.
       between: from one device to others of its host, bytes a second.
-      convolutions: operations a second of convolutions of 256 channels and more on tensor cores, by
+      convolutions: operations a second of those of 256 channels and one tap on tensor cores, by
         dtype; `flops` for other dtypes. Strict float32 has the rate of `core.cuda_cores` where there
         are any.
       pinning: seconds to pin a byte of host memory. 2 GiB took 1.2 s beside an H200.
