@@ -30,27 +30,25 @@ def with_sums_in_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
-    axes, parts, pieces = (*sorted(eqn.params.get("axes", ())),), parts_of(eqn), pieces_of(eqn)
-    if parts > 1:
-        add_up = functools.partial(_in_parts, axes=axes, parts=parts)
-    elif pieces > 1:
-        add_up = functools.partial(_in_pieces, axes=axes, pieces=pieces)
-    else:
+    parts, pieces = parts_of(eqn), pieces_of(eqn)
+    if parts == pieces == 1:
         return [eqn]
+    in_some = functools.partial(_in_parts if parts > 1 else _in_pieces, count=max(parts, pieces))
+    add_up = functools.partial(in_some, axes=(*sorted(eqn.params["axes"]),))
     return spliced(add_up, eqn.invars, eqn, eqn.outvars[0])[0]
 
 
-def _in_parts(x: jax.Array, axes: tuple[int, ...], parts: int) -> jax.Array:
+def _in_parts(x: jax.Array, axes: tuple[int, ...], count: int) -> jax.Array:
     """The sum of `x` over `axes`, which stand together."""
     before, behind = x.shape[: axes[0]], x.shape[axes[-1] + 1 :]
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    some = jnp.sum(wide.reshape(*before, parts, -1, *behind), axis=len(before) + 1)
+    some = jnp.sum(wide.reshape(*before, count, -1, *behind), axis=len(before) + 1)
     return jnp.sum(lax.optimization_barrier(some), axis=len(before)).astype(x.dtype)
 
 
-def _in_pieces(x: jax.Array, axes: tuple[int, ...], pieces: int) -> jax.Array:
+def _in_pieces(x: jax.Array, axes: tuple[int, ...], count: int) -> jax.Array:
     """The same of few rows, which one thread adds up: no barrier, since one kernel has all pieces."""
     before, behind = x.shape[: axes[0]], x.shape[axes[-1] + 1 :]
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    some = jnp.array_split(wide.reshape(*before, -1, *behind), pieces, axis=len(before))
+    some = jnp.array_split(wide.reshape(*before, -1, *behind), count, axis=len(before))
     return functools.reduce(operator.add, (a.sum(len(before)) for a in some)).astype(x.dtype)
