@@ -37,11 +37,12 @@ _MORE = {Pass.FORWARD: 2e-6, Pass.BACKWARD_DATA: 2e-6, Pass.BACKWARD_FILTER: 6e-
 add up what is computed of parts of the pixels, 3 to 8 us."""
 
 _START = 5e-6
-"""Seconds that a kernel of several taps takes longer, however small. 3 x 3 with 64, 128 and 256
-channels take 67.0, 46.2 and 42.4 us of 128 images in steps of ResNets, and 124.2, 83.9 and 77.5 of
-256: twice the former are 7 to 10 us more. Behind that they reach 0.8e15 operations a second."""
+"""Seconds that a kernel of several taps takes longer where each multiprocessor has a tile. 3 x 3 with
+64, 128 and 256 channels take 67.0, 46.2 and 42.4 us of 128 images in steps of ResNets, and 124.2,
+83.9 and 77.5 of 256: twice the former are 7 to 10 us more. With fewer tiles it is less: a GoogLeNet's
+in 128 sub-batches of one image take no longer than by their rate."""
 
-_TAPS = 1.1
+_TAPS = 1.05
 """How many times the rate of one tap several taps reach behind that, forward and to inputs."""
 
 DTYPES = ("bfloat16", "float16")
@@ -56,18 +57,25 @@ def share_of_rate(convolution: Convolution) -> float:
     if not _is_product(c) or c.features_in % _VECTOR or c.features_out % _VECTOR:
         return 1.0
     read, made = c.features_in // c.groups, c.features_out // c.groups
-    faster = _TAPS if math.prod(c.kernel) > 1 else 1.0
     if c.which == Pass.BACKWARD_FILTER:  # its sums are divided, so that all have a tile
         return min(_filled(made, 0), _filled(read * math.prod(c.kernel), 0))
-    forward = c.which == Pass.FORWARD
-    pixels = c.batch * math.prod(c.out if forward else c.size)
-    return faster * _filled(made if forward else read, -(-pixels // _PIXELS))
+    faster = _TAPS if math.prod(c.kernel) > 1 else 1.0
+    return faster * _filled(made if c.which == Pass.FORWARD else read, _high(c))
 
 
 def more_seconds(convolution: Convolution) -> float:
     """Seconds that `convolution` takes however small it is, with those of the kernels beside it."""
-    start = _START if math.prod(convolution.kernel) > 1 else 0.0
-    return start + _MORE[convolution.which] if _is_product(convolution) else 0.0
+    c = convolution
+    if not _is_product(c):
+        return 0.0
+    start = _START * min(1.0, _high(c) / _CORES) if math.prod(c.kernel) > 1 else 0.0
+    return start + _MORE[c.which]
+
+
+def _high(c: Convolution) -> int:
+    """Tiles of pixels: of the image that is made, or whose gradient is read."""
+    pixels = c.batch * math.prod(c.size if c.which == Pass.BACKWARD_DATA else c.out)
+    return -(-pixels // _PIXELS)
 
 
 def _is_product(c: Convolution) -> bool:
