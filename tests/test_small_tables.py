@@ -76,6 +76,7 @@ CASES = {
     "in float32": (at, (32, 512), (4, 64), "float32", {}),
     "positions": (lambda t, i: t[i].transpose(2, 0, 1), (512, 512), (32, 12), "float32", {}),
     "one dimension": (at, (16384,), (5, 64), "bfloat16", {}),
+    "a small batch": (at, (2, 256), (2, 128), "bfloat16", {}),
     "heads": (at, (16, 512), (6, 4, 32), "bfloat16", {}),
     "clipped": (lambda t, i: jnp.take(t, i, 0, mode="clip"), *TYPES, {"low": -3, "high": 5}),
     "filled": (lambda t, i: jnp.take(t, i, 0, fill_value=0), *TYPES, {"low": -5, "high": 9}),
@@ -127,7 +128,8 @@ def along_columns(table, indices, up):
 STAY = {
     "many rows": (gradient(at), (16, 512), (1024, 128), "bfloat16"),
     "many rows in float32": (gradient(at), (32, 512), (64, 128), "float32"),
-    "few updates": (gradient(at), (2, 512), (2, 128), "bfloat16"),
+    "few updates": (gradient(at), (2, 64), (2, 128), "bfloat16"),
+    "few updates in float32": (gradient(at), (4, 512), (2, 128), "float32"),
     "few of each row": (gradient(at), (16, 512), (300, 128), "bfloat16"),
     "few columns": (gradient(at), (1024, 512), (16, 2), "bfloat16"),
     "one dimension in float32": (gradient(at), (16384,), (2, 64), "float32"),

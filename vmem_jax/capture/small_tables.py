@@ -27,8 +27,9 @@ from vmem_jax.capture.primitives import shape_of
 from vmem_jax.capture.transposed_convolutions import Spreading
 from vmem_jax.jax_compat import ClosedJaxpr, JaxprEqn, Var
 
-_LEAST_UPDATES = 2**20
-"""Elements that are added at least: fewer take less time than it takes to start kernels."""
+_LEAST_UPDATES = {4: 2**20, 2: 2**16}
+"""Elements that are added at least, by the bytes of one: fewer take as long as it takes to start
+kernels. In 16 bits each update of a row takes 8 to 9 µs, however many columns there are."""
 
 _MOST_ROWS = {4: 32, 2: 512}
 """Rows of the largest table whose product was measured to be faster, by the bytes of an element. With
@@ -108,7 +109,7 @@ def _adds_up(eqn: JaxprEqn) -> bool:
         return False
     of_row, columns = math.prod(places) // rows, math.prod(shape[along:])
     return (
-        math.prod(shape) >= _LEAST_UPDATES
+        math.prod(shape) >= _LEAST_UPDATES[size]
         and rows <= min(_MOST_ROWS[size], _MOST_WIDER * columns)
         and of_row >= _LEAST_OF_ROW[size]
     )
