@@ -315,6 +315,7 @@ def numbers(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("room", ["core", "policy", "techniques"])
 def test_what_can_be_tuned_is_a_documented_parameter(room):
     paths = [path for path in MODULES if path.startswith(f"{room}/")]
