@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,22 +34,26 @@ def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
     parts, pieces = parts_of(eqn), pieces_of(eqn)
     if parts == pieces == 1:
         return [eqn]
-    in_some = functools.partial(_in_parts if parts > 1 else _in_pieces, count=max(parts, pieces))
-    add_up = functools.partial(in_some, axes=(*sorted(eqn.params["axes"]),))
+    some, count = (_parts, parts) if parts > 1 else (_pieces, pieces)
+    by = functools.partial(some, count=count)
+    add_up = functools.partial(_added_up, axes=(*sorted(eqn.params["axes"]),), by=by)
     return spliced(add_up, eqn.invars, eqn, eqn.outvars[0])[0]
 
 
-def _in_parts(x: jax.Array, axes: tuple[int, ...], count: int) -> jax.Array:
-    """The sum of `x` over `axes`, which stand together."""
-    before, behind = x.shape[: axes[0]], x.shape[axes[-1] + 1 :]
+def _added_up(
+    x: jax.Array, axes: tuple[int, ...], by: Callable[[jax.Array, int], jax.Array]
+) -> jax.Array:
+    """The sum of `x` over `axes`, which stand together, `by` what sums rows along one axis."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    some = jnp.sum(wide.reshape(*before, count, -1, *behind), axis=len(before) + 1)
-    return jnp.sum(lax.optimization_barrier(some), axis=len(before)).astype(x.dtype)
+    rows = wide.reshape(*x.shape[: axes[0]], -1, *x.shape[axes[-1] + 1 :])
+    return by(rows, axes[0]).astype(x.dtype)
 
 
-def _in_pieces(x: jax.Array, axes: tuple[int, ...], count: int) -> jax.Array:
-    """The same of few rows, which one thread adds up: no barrier, since one kernel has all pieces."""
-    before, behind = x.shape[: axes[0]], x.shape[axes[-1] + 1 :]
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    some = jnp.array_split(wide.reshape(*before, -1, *behind), count, axis=len(before))
-    return functools.reduce(operator.add, (a.sum(len(before)) for a in some)).astype(x.dtype)
+def _parts(x: jax.Array, axis: int, count: int) -> jax.Array:
+    some = x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :]).sum(axis + 1)
+    return lax.optimization_barrier(some).sum(axis)
+
+
+def _pieces(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """No barrier, since one kernel has all pieces of few rows."""
+    return functools.reduce(operator.add, (a.sum(axis) for a in jnp.array_split(x, count, axis)))
