@@ -75,11 +75,11 @@ def _rule(found: dict[Var, int], closed: ClosedJaxpr) -> Any:
         if not _adds_up(eqn) or constant(eqn.invars[0], source) != 0:
             return [eqn]
         table, indices, updates = eqn.invars
-        rows = shape_of(table)[0]
+        aval: Any = table.aval
+        rows, size = aval.shape[0], aval.dtype.itemsize
         clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
         product = functools.partial(_product, rows=rows, clips=clips)
         products, _ = spliced(product, [indices, updates], eqn, eqn.outvars[0])
-        size = _itemsize(table)
         of_row = math.prod(shape_of(indices)) // rows
         times = max(1, int(_TIMES[size] * (of_row if size == 2 else 1)))
         dots = (e for e in products if e.primitive.name == "dot_general")
@@ -95,15 +95,16 @@ def _adds_up(eqn: JaxprEqn) -> bool:
         return False
     table, indices, updates = eqn.invars
     numbers, shape = eqn.params["dimension_numbers"], shape_of(updates)
-    places, size = shape_of(indices)[:-1], _itemsize(table)
-    if size not in _MOST_ROWS or not jnp.issubdtype(_dtype(table), jnp.floating) or not places:
+    aval: Any = table.aval
+    places, size = shape_of(indices)[:-1], aval.dtype.itemsize
+    if size not in _MOST_ROWS or not jnp.issubdtype(aval.dtype, jnp.floating) or not places:
         return False
-    along, rows = len(places), shape_of(table)[0]
+    along, rows = len(places), aval.shape[0]
     is_of_rows = (
         numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims == (0,)
         and numbers.update_window_dims == tuple(range(along, len(shape)))
         and not numbers.operand_batching_dims
-        and shape == (*places, *shape_of(table)[1:])
+        and shape == (*places, *aval.shape[1:])
     )
     if not is_of_rows or not rows or (size == 4 and not _has_parts(places)):
         return False
@@ -139,11 +140,3 @@ def _product(indices: jax.Array, updates: jax.Array, rows: int, clips: bool) -> 
 def _has_parts(places: tuple[int, ...]) -> bool:
     """Whether indices of this shape are summed along their last dimension first."""
     return len(places) > 1 and places[-1] >= _LEAST_SUMMED
-
-
-def _dtype(a: Any) -> Any:
-    return a.aval.dtype
-
-
-def _itemsize(a: Any) -> int:
-    return jnp.dtype(_dtype(a)).itemsize
